@@ -1,0 +1,135 @@
+"""rlhf-controller: runs an algorithm on services that are running, or that it launches itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import tomli_w
+
+from controller import algorithms
+from controller.cluster import Cluster
+from controller.config import Config, load
+from controller.data import PromptData
+from controller.group import Session
+from controller.launch import LaunchedServices
+from controller.recorder import Recorder
+from controller.run import Algorithm, Run
+from controller.tracking.progress import Progress
+from controller.tracking.run_directory import RunDirectory
+from rlhf.errors import ConfigError, RlhfError
+
+CONFIG_FILE = "config.toml"
+USAGE_ERROR = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--algo", required=True, metavar="NAME", help=f"{', '.join(algorithms.names())}, or module:function."
+)
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), help="TOML file. Default: the quickstart."
+)
+@click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
+)
+def main(algo: str, config_path: Path | None, launch: bool, settings: tuple[str, ...]) -> None:
+    """Run an algorithm of RLHF over role services.
+
+    Without --config it builds the quickstart's model and data, launches the quickstart's services, and runs.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        algorithm = algorithms.find_algorithm(algo)
+        config = load(config_path, settings) if config_path else _quickstart(settings)
+        run_directory, summary = run(algorithm, config, launch=launch or config_path is None)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(128 + signal.SIGINT)
+    except RlhfError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    click.echo(f"held-out accuracy: {before:.1%} before, {after:.1%} after {summary['steps']} steps")
+    click.echo(f"report:            {run_directory / 'report.html'}")
+    click.echo(f"run directory:     {run_directory}")
+
+
+def run(algorithm: Algorithm, config: Config, *, launch: bool) -> tuple[Path, dict[str, Any]]:
+    """One whole run; returns its directory and its summary. Whatever ends it, what it started is stopped.
+
+    Raises:
+        RlhfError: One line that names the culprit.
+    """
+    data = (
+        PromptData.load(config.data.train, "data.train"),
+        PromptData.load(config.data.heldout, "data.heldout"),
+    )
+    directory = RunDirectory.create(config.run.directory, config.run.name)
+    resolved = directory.write_text(
+        CONFIG_FILE, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    )
+    progress = Progress()
+    progress.message(f"run directory: {directory.path}")
+    with contextlib.ExitStack() as stack:
+        launched = None
+        if launch:
+            progress.message(f"starting services: {', '.join(config.services)}")
+            launched = stack.enter_context(LaunchedServices(config, resolved, directory.path / "logs"))
+        try:
+            return directory.path, _run_connected(algorithm, config, data, directory, progress)
+        except RlhfError as error:
+            raise (launched.explain(error) if launched else error) from error
+
+
+def _run_connected(
+    algorithm: Algorithm,
+    config: Config,
+    data: tuple[PromptData, PromptData],
+    directory: RunDirectory,
+    progress: Progress,
+) -> dict[str, Any]:
+    session = Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s)
+    cluster = Cluster(config, session)
+    try:
+        cluster.connect()
+        progress.begin(config.run.steps)
+        with Recorder(directory, progress) as recorder, recorder.following(cluster.running, cluster.memory):
+            run = Run(config, data, cluster, recorder)
+            try:
+                algorithm(run)
+                return run.finish()
+            finally:
+                run.close()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        cluster.close()
+
+
+def _quickstart(settings: tuple[str, ...]) -> Config:
+    """The bundled configuration, its model and data built where they are missing."""
+    with importlib.resources.as_file(
+        importlib.resources.files("deploy") / "quickstart" / "quickstart.toml"
+    ) as path:
+        config = load(path, settings)
+    command = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
+    built = subprocess.run(command, check=False)
+    if built.returncode:
+        raise ConfigError(f"the quickstart's model could not be built: exit code {built.returncode}")
+    return config
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

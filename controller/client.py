@@ -1,0 +1,69 @@
+"""One rank as the controller sees it: a channel, and the methods of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
+from rlhf.errors import from_rpc_error
+
+
+class RankClient:
+    """A channel to one rank. Errors name service, rank, address and method.
+
+    Args:
+        service: Name of the service in the config.
+        rank: Rank within it.
+        address: host:port.
+    """
+
+    def __init__(self, service: str, rank: int, address: str) -> None:
+        self.service = service
+        self.rank = rank
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._callables: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        return f"{self.service} rank {self.rank} ({self.address})"
+
+    async def call(
+        self, method: Method, request: Any, timeout_s: float, *, wait_for_ready: bool = False
+    ) -> Any:
+        """One unary call.
+
+        Raises:
+            RlhfError: As the service says, or ServiceLost, DeadlineExceeded.
+        """
+        try:
+            return await self._callable(method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, f"{self} {method.name}") from error
+
+    async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
+        """The responses of a streaming call, until the service ends it or the caller stops asking."""
+        try:
+            async for response in self._callable(method)(request):
+                yield response
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, f"{self} {method.name}") from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _callable(self, method: Method) -> Any:
+        if method.path not in self._callables:
+            kind = self._channel.unary_stream if method.streams else self._channel.unary_unary
+            self._callables[method.path] = kind(
+                method.path,
+                request_serializer=method.request.SerializeToString,  # type: ignore[attr-defined]
+                response_deserializer=method.response.FromString,  # type: ignore[attr-defined]
+            )
+        return self._callables[method.path]
+
+
+WORKER = SERVICES["worker"]

@@ -1,0 +1,170 @@
+"""Futures and placement: batches whose columns are still being computed, and who has to wait for whom.
+
+A group call returns at once, with a `FutureBatch`. The call itself starts as soon as its input columns are
+there and every earlier call on one of its devices has ended. So one straight-line algorithm runs colocated,
+split or interleaved, as the resource pools say (HybridFlow, sections 4.1 and 4.2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nccl_transfer.batch import Batch, Column
+from nccl_transfer.columns import Jagged
+from rlhf.errors import InvalidRequest
+
+T = TypeVar("T")
+
+
+class Loop:
+    """The controller's one event loop, on a thread of its own, so that algorithms are plain blocking code."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop; safe from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Runs a coroutine to its end."""
+        return self.start(work).result(timeout_s)
+
+    def close(self) -> None:
+        """Cancels what still runs and ends the thread."""
+        self.start(_cancel_all()).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=3) if tasks else None
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What one finished group call reports.
+
+    Attributes:
+        service, method: Name in the config; Python name of the method.
+        started_s, ended_s: Unix time of dispatch and of the last response.
+        metrics: Means over the ranks by name.
+        policy_version: Of the service after the call.
+        responses: The response of each rank, in rank order.
+    """
+
+    service: str
+    method: str
+    started_s: float
+    ended_s: float
+    metrics: Mapping[str, float]
+    policy_version: int
+    responses: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FutureBatch:
+    """Rows x named columns, each resolved or still being computed. The algebra waits for nothing.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Columns by name.
+        calls: The calls that make them.
+    """
+
+    rows: int
+    columns: Mapping[str, Future[Column]]
+    calls: tuple[Future[CallRecord], ...] = field(default=())
+
+    @staticmethod
+    def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> FutureBatch:
+        """Columns held here."""
+        batch = Batch.of(**values)
+        return FutureBatch(batch.rows, {name: resolved(column) for name, column in batch.columns.items()})
+
+    def __or__(self, other: FutureBatch) -> FutureBatch:
+        """The columns and calls of both; where both have a name, the right one's."""
+        if other.rows != self.rows:
+            raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
+        calls = (*self.calls, *(call for call in other.calls if call not in self.calls))
+        return FutureBatch(self.rows, {**self.columns, **other.columns}, calls)
+
+    def select(self, names: Iterable[str]) -> FutureBatch:
+        """Only these columns."""
+        return FutureBatch(self.rows, {name: self[name] for name in names}, self.calls)
+
+    def take(self, rows: np.ndarray) -> FutureBatch:
+        """These rows in this order."""
+        taken = {name: then(column, lambda c: c.take(rows)) for name, column in self.columns.items()}
+        return FutureBatch(len(rows), taken, self.calls)
+
+    def repeat(self, times: int) -> FutureBatch:
+        """Every row `times` times, side by side: several samples per prompt."""
+        return self.take(np.repeat(np.arange(self.rows), times))
+
+    def __getitem__(self, name: str) -> Future[Column]:
+        if name not in self.columns:
+            raise InvalidRequest(f"the batch has no column {name!r}; it has {sorted(self.columns)}")
+        return self.columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def result(self, names: Iterable[str], timeout_s: float) -> Batch:
+        """Waits for these columns."""
+        return Batch(self.rows, {name: self[name].result(timeout_s) for name in names})
+
+    def records(self, timeout_s: float) -> list[CallRecord]:
+        """Waits for all calls, in call order."""
+        return [call.result(timeout_s) for call in self.calls]
+
+
+def resolved(value: T) -> Future[T]:
+    """A future that is there already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
+    """The future of `function(result)`; an error passes through."""
+    following: Future[Any] = Future()
+
+    def pass_on(done: Future[T]) -> None:
+        try:
+            following.set_result(function(done.result()))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            following.set_exception(error)
+
+    future.add_done_callback(pass_on)
+    return following
+
+
+class Placement:
+    """Keeps calls on common devices in call order, and lets all others run at the same time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Future[None]] = {}
+
+    def enter(self, devices: frozenset[str]) -> tuple[list[Future[None]], Future[None]]:
+        """Takes a place in the order; called in program order.
+
+        Returns:
+            What has to end before the call may start, and the future to resolve when the call has ended.
+        """
+        before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
+        ended: Future[None] = Future()
+        self._last.update(dict.fromkeys(devices, ended))
+        return before, ended

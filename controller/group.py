@@ -1,0 +1,442 @@
+"""Role groups: all ranks of one service, called as one (HybridFlow, section 4).
+
+A call selects the columns its proto declares, distributes the rows by the method's transfer protocol, sends one
+request to each rank, and collects references to what the ranks made. Tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format, struct_pb2
+
+from controller.client import WORKER, RankClient
+from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, then
+from nccl_transfer import wire
+from nccl_transfer.batch import Batch, Column, LocalColumn
+from nccl_transfer.columns import Jagged
+from nccl_transfer.protocols import Mesh, get_protocol
+from rlhf.contract import Method, group_methods
+from rlhf.errors import (
+    CallCancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerFailed,
+    RewardFailed,
+    RlhfError,
+    ServiceLost,
+)
+from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, reward_pb2, worker_pb2
+
+SETTLE_S = 2.0
+"""After a rank has failed, how long to wait for what the others say: the culprit may answer last."""
+
+
+@dataclass
+class Session:
+    """What calls of one run share.
+
+    Attributes:
+        name: Unique name of the run, by which services keep leases.
+        seed: Seed of the run.
+        step: Training step; 0 before the first.
+        controller_bytes: Bytes of rows that passed through the controller since the last reset.
+    """
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seed: int = 0
+    step: int = 0
+    timeout_s: float = 600.0
+    controller_bytes: int = 0
+    ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.ordinals.clear()
+
+    def header(self, service: str, method: str) -> common_pb2.Call:
+        """The header of the next call of a method, all but sequence and epoch."""
+        ordinal = self.ordinals[service, method]
+        self.ordinals[service, method] += 1
+        return common_pb2.Call(
+            call_id=uuid.uuid4().hex, session=self.name, seed=self.seed, step=self.step, ordinal=ordinal
+        )
+
+
+class RoleGroup:
+    """All ranks of one service.
+
+    Args:
+        clients: One per rank, in rank order.
+        description: What rank 0 said of the service.
+        devices: Devices it runs on; calls on common devices take turns.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[RankClient],
+        description: worker_pb2.DescribeResponse,
+        devices: frozenset[str],
+        session: Session,
+        placement: Placement,
+        loop: Loop,
+    ) -> None:
+        self.name = clients[0].service
+        self.clients = clients
+        self.description = description
+        self.mesh = Mesh(description.mesh.pipeline, description.mesh.tensor, description.mesh.data)
+        self.session = session
+        self.running: dict[str, str] = {}
+        self._devices = devices
+        self._placement = placement
+        self._loop = loop
+        self._sequence = 0
+        self._methods = group_methods(description.role)
+
+    def call(
+        self,
+        name: str,
+        batch: FutureBatch | None = None,
+        outputs: Sequence[str] | None = None,
+        **options: Any,
+    ) -> FutureBatch:
+        """Calls a method on all ranks, once its inputs are there and its devices are free.
+
+        Args:
+            name: Python name of the method.
+            batch: Rows; only the columns the method declares travel.
+            outputs: Columns to expect, where not all that the method declares.
+            options: Further fields of the request.
+
+        Returns:
+            The rows it makes, at once.
+
+        Raises:
+            InvalidRequest: A column that the method needs is missing.
+        """
+        method = self._methods[name]
+        batch = batch or FutureBatch(0, {})
+        missing = [column for column in method.inputs if column not in batch]
+        if missing:
+            raise InvalidRequest(
+                f"{self.name}.{name} needs columns {missing}; the batch has {sorted(batch.columns)}"
+            )
+        inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
+        header = self.session.header(self.name, name)
+        before, ended = self._placement.enter(self._devices)
+        result = self._loop.start(self._run(method, inputs, header, options, before, ended))
+        expected = method.outputs if outputs is None else outputs
+        columns = {column: _column_of(result, column) for column in expected}
+        return FutureBatch(batch.rows, columns, (_record_of(result),))
+
+    async def _run(
+        self,
+        method: Method,
+        inputs: FutureBatch,
+        header: common_pb2.Call,
+        options: dict[str, Any],
+        before: list[Future[None]],
+        ended: Future[None],
+    ) -> tuple[Batch, CallRecord]:
+        try:
+            names = list(inputs.columns)
+            columns = await asyncio.gather(*(asyncio.wrap_future(inputs.columns[name]) for name in names))
+            await asyncio.gather(*(asyncio.wrap_future(future) for future in before))
+            self._sequence += 1
+            header.sequence, header.epoch = self._sequence, self.description.epoch
+            self.running[header.call_id] = method.name
+            batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
+            started = time.time()
+            responses = await self._send(method, self._requests(method, batch, header, options))
+            return self._collect(method, batch, responses, started)
+        finally:
+            self.running.pop(header.call_id, None)
+            ended.set_result(None)
+
+    def _requests(
+        self, method: Method, batch: Batch, header: common_pb2.Call, options: dict[str, Any]
+    ) -> list[Any]:
+        """One request per rank, by the method's transfer protocol."""
+        takes_rows = "batch" in method.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+        if not takes_rows:
+            return [method.request(call=header, **options)] * len(self.clients)
+        parts = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
+        return [self._request(method, batch.take(rows), rows, header, options) for rows in parts]
+
+    def _request(
+        self, method: Method, part: Batch, rows: np.ndarray, header: common_pb2.Call, options: dict[str, Any]
+    ) -> Any:
+        self._count(part)
+        return method.request(call=header, batch=wire.to_proto(part, rows), **options)
+
+    def _count(self, batch: Batch) -> None:
+        self.session.controller_bytes += sum(
+            column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn)
+        )
+
+    async def _send(self, method: Method, requests: list[Any]) -> list[Any]:
+        """Sends each rank its request; if one fails, stops the others and raises what the culprit said."""
+        timeout_s = self.session.timeout_s
+        calls = [
+            asyncio.ensure_future(client.call(method, request, timeout_s))
+            for client, request in zip(self.clients, requests, strict=True)
+        ]
+        try:
+            _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await self._cancel(requests[0].call.call_id)
+                await asyncio.wait(pending, timeout=SETTLE_S)
+        except asyncio.CancelledError:
+            await self._cancel(requests[0].call.call_id)
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+        errors = [e for call in calls if call.done() and not call.cancelled() and (e := call.exception())]
+        if errors:
+            raise min(errors, key=_blame)
+        return [call.result() for call in calls]
+
+    async def cancel_all(self) -> None:
+        """Asks the calls that are running to stop."""
+        await asyncio.gather(*(self._cancel(call_id) for call_id in list(self.running)))
+
+    async def _cancel(self, call_id: str) -> None:
+        request = worker_pb2.CancelRequest(call_id=call_id)
+        cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
+        await asyncio.gather(*cancels, return_exceptions=True)
+
+    def _collect(
+        self, method: Method, batch: Batch, responses: list[Any], started: float
+    ) -> tuple[Batch, CallRecord]:
+        protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
+        collected = [responses[rank] for rank in protocol.collect(self.mesh)]
+        made = self._made(method, collected, protocol.splits)
+        record = CallRecord(
+            service=self.name,
+            method=method.snake_name,
+            started_s=started,
+            ended_s=time.time(),
+            metrics=_merge_metrics(collected),
+            policy_version=responses[0].outcome.policy_version,
+            responses=tuple(responses),
+        )
+        return made, record
+
+    def _made(self, method: Method, collected: list[Any], splits: bool) -> Batch:
+        if not method.outputs or not splits:
+            return Batch(0, {})
+        made = Batch.concat([batch for r in collected if (batch := wire.from_proto(r.batch)).columns])
+        self._count(made)
+        return made
+
+    def release(self, *, through_step: int | None = None) -> Future[None]:
+        """Frees the rows of steps up to `through_step`, or of all, on every rank."""
+        request = worker_pb2.ReleaseRequest(
+            session=self.session.name, through_step=through_step or 0, all_steps=through_step is None
+        )
+
+        async def run() -> None:
+            calls = (
+                client.call(WORKER["Release"], request, self.session.timeout_s) for client in self.clients
+            )
+            await asyncio.gather(*calls)
+
+        return self._loop.start(run())
+
+    def synchronize(self) -> FutureBatch:
+        """A fence: done when every earlier call of the group is."""
+        return self.call("synchronize")
+
+    def offload(self) -> FutureBatch:
+        """Moves weights and optimizer state off the devices."""
+        return self.call("offload")
+
+    def onload(self) -> FutureBatch:
+        """Brings them back."""
+        return self.call("onload")
+
+    def save_checkpoint(self, directory: str, format: worker_pb2.CheckpointFormat) -> FutureBatch:
+        """Writes weights, or weights and optimizer state, on the ranks' hosts."""
+        return self.call("save_checkpoint", directory=directory, format=format)
+
+    def load_checkpoint(self, directory: str) -> FutureBatch:
+        """Reads a sharded checkpoint back."""
+        return self.call("load_checkpoint", directory=directory)
+
+    def profile(self, directory: str, calls: int) -> FutureBatch:
+        """Traces the next calls of every rank."""
+        return self.call("profile", directory=directory, calls=calls)
+
+
+class ActorGroup(RoleGroup):
+    """The policy."""
+
+    def generate_sequences(
+        self, prompts: FutureBatch, sampling: actor_pb2.Sampling, *, return_text: bool = False
+    ) -> FutureBatch:
+        """One response per row of column "prompt": prompt_ids, response_ids, rollout_log_probs, and response
+        where text is asked for."""
+        outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
+        return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
+
+    def compute_log_prob(self, batch: FutureBatch, temperature: float) -> FutureBatch:
+        """log_probs: of each response token under the current weights."""
+        return self.call("compute_log_prob", batch, temperature=temperature)
+
+    def compute_loss(self, batch: FutureBatch) -> FutureBatch:
+        """pretrain_loss of column "text"."""
+        return self.call("compute_loss", batch)
+
+    def update_actor(
+        self, batch: FutureBatch, loss: actor_pb2.PolicyLoss, schedule: actor_pb2.Schedule, temperature: float
+    ) -> FutureBatch:
+        """All epochs and mini-batches, or nothing."""
+        return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
+
+
+class CriticGroup(RoleGroup):
+    """A value model."""
+
+    def compute_values(self, batch: FutureBatch) -> FutureBatch:
+        """values: of the state in which each response token was chosen."""
+        return self.call("compute_values", batch)
+
+    def update_critic(
+        self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule
+    ) -> FutureBatch:
+        """All epochs and mini-batches, or nothing."""
+        return self.call("update_critic", batch, loss=loss, schedule=schedule)
+
+
+class ReferenceGroup(RoleGroup):
+    """The frozen policy."""
+
+    def compute_ref_log_prob(self, batch: FutureBatch, temperature: float) -> FutureBatch:
+        """ref_log_probs: of each response token under the reference weights."""
+        return self.call("compute_ref_log_prob", batch, temperature=temperature)
+
+
+class RewardGroup(RoleGroup):
+    """A reward or cost, in whatever language it is written."""
+
+    TEXT = ("prompt", "response", "ground_truth", "metadata")
+    TENSORS = ("prompt_ids", "response_ids")
+
+    @property
+    def wants_text(self) -> bool:
+        """Whether it scores text; any service that does not say otherwise does."""
+        return self.description.input_form != worker_pb2.INPUT_FORM_TENSOR
+
+    def compute_reward(self, batch: FutureBatch) -> FutureBatch:
+        """rewards: one per row [rows] float64, or one per response token (jagged).
+
+        Raises (when resolved):
+            RewardFailed: Rows that could not be scored, with the cause of the first.
+        """
+        names = self.TEXT if self.wants_text else self.TENSORS
+        needed = ("response",) if self.wants_text else self.TENSORS
+        missing = [name for name in needed if name not in batch]
+        if missing:
+            raise InvalidRequest(
+                f"{self.name}.compute_reward needs columns {missing}; the batch has {sorted(batch.columns)}"
+            )
+        return self.call("compute_reward", batch.select([name for name in names if name in batch]))
+
+    def _request(
+        self, method: Method, part: Batch, rows: np.ndarray, header: common_pb2.Call, options: dict[str, Any]
+    ) -> Any:
+        if not self.wants_text or method.name != "ComputeReward":
+            return super()._request(method, part, rows, header, options)
+        self._count(part)
+        return method.request(call=header, text_rows=_text_rows(part), **options)
+
+    def _made(self, method: Method, collected: list[Any], splits: bool) -> Batch:
+        if method.name != "ComputeReward":
+            return super()._made(method, collected, splits)
+        scores = [score for response in collected for score in response.scores]
+        batch = Batch(len(scores), {"rewards": LocalColumn(_rewards(scores, self.name))})
+        self._count(batch)
+        return batch
+
+
+def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
+    columns = {
+        name: column.values for name, column in part.columns.items() if isinstance(column, LocalColumn)
+    }
+    rows = []
+    for row in range(part.rows):
+        fields = {
+            name: columns[name][row] for name in ("prompt", "response", "ground_truth") if name in columns
+        }
+        metadata = struct_pb2.Struct()
+        if "metadata" in columns:
+            json_format.Parse(columns["metadata"][row], metadata)  # type: ignore[arg-type]
+        rows.append(reward_pb2.TextRow(metadata=metadata, **fields))
+    return rows
+
+
+def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
+    """The verdicts as one column; every row has to have one of the same kind."""
+    failed = [
+        (row, score) for row, score in enumerate(scores) if score.WhichOneof("verdict") in (None, "error")
+    ]
+    if failed:
+        row, score = failed[0]
+        cause = score.error or "no verdict"
+        raise RewardFailed(
+            f"{service}: {len(failed)} of {len(scores)} rows could not be scored; row {row}: {cause}"
+        )
+    kinds = {score.WhichOneof("verdict") for score in scores}
+    if kinds == {"token_scores"}:
+        per_row = [np.asarray(score.token_scores.scores) for score in scores]
+        return Jagged(np.concatenate(per_row), np.asarray([len(row) for row in per_row], np.int64))
+    if kinds - {"score"}:
+        raise RewardFailed(f"{service}: some rows have one score and others a score per token")
+    return np.asarray([score.score for score in scores], np.float64)
+
+
+def _merge_metrics(responses: Sequence[Any]) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for response in responses:
+        for name, mean in response.outcome.metrics.items():
+            entry = sums.setdefault(name, [0.0, 0.0])
+            entry[0] += mean.sum
+            entry[1] += mean.count
+    return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
+
+
+def _blame(error: BaseException) -> int:
+    """Order of errors by how close they are to the cause: a lost rank, then any failure of its own, then
+    those that only say that another failed."""
+    if isinstance(error, ServiceLost):
+        return 0
+    if isinstance(error, PeerFailed | CallCancelled):
+        return 3
+    if isinstance(error, DeadlineExceeded):
+        return 2
+    return 1 if isinstance(error, RlhfError) else 4
+
+
+def _column_of(result: Future[tuple[Batch, CallRecord]], name: str) -> Future[Column]:
+    return then(result, lambda made: made[0][name])
+
+
+def _record_of(result: Future[tuple[Batch, CallRecord]]) -> Future[CallRecord]:
+    return then(result, lambda made: made[1])
+
+
+GROUPS: dict[str, type[RoleGroup]] = {
+    "actor": ActorGroup,
+    "critic": CriticGroup,
+    "reference": ReferenceGroup,
+    "reward": RewardGroup,
+}

@@ -1,0 +1,98 @@
+"""Services that a run starts itself, through the launcher's command: one process, which stops them all."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from controller.config import Config
+from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+
+STOP_TIMEOUT_S = 40.0
+READY = b"ready\n"
+
+
+class LaunchedServices:
+    """Runs `deploy up CONFIG` for as long as the context lasts.
+
+    Args:
+        config_path: Config file of the services.
+        log_dir: Directory of their logs; the launcher's own is launcher.log.
+
+    Raises:
+        RlhfError: On entering: a service did not come up; the text names it and says why.
+    """
+
+    def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
+        self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + 10
+        self._command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
+        self._log = log_dir / "launcher.log"
+
+    def __enter__(self) -> Self:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            # A session of its own: Ctrl-C reaches only us, and we stop the services in good order.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def explain(self, error: RlhfError) -> RlhfError:
+        """The launcher's own words for a lost service, if it has any: it sees exit codes and logs."""
+        if not isinstance(error, ServiceLost):
+            return error
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return error
+        said = self._last_error()
+        return ServiceLost(f"{error} ({said})") if said else error
+
+    def _wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if select.select([self._process.stdout], [], [], 0.2)[0]:
+                if self._process.stdout.readline() == READY:
+                    return
+                code = self._process.wait(STOP_TIMEOUT_S)
+                error = ConfigError if code == 2 else ServiceLost
+                raise error(
+                    self._last_error() or f"the launcher ended with exit code {code}; see {self._log}"
+                )
+        raise DeadlineExceeded(f"the services did not come up within {self._timeout_s:g} s; see {self._log}")
+
+    def _last_error(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return errors[-1] if errors else ""
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

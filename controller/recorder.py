@@ -1,0 +1,115 @@
+"""Everything a run leaves behind, through one door: metrics, samples, timeline, progress, summary, report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from controller.dataflow import CallRecord
+from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
+from controller.tracking.progress import Progress
+from controller.tracking.report import write_report
+from controller.tracking.run_directory import RunDirectory
+from controller.tracking.timeline import Timeline
+
+TIMELINE_FILE = "timeline.json"
+SUMMARY_FILE = "summary.json"
+
+
+class Recorder:
+    """Writes a run's files and shows its progress. A context manager: whatever ends the run, the timeline and
+    the report are written, of as much as there is."""
+
+    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
+        self.directory = directory
+        self.progress = progress
+        self.started_s = time.time()
+        self._metrics = MetricsWriter(directory.path)
+        self._samples = SamplesWriter(directory.path)
+        self._timeline = Timeline()
+
+    @property
+    def path(self) -> Path:
+        """Directory of the run."""
+        return self.directory.path
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.__exit__(kind, error, trace)
+        self._metrics.close()
+        self._samples.close()
+        # A full disk has been reported by the write that met it; it must not hide that error here.
+        try:
+            self._timeline.write(self.path / TIMELINE_FILE)
+            write_report(self.path)
+        except Exception:
+            if error is None:
+                raise
+
+    @contextmanager
+    def following(
+        self, running: Callable[[], Mapping[str, str]], memory: Callable[[], Mapping[str, int]]
+    ) -> Iterator[None]:
+        """Shows running calls and memory for as long as the context lasts."""
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(0.25):
+                self.progress.stage(running())
+                for service, nbytes in memory().items():
+                    self.progress.memory(service, nbytes)
+
+        thread = threading.Thread(target=follow, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(1)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of a finished step; step 0 is the evaluation before training."""
+        self._metrics.log(step, metrics)
+        self.progress.step(step, metrics)
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """Sample responses of an evaluation."""
+        self._samples.log(step, rows)
+
+    def calls(self, step: int, records: Iterable[CallRecord]) -> None:
+        """Draws calls on the timeline: as the controller saw them, and what each rank did in them."""
+        for record in records:
+            args = {"step": step, "policy_version": record.policy_version}
+            track = ("controller", record.service)
+            self._timeline.add(track, record.method, record.started_s, record.ended_s, args)
+            for rank, response in enumerate(record.responses):
+                self._rank_call((record.service, f"rank {rank}"), record.method, response.outcome.timing)
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Writes summary.json."""
+        self.directory.write_json(SUMMARY_FILE, dict(figures))
+
+    def _rank_call(self, track: tuple[str, str], method: str, timing: Any) -> None:
+        start = timing.arrived_unix_s
+        if not start:
+            return
+        bytes_of = {
+            "fetched": timing.fetched_bytes,
+            "inline": timing.inline_bytes,
+            "stored": timing.stored_bytes,
+        }
+        for part in ("queue", "fetch", "compute", "store"):
+            end = start + getattr(timing, f"{part}_s")
+            if end > start:
+                self._timeline.add(track, method if part == "compute" else part, start, end, bytes_of)
+            start = end

@@ -1,0 +1,169 @@
+"""What a run shows while it runs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from controller.tracking.units import bytes_text, duration_text, figure_text, percent_text
+
+
+@dataclass
+class Status:
+    """What is known of the run."""
+
+    total_steps: int = 0
+    step: int = 0
+    """Steps done."""
+    elapsed_s: float = 0.0
+    """Since `begin`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last value of every metric."""
+    first_accuracy: float | None = None
+    """Held-out accuracy of the first evaluation."""
+    running: dict[str, str] = field(default_factory=dict)
+    """Calls under way, "service.method", and how far they are, such as "12/64"; empty where unknown."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Bytes by service."""
+
+
+class Progress:
+    """Live display on a terminal; elsewhere one plain line per step.
+
+    A context manager: the terminal is as it was after it, whatever ended it. All methods may be called from
+    any thread, also after the end, when only `step` in its plain form and `message` still show.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            console: standard output where it is None.
+            clock: seconds, for the time that is left.
+        """
+        # Left alone, rich takes FORCE_COLOR in a pipe for a terminal.
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._status = Status()
+        self._began_s = clock()
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stage({})
+        if self._live:
+            self._live.stop()
+
+    def begin(self, total_steps: int) -> None:
+        """The run starts now and has this many steps."""
+        with self._lock:
+            self._status.total_steps = total_steps
+            self._began_s = self._clock()
+
+    def stage(self, running: Mapping[str, str]) -> None:
+        """The calls that are running now, "service.method", with "done/total" or "" where that is unknown."""
+        with self._lock:
+            self._status.running = dict(running)
+
+    def memory(self, service: str, num_bytes: float) -> None:
+        """What a service takes, all of its ranks together."""
+        with self._lock:
+            self._status.memory[service] = num_bytes
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done (0: the evaluation before training); metrics by the names of `metrics.jsonl`."""
+        with self._lock:
+            status = self._status
+            status.step = step
+            status.metrics.update(metrics)
+            if status.first_accuracy is None:
+                status.first_accuracy = metrics.get("evaluation/accuracy")
+            line = step_line(step, status.total_steps, metrics)
+        if not self._live:
+            self._print(line)
+
+    def message(self, text: str) -> None:
+        """Show a line of text above the display."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            self._status.elapsed_s = self._clock() - self._began_s
+            return display(self._status)
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    """A step in one plain line; what was not measured is left out."""
+    parts = [f"step {step}/{total_steps}", *figures(metrics)]
+    if "time/step_s" in metrics:
+        parts.append(f"{metrics['time/step_s']:.2f} s")
+    return "  ".join(parts)
+
+
+def figures(metrics: Mapping[str, float], first_accuracy: float | None = None) -> list[str]:
+    """The figures to watch: reward, KL, held-out accuracy, tokens/s; those that are known."""
+    texts = {
+        "reward/mean": lambda value: f"reward {value:.3f}",
+        "kl/mean": lambda value: f"kl {figure_text(value)}",
+        "evaluation/accuracy": lambda value: f"held-out {_from(first_accuracy, value)}{percent_text(value)}",
+        "time/tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
+    }
+    return [text(metrics[key]) for key, text in texts.items() if key in metrics]
+
+
+def display(status: Status) -> RenderableType:
+    """The live display: a bar over the steps, then figures, running calls and memory."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim")
+    rows.add_column()
+    for title, parts in (
+        ("figures", figures(status.metrics, status.first_accuracy)),
+        ("running", [f"{call} {done}".rstrip() for call, done in status.running.items()]),
+        ("memory", [f"{service} {bytes_text(taken)}" for service, taken in status.memory.items()]),
+    ):
+        rows.add_row(title, Text("  ·  ".join(parts) or "-"))
+    return Group(_bar(status), rows)
+
+
+def _bar(status: Status) -> Table:
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        Text(f"step {status.step}/{status.total_steps}", style="bold"),
+        ProgressBar(total=max(1, status.total_steps), completed=status.step, width=32),
+        Text(_times(status), style="dim"),
+    )
+    return bar
+
+
+def _times(status: Status) -> str:
+    elapsed = duration_text(status.elapsed_s)
+    if not 0 < status.step < status.total_steps:
+        return elapsed
+    left_s = status.elapsed_s / status.step * (status.total_steps - status.step)
+    return f"{elapsed}, about {duration_text(left_s)} left"
+
+
+def _from(first: float | None, value: float) -> str:
+    return "" if first is None or first == value else f"{percent_text(first)} → "

@@ -1,0 +1,194 @@
+"""The directory of a run, and the one boundary at which what the disk refuses becomes an error of ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, RlhfError
+
+MIN_FREE_BYTES = 16 * 2**20
+
+
+class RunDirectory:
+    """A directory of one run's own: made new, never used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, name: str, clock: Callable[[], float] = time.time) -> RunDirectory:
+        """Make `parent/name-YYYYmmdd-HHMMSS`, or the same with -2, -3, ... where that is taken.
+
+        Args:
+            parent: made too where it is missing.
+            clock: Unix time in seconds; the name carries it as local time.
+
+        Raises:
+            ConfigError: a name that is not one path component, a parent that cannot be written to, or less
+                than `MIN_FREE_BYTES` of free space.
+        """
+        if not name or "/" in name or name in (".", ".."):
+            raise ConfigError(f"run name {name!r} cannot be part of a directory's name")
+        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(clock()))}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(parent).free
+            if free < MIN_FREE_BYTES:
+                raise ConfigError(
+                    f"run directory {parent}: {free / 2**20:.1f} MiB free, "
+                    f"at least {MIN_FREE_BYTES // 2**20} MiB are needed"
+                )
+            return cls(_make_unique(parent, stem))
+        except OSError as error:
+            raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
+
+    def write_json(self, name: str, obj: Any) -> Path:
+        """Write `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.
+
+        Raises:
+            RlhfError: the disk refused; one line that names directory and file.
+        """
+        return self.write_text(name, json_text(obj, indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a text file, atomically; returns its path. Raises as `write_json`."""
+        return write_atomically(self.path / name, text)
+
+
+class AppendFile:
+    """A file of a run that grows record by record; each record is on the disk when `append` returns.
+
+    There is no buffer and no thread between the caller and the file, so a full disk is an error of the
+    very record that did not fit, and `close` has nothing left to lose.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._run_dir, self._name = run_dir, name
+        with writing(run_dir, name):
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
+
+    def append(self, record: bytes) -> None:
+        """Write and sync one record.
+
+        Raises:
+            RlhfError: the disk refused; the record may be there in part.
+        """
+        rest = memoryview(record)
+        with writing(self._run_dir, self._name):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            # Network file systems report a full disk or a quota only here.
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; again is allowed."""
+        self._file.close()
+
+
+@contextmanager
+def writing(run_dir: Path, name: str) -> Iterator[None]:
+    """Turns an OSError inside into an RlhfError: directory, reason and file in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RlhfError(f"run directory {run_dir}: {_reason(error)} while writing {name}") from error
+
+
+def write_atomically(path: Path, text: str) -> Path:
+    """Write a file so that it is there whole or, whatever happens, as it was before; returns its path.
+
+    Raises:
+        RlhfError: the disk refused; one line that names directory and file.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path.parent, path.name):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def json_text(obj: Any, indent: int | None = None) -> str:
+    """Strict JSON in insertion order, floats as repr: equal objects give equal text.
+
+    JSON has no word for floats that are not finite: they become the strings "NaN", "Infinity" and
+    "-Infinity" (as in the JSON form of protobuf), which `float()` reads back. What JSON cannot say
+    otherwise becomes its `str()`.
+    """
+    return json.dumps(_finite(obj), indent=indent, allow_nan=False, default=str)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file; none where there is no file.
+
+    A last line that was cut off by a killed writer is left out.
+
+    Raises:
+        RlhfError: another line is not a JSON object, or the file cannot be read.
+    """
+    try:
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RlhfError(f"run directory {path.parent}: {_reason(error)} while reading {path.name}") from error
+    return [_json_object(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        obj = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RlhfError(f"{where}: not JSON: {error}") from None
+    if not isinstance(obj, dict):
+        raise RlhfError(f"{where}: not a JSON object")
+    return obj
+
+
+def _finite(obj: Any) -> Any:
+    if isinstance(obj, float) and not math.isfinite(obj):
+        return "NaN" if math.isnan(obj) else "Infinity" if obj > 0 else "-Infinity"
+    if isinstance(obj, Mapping):
+        return {str(key): _finite(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_finite(value) for value in obj]
+    return obj
+
+
+def _make_unique(parent: Path, stem: str) -> Path:
+    path, number = parent / stem, 1
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+            path = parent / f"{stem}-{number}"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,195 @@
+"""rlhf-deploy: starts, watches and stops the services of a config on this host."""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from controller.config import load
+from deploy import health, state
+from deploy.launch import Launcher
+from deploy.processes import POLL_S
+from deploy.state import Deployment
+from deploy.supervisor import Supervisor
+from rlhf.errors import ConfigError, RlhfError
+
+READY = "ready"
+"""The line on stdout that says that all services are healthy."""
+USAGE_ERROR = 2
+"""Exit code of a wrong command line or config."""
+
+
+class _Commands(click.Group):
+    """Commands whose errors are one line, not a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except RlhfError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
+
+
+_config_argument = click.argument("config", type=click.Path(path_type=Path))
+_set_option = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
+)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Start, watch and stop the services of a config on this host."""
+    ctx.obj = ctx.obj or Launcher()
+
+
+@main.command()
+@_config_argument
+@_set_option
+@click.option("--log-dir", type=click.Path(path_type=Path), help="Default: runs/logs/<stem of CONFIG>.")
+@click.option("--only", multiple=True, metavar="NAME", help="Start only this service; repeatable.")
+@click.option("--detach", is_flag=True, help="Return when ready; the services stay up until `down`.")
+@click.pass_obj
+def up(
+    launcher: Launcher,
+    config: Path,
+    settings: tuple[str, ...],
+    log_dir: Path | None,
+    only: tuple[str, ...],
+    detach: bool,
+) -> None:
+    """Start the services of CONFIG, print `ready` when all are healthy, and watch them until Ctrl-C.
+
+    When a service ends, the others are stopped and the exit code is 1.
+    """
+    log_dir = (log_dir or Path("runs/logs") / config.stem).resolve()
+    if detach:
+        _up_detached(config, settings, log_dir, only)
+    else:
+        _up(launcher, config, settings, log_dir, only)
+
+
+@main.command()
+@_config_argument
+@_set_option
+def status(config: Path, settings: tuple[str, ...]) -> None:
+    """Show the services of CONFIG; the exit code is 1 unless all of them serve.
+
+    Without --set, the settings are those that `up` was given.
+    """
+    deployment = state.find(config)
+    supervisor = state.supervisor(deployment) if deployment else None
+    services = load(config, settings or (deployment.settings if deployment else ())).services
+    with ThreadPoolExecutor(max_workers=max(1, len(services))) as pool:
+        answers = list(pool.map(health.ask, [table.address for table in services.values()]))
+    rows = [("SERVICE", "ADDRESS", "STATE", "RANKS", "EPOCH", "SUPERVISOR")]
+    for (name, table), answer in zip(services.items(), answers, strict=True):
+        ranks = table.ranks if answer.ranks is None else answer.ranks
+        epoch = "-" if answer.epoch is None else answer.epoch
+        pid = supervisor.pid if supervisor else "-"
+        rows.append((name, table.address, answer.state, str(ranks), str(epoch), str(pid)))
+    _print_table(rows)
+    if any(answer.state != health.SERVING for answer in answers):
+        sys.exit(1)
+
+
+@main.command()
+@_config_argument
+@click.pass_obj
+def down(launcher: Launcher, config: Path) -> None:
+    """Stop what `up` of CONFIG started, and return when it is gone."""
+    deployment = state.find(config)
+    if deployment is None:
+        click.echo(f"{config}: nothing is up")
+    elif state.stop(deployment, launcher.grace_s):
+        click.echo(f"{config}: stopped")
+    else:
+        click.echo(f"{config}: stopped what a killed supervisor had left")
+
+
+def _up(
+    launcher: Launcher, config_path: Path, settings: tuple[str, ...], log_dir: Path, only: tuple[str, ...]
+) -> None:
+    config = load(config_path, settings)
+    deployment = Deployment(str(config_path.resolve()), str(log_dir), settings)
+    received = _catch_signals()
+    with (
+        state.claim(deployment, launcher.grace_s),
+        Supervisor(config, deployment, only, launcher, say=_say) as supervisor,
+    ):
+        supervisor.start()
+        ready = False
+        while not received:
+            if supervisor.poll() and not ready:
+                ready = True
+                click.echo(READY)
+            time.sleep(POLL_S)
+        _say(f"stopping on {received[0].name}")
+    if received[0] is signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _up_detached(config: Path, settings: tuple[str, ...], log_dir: Path, only: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "deploy", "up", str(config), "--log-dir", str(log_dir)]
+    command += [part for setting in settings for part in ("--set", setting)]
+    command += [part for name in only for part in ("--only", name)]
+    log = log_dir / "supervisor.log"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        sink = log.open("a+")
+    except OSError as error:
+        raise RlhfError(f"log {log}: {error.strerror}") from None
+    received = _catch_signals()
+    with sink:
+        begin = sink.tell()
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=sink, start_new_session=True
+        )
+        assert supervisor.stdout is not None
+        while not received and not select.select([supervisor.stdout], [], [], POLL_S)[0]:
+            pass
+        if received:
+            supervisor.terminate()
+            supervisor.wait()
+        is_ready = not received and supervisor.stdout.readline() == f"{READY}\n".encode()
+        sink.seek(begin)
+        click.echo(sink.read(), err=True, nl=False)
+    if received:
+        sys.exit(128 + received[0])
+    if not is_ready:
+        sys.exit(supervisor.wait())
+    click.echo(READY)
+    _say(f"supervisor pid {supervisor.pid}, log {log}; stop with: rlhf-deploy down {config}")
+
+
+def _catch_signals() -> list[signal.Signals]:
+    """Notes the signals that ask this process to stop, from now on, instead of obeying at any moment; the
+    list grows as they come."""
+    received: list[signal.Signals] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # nohup and shells' background jobs ask to ignore some.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, note)
+    return received
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,91 @@
+"""Whether services serve, asked over gRPC health v1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rlhf.v1 import worker_pb2, worker_pb2_grpc
+
+ANSWER_TIMEOUT_S = 3.0
+"""Longest time a service may take to answer."""
+# Services are on this host or named by address: never behind the proxy of the environment. The short back-off
+# finds a service soon after it starts to listen.
+CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+SERVING = "serving"
+NOT_SERVING = "not serving"
+NOT_REACHABLE = "not reachable"
+
+
+class Probe:
+    """Asks one service again and again whether it serves, and never waits for the answer."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._check = _check(self._channel)
+        self._question: Any = None
+
+    def serving(self) -> bool:
+        """Whether an answer has come since the last look and says that the service serves."""
+        if self._question is None:
+            self._question = self._check.future(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
+        if not self._question.done():
+            return False
+        question, self._question = self._question, None
+        return question.exception() is None and _serves(question.result())
+
+    def close(self) -> None:
+        """Frees the channel."""
+        self._channel.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a service says of itself."""
+
+    state: str
+    """SERVING, NOT_SERVING or NOT_REACHABLE."""
+    ranks: int | None = None
+    """Number of its ranks, where it says."""
+    epoch: int | None = None
+    """Its epoch, where it says."""
+
+
+def ask(address: str) -> Answer:
+    """Asks the service at an address for its health and who it is; waits for the answer at most
+    `ANSWER_TIMEOUT_S` each."""
+    with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        try:
+            reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return Answer(NOT_REACHABLE if _unreachable(error) else NOT_SERVING)
+        state = SERVING if _serves(reply) else NOT_SERVING
+        try:
+            described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(
+                worker_pb2.DescribeRequest(), timeout=ANSWER_TIMEOUT_S
+            )
+        except grpc.RpcError:
+            # A reward server of the user's own need not know WorkerService.
+            return Answer(state)
+        return Answer(state, len(described.ranks), described.epoch)
+
+
+def _check(channel: grpc.Channel) -> Any:
+    """The method grpc.health.v1.Health/Check; its generated stub has no types."""
+    return health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+
+
+def _serves(reply: health_pb2.HealthCheckResponse) -> bool:
+    return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def _unreachable(error: grpc.RpcError) -> bool:
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # type: ignore[attr-defined]

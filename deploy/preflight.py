@@ -1,0 +1,68 @@
+"""What is checked before anything is started, so that a mistake is told at once and by its key."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+from pathlib import Path
+
+from controller.config import Config
+from rlhf.config import ModelTable, Service
+from rlhf.errors import ConfigError
+
+
+def check(config: Config, names: list[str]) -> None:
+    """Checks that the services `names` can be started on this host.
+
+    Raises:
+        ConfigError: torch is not installed, a model directory does not exist, or an address cannot be served.
+    """
+    check_torch()
+    for name in names:
+        check_model(name, config.services[name])
+    for name in names:
+        check_address(name, config.services[name].address)
+
+
+def check_torch() -> None:
+    """Raises ConfigError where torch, which every service runs on, is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed and services need it; install an extra, for example "
+            "pip install 'rlhf-cluster[cpu]' (or cu12, cu13)"
+        )
+
+
+def check_model(name: str, table: Service) -> None:
+    """Raises ConfigError where the service's model directory does not exist."""
+    model = table.model if isinstance(table, ModelTable) or table.kind == "model" else None
+    if model is not None and not model.is_dir():
+        relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
+        raise ConfigError(f"services.{name}.model: there is no directory {model}{relative}")
+
+
+def check_address(name: str, address: str) -> None:
+    """Raises ConfigError where the address is in use or is not this host's."""
+    host, _, port = address.rpartition(":")
+    try:
+        candidates = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"services.{name}.address: {address}: {error.strerror}") from None
+    for family, kind, protocol, _, target in candidates:
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server does it: a port whose last connections are still dying is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(target)
+            except OSError as error:
+                raise ConfigError(f"services.{name}.address: {address} {_why(error)}") from None
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "is in use"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "is not an address of this host; start the services of this host with --only"
+    return f"cannot be served: {os.strerror(error.errno or 0)}"

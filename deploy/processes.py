@@ -1,0 +1,102 @@
+"""The processes of a deployment: found by a mark in their environment, and stopped.
+
+Every process that a deployment starts inherits the mark, so all are found whoever among launcher, workers and
+their children is still alive, and no recycled process id is ever taken for one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import psutil
+
+from rlhf.errors import RlhfError
+
+MARK = "RLHF_DEPLOYMENT"
+"""Environment variable that holds the id of the deployment a process belongs to."""
+POLL_S = 0.1
+"""Time between two looks at processes that are waited for."""
+KILL_TIMEOUT_S = 10.0
+"""Longest time the kernel may take to end a killed process."""
+
+
+def find(deployment: str) -> list[psutil.Process]:
+    """All living processes of the deployment, also those whose own environment lacks the mark while that of
+    an ancestor has it."""
+    marked = _marked(deployment)
+    found = set(marked)
+    for root in _roots(marked):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(child for child in root.children(recursive=True) if _is_alive(child))
+    return sorted(found, key=lambda process: process.pid)
+
+
+def stop(deployment: str, grace_s: float) -> None:
+    """Ends all processes of the deployment and returns when they are gone.
+
+    The topmost ones get SIGTERM, side by side, and pass it on to theirs; what is left after the grace, in
+    seconds, is killed.
+
+    Raises:
+        RlhfError: A killed process does not end: it is stuck in the kernel.
+    """
+    seen = set(find(deployment))
+    for root in _roots(_marked(deployment)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root.terminate()
+
+    def living() -> list[psutil.Process]:
+        # An unmarked process is found through its ancestors only, so it is remembered when they end first.
+        seen.update(find(deployment))
+        return [process for process in seen if _is_alive(process)]
+
+    kill_after(grace_s, living)
+
+
+def kill_after(grace_s: float, living: Callable[[], list[psutil.Process]]) -> None:
+    """Returns when no process is living any more; kills those that are after the grace, in seconds.
+
+    Raises:
+        RlhfError: A killed process does not end: it is stuck in the kernel.
+    """
+    grace_ends = time.monotonic() + grace_s
+    while left := living():
+        now = time.monotonic()
+        if now > grace_ends + KILL_TIMEOUT_S:
+            raise RlhfError(f"processes outlive SIGKILL: {', '.join(str(process.pid) for process in left)}")
+        if now > grace_ends:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        time.sleep(POLL_S)
+
+
+def _marked(deployment: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _mark(process) == deployment]
+
+
+def _mark(process: psutil.Process) -> str | None:
+    # A process that is gone, is a zombie or belongs to another user has no environment to be read.
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(MARK)
+    return None
+
+
+def _roots(marked: list[psutil.Process]) -> list[psutil.Process]:
+    """Those whose parent is not among them."""
+    pids = {process.pid for process in marked}
+    return [process for process in marked if _parent(process) not in pids]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,0 +1,168 @@
+"""What is up on this host: one small file per config, locked by its supervisor for as long as that lives.
+
+The kernel frees the lock when the supervisor ends, however it ends. So a file that is locked names a living
+supervisor, and one that is not was left by a supervisor that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from deploy import processes
+from rlhf.errors import Refused
+
+LOCK_TIMEOUT_S = 1.0
+"""Somebody who only looks holds the lock for less than this."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One `up` of a config."""
+
+    config: str
+    """Resolved path of the config."""
+    log_dir: str
+    """Where its logs are."""
+    settings: tuple[str, ...] = ()
+    """`key.path=value` settings it was started with."""
+    supervisor: int = field(default_factory=os.getpid)
+    """Process id of the supervisor."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Mark of its processes."""
+
+
+@contextlib.contextmanager
+def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
+    """Holds the config for the deployment; first stops what a killed supervisor of it left.
+
+    Raises:
+        Refused: The config is up already.
+    """
+    path = _path(deployment.config)
+    with _locked(path) as file:
+        if left := _parse(file.read()):
+            processes.stop(left.id, grace_s)
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(asdict(deployment)))
+        file.flush()
+        try:
+            yield
+        finally:
+            if not processes.find(deployment.id):
+                path.unlink()
+
+
+def find(config: Path) -> Deployment | None:
+    """The deployment of a config that is up, or was until its supervisor was killed."""
+    try:
+        return _parse(_path(str(config.resolve())).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def supervisor(deployment: Deployment) -> psutil.Process | None:
+    """The deployment's supervisor, where it is alive."""
+    try:
+        process = psutil.Process(deployment.supervisor)
+    except psutil.NoSuchProcess:
+        return None
+    # Looked up before the look at the lock: its holder is the process that has this id now.
+    return process if _is_locked(_path(deployment.config)) else None
+
+
+def stop(deployment: Deployment, grace_s: float) -> bool:
+    """Stops the supervisor, every process of the deployment, and forgets it; whether the supervisor was alive.
+
+    The supervisor has the grace, in seconds, for its services and some time for itself.
+
+    Raises:
+        RlhfError: A process outlives SIGKILL.
+    """
+    living = supervisor(deployment)
+    if living:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            living.terminate()
+        processes.kill_after(
+            grace_s + processes.KILL_TIMEOUT_S,
+            lambda: [process] if (process := supervisor(deployment)) else [],
+        )
+    processes.stop(deployment.id, grace_s)
+    # Not where a new supervisor has the config already.
+    with contextlib.suppress(Refused), _locked(path := _path(deployment.config)):
+        path.unlink()
+    return living is not None
+
+
+def _path(config: str) -> Path:
+    directory = Path(tempfile.gettempdir()) / f"rlhf-deploy-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise Refused(f"{directory} belongs to another user")
+    return directory / f"{hashlib.sha256(config.encode()).hexdigest()[:16]}.json"
+
+
+def _parse(text: str) -> Deployment | None:
+    """A supervisor that has only just locked its file has written nothing yet."""
+    if not text:
+        return None
+    values = json.loads(text)
+    return Deployment(**{**values, "settings": tuple(values["settings"])})
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+            if _try_lock(file, fcntl.LOCK_EX) and _is_at(file, path):
+                yield file
+                return
+            if time.monotonic() > deadline:
+                holder = _parse(file.read())
+                raise Refused(_already_up(holder) if holder else f"{path} is locked by another rlhf-deploy")
+        time.sleep(processes.POLL_S)
+
+
+def _already_up(holder: Deployment) -> str:
+    return (
+        f"{holder.config} is up already (supervisor pid {holder.supervisor}, logs in {holder.log_dir}); "
+        f"stop it first: rlhf-deploy down {holder.config}"
+    )
+
+
+def _try_lock(file: TextIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether the open file is still the one at its path: its last holder may have removed it meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open() as file:
+            return not _try_lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,163 @@
+"""Starts the services of a config on this host, watches them, and stops all it started whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from controller.config import Config
+from deploy import preflight, processes, with_parent
+from deploy.health import Probe
+from deploy.launch import Job, Launcher, environment
+from deploy.logs import evidence, explain_exit
+from deploy.state import Deployment
+from rlhf.config import ServiceTable
+from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+
+
+@dataclass
+class _Service:
+    name: str
+    table: ServiceTable
+    process: subprocess.Popen[bytes]
+    probe: Probe
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+    healthy: bool = False
+
+
+class Supervisor:
+    """The services of one deployment.
+
+    As a context manager it stops, on the way out, every process it started. Use it from the main thread: the
+    services are told to end when the thread that started them ends, should this process be killed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        deployment: Deployment,
+        only: tuple[str, ...] = (),
+        launcher: Launcher | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """
+        Args:
+            config: The run.
+            deployment: The config file, the settings, the mark of the processes, where logs go (a file per
+                service, NAME.log).
+            only: Names of the services to start; empty: all.
+            launcher: How they are started and stopped.
+            say: Called with a line when a service has started and when it is healthy.
+
+        Raises:
+            ConfigError: `only` names a service that the config does not have.
+        """
+        for name in only:
+            if name not in config.services:
+                raise ConfigError(f"no service {name!r}; there are: {', '.join(config.services)}")
+        self._config = config
+        self._deployment = deployment
+        self._names = [name for name in config.services if not only or name in only]
+        self._launcher = launcher or Launcher()
+        self._say = say
+        self._log_dir = Path(deployment.log_dir)
+        self._scratch = self._log_dir / ".torchrun"
+        self._services: list[_Service] = []
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts all services side by side, and returns before they are healthy.
+
+        Raises:
+            ConfigError: A service cannot run on this host; nothing was started.
+            RlhfError: A log cannot be written.
+        """
+        preflight.check(self._config, self._names)
+        for name in self._names:
+            self._services.append(self._start(name))
+
+    def poll(self) -> bool:
+        """Looks at all services and returns at once: whether all of them have become healthy.
+
+        Raises:
+            ServiceLost: One has exited; the text names it and says why.
+            DeadlineExceeded: One is not healthy within its `startup_timeout_s`.
+        """
+        for service in self._services:
+            code = service.process.poll()
+            if code is not None:
+                raise ServiceLost(f"service {service.name}: {explain_exit(code, service.log)}")
+        for service in self._services:
+            if not service.healthy:
+                self._look_for_health(service)
+        return all(service.healthy for service in self._services)
+
+    def stop(self) -> None:
+        """Ends every process of the deployment: SIGTERM, and SIGKILL to what is left after the grace.
+
+        Raises:
+            RlhfError: A process outlives SIGKILL.
+        """
+        processes.stop(self._deployment.id, self._launcher.grace_s)
+        for service in self._services:
+            service.process.wait()
+            service.probe.close()
+        self._services.clear()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start(self, name: str) -> _Service:
+        table = self._config.services[name]
+        job = Job(
+            name=name,
+            role=table.role,
+            table=table,
+            config=Path(self._deployment.config),
+            settings=self._deployment.settings,
+            scratch=self._scratch,
+        )
+        log = self._log_dir / f"{name}.log"
+        with self._open(log) as sink:
+            process = subprocess.Popen(
+                with_parent.wrap(self._launcher.command(job)),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment(table, self._deployment.id),
+                # Ctrl-C in the terminal is the supervisor's to handle.
+                start_new_session=True,
+            )
+        self._say(f"{name}: started, {_ranks(table)} at {table.address}, log {log}")
+        return _Service(name, table, process, Probe(table.address), log)
+
+    def _open(self, log: Path) -> BinaryIO:
+        try:
+            self._scratch.mkdir(parents=True, exist_ok=True)
+            return log.open("wb")
+        except OSError as error:
+            raise RlhfError(f"log {log}: {error.strerror}") from None
+
+    def _look_for_health(self, service: _Service) -> None:
+        waited = time.monotonic() - service.started
+        if service.probe.serving():
+            service.healthy = True
+            self._say(f"{service.name}: healthy after {waited:.1f} s")
+        elif waited > service.table.startup_timeout_s:
+            raise DeadlineExceeded(
+                f"service {service.name}: not healthy after {service.table.startup_timeout_s:g} s"
+                f"{evidence(service.log)}"
+            )
+
+
+def _ranks(table: ServiceTable) -> str:
+    return "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"

@@ -1,0 +1,1 @@
+"""The data plane: batches by reference, named transfer protocols, tensor stores and transports."""

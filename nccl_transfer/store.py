@@ -1,0 +1,190 @@
+"""The tensors a rank keeps for others: shards in one arena, each kept by a lease."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from nccl_transfer.arena import ALIGNMENT, Arena, ArenaReader, ByteRange, FreeList, align, mib
+from nccl_transfer.batch import Endpoint, RemoteColumn, Shard
+from nccl_transfer.columns import Jagged
+from rlhf.errors import InvalidRequest, OutOfSpace, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Why a shard is kept: a step of a controller's session. Released with that step or that session."""
+
+    session: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a store holds. Bytes in use count the headers and the padding of the shards too."""
+
+    arena_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    shards: int
+
+
+@dataclass(slots=True)
+class _Allocation:
+    shard: Shard
+    lease: Lease
+    writing: bool = False
+    released: bool = False
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(offset, bytes) with the header."""
+        return self.shard.offset - ALIGNMENT, ALIGNMENT + align(self.shard.nbytes)
+
+
+class TensorStore:
+    """Shards in one arena. Thread-safe.
+
+    Args:
+        arena_bytes: Size of the arena, rounded up to pages; the config key is `arena_mb`.
+
+    Attributes:
+        endpoint: Where this rank serves. Set it before the first `put`: every shard carries it.
+
+    Raises:
+        OutOfSpace: The host has less memory available.
+    """
+
+    def __init__(self, arena_bytes: int) -> None:
+        self.endpoint: Endpoint | None = None
+        self._arena = Arena(arena_bytes)
+        self._free = FreeList(self._arena.nbytes)
+        self._allocations: dict[int, _Allocation] = {}
+        self._ids = itertools.count(1)
+        self._used = self._peak = 0
+        self._lock = threading.Lock()
+
+    @property
+    def reader(self) -> ArenaReader:
+        """How this process and others read the arena."""
+        return self._arena.reader
+
+    def put(self, array: np.ndarray, lease: Lease) -> Shard:
+        """Copies an array of numbers, contiguous or not, row-major and little-endian into a shard of its own.
+
+        Raises:
+            OutOfSpace: No gap is large enough; nothing has changed.
+            Refused: The lease was released during the copy.
+        """
+        if array.dtype.kind not in "biuf":
+            raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
+        allocation = self._allocate(array.nbytes, lease, writing=True)
+        little_endian = array.dtype.newbyteorder("<")
+        target = np.frombuffer(self._memory(allocation.shard), little_endian).reshape(array.shape)
+        np.copyto(target, array)
+        with self._lock:
+            allocation.writing = False
+            if allocation.released:
+                self._reclaim(allocation)
+                raise Refused(f"{lease} was released while a shard of it was written")
+        return allocation.shard
+
+    def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
+        """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
+        `values` carries (see `nccl_transfer.fetch.CARRIERS`). Errors as in `put`."""
+        if isinstance(values, Jagged):
+            shard = self.put(values.values, lease)
+            return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
+        return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
+
+    def reserve(self, nbytes: int, lease: Lease) -> tuple[Shard, memoryview]:
+        """A shard to be filled in place. The writer must be done before the lease is released.
+
+        Raises:
+            OutOfSpace: No gap is large enough; nothing has changed.
+        """
+        shard = self._allocate(nbytes, lease, writing=False).shard
+        return shard, self._memory(shard)
+
+    def read(self, shard_id: int, start: int, nbytes: int) -> memoryview:
+        """Bytes of a shard without a copy; see `ArenaReader.views`. `check` tells afterwards whether they held.
+
+        Raises:
+            Refused: The shard was released.
+            TransferError: The range reaches beyond the shard.
+        """
+        return self.reader.views([ByteRange(self._shard(shard_id), start, nbytes)])[0]
+
+    def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
+        """A copy of bytes of a shard, taken while it was certainly there. Errors as in `read`."""
+        wanted = ByteRange(self._shard(shard_id), start, nbytes)
+        data = bytes(self._memory(wanted.shard)[start : start + nbytes])
+        self._shard(shard_id)
+        return data
+
+    def release(self, session: str, through_step: int | None = None) -> int:
+        """Frees the shards of a session, of all its steps or of those up to and with `through_step`.
+
+        Returns:
+            Bytes freed, headers and padding included.
+        """
+        with self._lock:
+            before = self._used
+            for allocation in list(self._allocations.values()):
+                lease = allocation.lease
+                if lease.session == session and (through_step is None or lease.step <= through_step):
+                    self._release(allocation)
+            return before - self._used
+
+    def stat(self) -> StoreStat:
+        with self._lock:
+            return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
+
+    def close(self) -> None:
+        """Releases every shard. The memory goes back once nobody, here or in another process, has a view of it."""
+        with self._lock:
+            for allocation in list(self._allocations.values()):
+                self._release(allocation)
+            self._arena.close()
+
+    def _allocate(self, nbytes: int, lease: Lease, writing: bool) -> _Allocation:
+        assert self.endpoint is not None, "the store's endpoint must be set before anything is put into it"
+        size = ALIGNMENT + align(nbytes)
+        with self._lock:
+            offset = self._free.allocate(size)
+            if offset is None:
+                raise OutOfSpace(
+                    f"{self.endpoint}: {mib(nbytes)} do not fit into the arena of {mib(self._arena.nbytes)}, of which "
+                    f"{mib(self._used)} are in use and {mib(self._free.largest)} are free in one piece: raise arena_mb"
+                )
+            shard = Shard(self.endpoint, next(self._ids), offset + ALIGNMENT, nbytes)
+            self._arena.write_header(shard.offset, shard.id, nbytes)
+            allocation = self._allocations[shard.id] = _Allocation(shard, lease, writing)
+            self._used += size
+            self._peak = max(self._peak, self._used)
+        return allocation
+
+    def _release(self, allocation: _Allocation) -> None:
+        """Makes the shard stale; its bytes are reclaimed at once, or by its writer where one is at work."""
+        del self._allocations[allocation.shard.id]
+        self._arena.clear_header(allocation.shard.offset)
+        allocation.released = True
+        if not allocation.writing:
+            self._reclaim(allocation)
+
+    def _reclaim(self, allocation: _Allocation) -> None:
+        offset, size = allocation.block
+        self._free.free(offset, size)
+        self._used -= size
+
+    def _shard(self, shard_id: int) -> Shard:
+        with self._lock:
+            if shard_id not in self._allocations:
+                raise Refused(f"shard {shard_id} was released")
+            return self._allocations[shard_id].shard
+
+    def _memory(self, shard: Shard) -> memoryview:
+        return self._arena.memory[shard.offset : shard.offset + shard.nbytes]

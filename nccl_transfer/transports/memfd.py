@@ -1,0 +1,208 @@
+"""Memory of ranks on the same host, without a copy: every rank hands out the descriptor of its arena."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nccl_transfer.arena import NONCE_BYTES, ArenaReader, ByteRange
+from nccl_transfer.batch import Endpoint
+from nccl_transfer.store import TensorStore
+from nccl_transfer.transports.base import Reading, Transport, read_in_place, remaining_s
+from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError
+
+_MAGIC = b"rlhfmem1"
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sQQ{NONCE_BYTES}s")  # magic, epoch, size of the arena in bytes, nonce
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def host_id() -> str:
+    """What two processes have in common exactly where they can share memory: the boot of the machine and the
+    network namespace, to which abstract sockets belong."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class ArenaServer:
+    """Hands the descriptor of a store's arena to processes of the same user and host.
+
+    One thread; the socket is abstract, so no file is left behind. Every connection stays open: its end tells the
+    reader that this rank is gone.
+
+    Attributes:
+        name: Name of the socket, for `Endpoint.memfd_socket`.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self.name = f"rlhf-{secrets.token_hex(16)}"
+        self._store = store
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(socket.SOMAXCONN)
+        self._stop, stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="arena-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all connections; readers will see this rank as gone."""
+        self._stop.close()
+        self._thread.join()
+
+    def _serve(self, stopped: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            for end in (self._listener, stopped):
+                selector.register(end, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if stopped in ready:
+                    break
+                for end in ready:
+                    if end is self._listener:
+                        self._welcome(selector)
+                    else:
+                        _hang_up(selector, end)
+            for key in list(selector.get_map().values()):
+                _hang_up(selector, key.fileobj)
+
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        connection, _ = self._listener.accept()
+        endpoint, reader = self._store.endpoint, self._store.reader
+        if _peer_uid(connection) != os.geteuid() or endpoint is None:
+            connection.close()
+            return
+        hello = _HELLO.pack(_MAGIC, endpoint.epoch, reader.nbytes, reader.nonce)
+        try:
+            socket.send_fds(connection, [hello], [reader.fd])
+        except OSError:  # the reader has left already
+            connection.close()
+            return
+        selector.register(connection, selectors.EVENT_READ)
+
+
+def _hang_up(selector: selectors.BaseSelector, connection: object) -> None:
+    assert isinstance(connection, socket.socket)
+    selector.unregister(connection)
+    connection.close()
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Connection:
+    """An arena of another process, and the socket that tells whether that process lives."""
+
+    reader: ArenaReader
+    epoch: int
+    socket: socket.socket
+
+    @property
+    def alive(self) -> bool:
+        """The peer sends nothing after its hello: readable means ended."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+class MemfdTransport(Transport):
+    """Maps the arenas of ranks on the same host.
+
+    The peer takes part only when it is first read from: later reads work while it computes, and even while it is
+    stopped. A peer that has died is an error although its memory could still be read.
+    """
+
+    name = "memfd"
+
+    def __init__(self) -> None:
+        self._connections: dict[str, _Connection] = {}
+        self._lock = threading.Lock()
+
+    def why_not(self, source: Endpoint, host_id: str) -> str | None:
+        if not source.memfd_socket:
+            return "it hands out no arena"
+        if source.host_id != host_id:
+            return f"it is on host {source.host_id!r}, not on {host_id!r}"
+        return None
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        connection = self._connection(source, deadline)
+        if source.epoch not in (0, connection.epoch):
+            raise Refused(f"{source}: its epoch is {connection.epoch}, the rows are of epoch {source.epoch}")
+        return read_in_place(connection.reader, ranges)
+
+    def close(self) -> None:
+        with self._lock:
+            self._keep({})
+
+    def _connection(self, source: Endpoint, deadline: float) -> _Connection:
+        with self._lock:
+            known = self._connections.get(source.memfd_socket)
+        if known is None:
+            fresh = _connect(source, deadline)
+            with self._lock:
+                self._forget_the_dead()
+                known = self._connections.setdefault(source.memfd_socket, fresh)
+            if known is not fresh:  # another thread was faster
+                fresh.socket.close()
+        if not known.alive:
+            with self._lock:
+                self._forget_the_dead()
+            raise ServiceLost(f"{source}: the process that held the rows has ended")
+        return known
+
+    def _forget_the_dead(self) -> None:
+        """Restarted ranks come back under new names: lets go of the arenas of the old ones."""
+        self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
+
+    def _keep(self, connections: dict[str, _Connection]) -> None:
+        """Closes the sockets of all others. Their arenas go with the last reading that may ask to verify."""
+        for name in self._connections.keys() - connections.keys():
+            self._connections[name].socket.close()
+        self._connections = connections
+
+
+def _connect(source: Endpoint, deadline: float) -> _Connection:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(remaining_s(deadline, source))
+        connection.connect(f"\0{source.memfd_socket}")
+        if _peer_uid(connection) != os.geteuid():
+            raise Refused(
+                f"{source}: its arena belongs to user {_peer_uid(connection)}, this is {os.geteuid()}"
+            )
+        reader, epoch = _receive_arena(connection, source)
+        connection.setblocking(False)
+        return _Connection(reader, epoch, connection)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded(f"{source}: did not hand out its arena by the deadline") from error
+        if isinstance(error, OSError):
+            raise ServiceLost(f"{source}: its arena cannot be reached: {error.strerror}") from error
+        raise
+
+
+def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:
+    """The arena and the epoch it belongs to."""
+    hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+    if not hello:
+        raise ServiceLost(f"{source}: ended before it handed out its arena")
+    if len(hello) != _HELLO.size or not hello.startswith(_MAGIC) or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise TransferError(f"{source}: handed out no arena that this side understands")
+    _, epoch, nbytes, nonce = _HELLO.unpack(hello)
+    return ArenaReader(fds[0], nbytes, nonce), epoch

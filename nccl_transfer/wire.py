@@ -1,0 +1,156 @@
+"""Batches to and from their protobuf form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nccl_transfer.batch import ITEM_BYTES, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.columns import Jagged
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2 as pb
+
+_TYPES = {name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES}
+_NAMES = {value: name for name, value in _TYPES.items()}
+
+
+def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
+    return pb.Endpoint(
+        address=endpoint.address,
+        host_id=endpoint.host_id,
+        memfd_socket=endpoint.memfd_socket,
+        epoch=endpoint.epoch,
+        service=endpoint.service,
+        rank=endpoint.rank,
+    )
+
+
+def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
+    return Endpoint(
+        message.address,
+        message.host_id,
+        message.memfd_socket,
+        message.epoch,
+        message.service,
+        message.rank,
+    )
+
+
+def to_proto(batch: Batch, row_numbers: np.ndarray | None = None) -> pb.Batch:
+    """The batch as a message; only the shards its rows are in are named.
+
+    Args:
+        batch: The rows of one rank.
+        row_numbers: Their numbers in the whole batch of the call, [rows] int64.
+    """
+    message = pb.Batch(rows=batch.rows)
+    endpoints: dict[Endpoint, int] = {}
+    shards: dict[Shard, int] = {}
+    for name, column in batch.columns.items():
+        _encode(message.columns.add(name=name), column, shards)
+    for shard in shards:
+        number = endpoints.setdefault(shard.endpoint, len(endpoints))
+        message.shards.add(endpoint=number, id=shard.id, offset=shard.offset, nbytes=shard.nbytes)
+    message.endpoints.extend(map(endpoint_to_proto, endpoints))
+    if row_numbers is not None and len(row_numbers):
+        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
+        for part in np.split(row_numbers, breaks):
+            message.row_numbers.add(start=int(part[0]), stop=int(part[-1]) + 1)
+    return message
+
+
+def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> None:
+    if isinstance(column, RemoteColumn):
+        message.dtype = _TYPES[column.dtype]
+        message.row_shape.extend(column.row_shape)
+        _encode_lengths(message, column.lengths)
+        message.runs.SetInParent()
+        size = max(column.element_bytes, 1)
+        for run in column.runs():
+            number = shards.setdefault(run.shard, len(shards))
+            message.runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
+    elif isinstance(column.values, list):
+        message.text.SetInParent()
+        message.text.rows.extend(column.values)
+    else:
+        jagged = isinstance(column.values, Jagged)
+        array = column.values.values if isinstance(column.values, Jagged) else column.values
+        if str(array.dtype) not in _TYPES:
+            raise InvalidRequest(
+                f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(_TYPES)}"
+            )
+        message.dtype = _TYPES[str(array.dtype)]
+        message.row_shape.extend(array.shape[1:])
+        _encode_lengths(message, column.values.lengths if jagged else None)
+        message.inline = np.ascontiguousarray(array).tobytes()
+
+
+def _encode_lengths(message: pb.Column, lengths: np.ndarray | None) -> None:
+    message.jagged = lengths is not None
+    if lengths is not None:
+        message.lengths.extend(lengths.tolist())
+
+
+def from_proto(message: pb.Batch) -> Batch:
+    """The batch of a message.
+
+    Raises:
+        InvalidRequest: The message contradicts itself; the text says where.
+    """
+    endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints]
+    shards = []
+    for shard in message.shards:
+        if shard.endpoint >= len(endpoints):
+            raise InvalidRequest(f"shard {shard.id} names endpoint {shard.endpoint} of {len(endpoints)}")
+        shards.append(Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes))
+    columns = {column.name: _decode(column, message.rows, tuple(shards)) for column in message.columns}
+    return Batch(message.rows, columns)
+
+
+def row_numbers(message: pb.Batch) -> np.ndarray:
+    """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given."""
+    if not message.row_numbers:
+        return np.arange(message.rows, dtype=np.int64)
+    numbers = np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in message.row_numbers])
+    if len(numbers) != message.rows:
+        raise InvalidRequest(f"{len(numbers)} row numbers for {message.rows} rows")
+    return numbers
+
+
+def _decode(message: pb.Column, rows: int, shards: Sequence[Shard]) -> Column:
+    content = message.WhichOneof("content")
+    if content == "text":
+        return LocalColumn(list(message.text.rows))
+    if content is None or message.dtype not in _NAMES:
+        raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
+    dtype, row_shape = _NAMES[message.dtype], tuple(message.row_shape)
+    lengths = np.fromiter(message.lengths, np.int64, len(message.lengths)) if message.jagged else None
+    if lengths is not None and len(lengths) != rows:
+        raise InvalidRequest(f"column {message.name!r} has {len(lengths)} lengths for {rows} rows")
+    if content == "inline":
+        return _decode_inline(message, dtype, row_shape, rows, lengths)
+    shard, element, first_row = np.empty(rows, np.int64), np.empty(rows, np.int64), 0
+    for run in message.runs.runs:
+        stop = first_row + run.rows
+        if run.shard >= len(shards) or stop > rows:
+            raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {len(shards)}, "
+                                 f"or row {stop} of {rows}")  # fmt: skip
+        count = np.ones(run.rows, np.int64) if lengths is None else lengths[first_row:stop]
+        shard[first_row:stop] = run.shard
+        element[first_row:stop] = run.first_element + np.cumsum(count) - count
+        first_row = stop
+    if first_row != rows:
+        raise InvalidRequest(f"column {message.name!r}: runs cover {first_row} of {rows} rows")
+    return RemoteColumn(dtype, row_shape, lengths, tuple(shards), shard, element)
+
+
+def _decode_inline(
+    message: pb.Column, dtype: str, row_shape: tuple[int, ...], rows: int, lengths: np.ndarray | None
+) -> LocalColumn:
+    leading = rows if lengths is None else int(lengths.sum())
+    expected = leading * int(np.prod(row_shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+    if len(message.inline) != expected:
+        raise InvalidRequest(f"column {message.name!r} has {len(message.inline)} bytes, expected {expected}")
+    array = np.frombuffer(message.inline, dtype).reshape(leading, *row_shape)
+    return LocalColumn(array if lengths is None else Jagged(array, lengths))

@@ -1,0 +1,98 @@
+"""The methods of the contract, read from the descriptors: no list of them is kept by hand."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import message_factory
+from google.protobuf.descriptor import ServiceDescriptor
+
+from rlhf.v1 import common_pb2
+
+MODULES = ("actor", "critic", "reference", "reward", "transfer", "worker")
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 1 << 30),
+    ("grpc.max_send_message_length", 1 << 30),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""Options both ends of every channel use: messages beyond the 4 MiB default, and pings that notice a
+stopped peer within 20 s while a busy one, whose transport answers by itself, stays connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One rpc: how it is called, and what it declares about its batch."""
+
+    service: str
+    name: str
+    request: type
+    response: type
+    streams: bool
+    spec: Any | None
+
+    @property
+    def path(self) -> str:
+        """gRPC path, "/package.Service/Method"."""
+        return f"/{self.service}/{self.name}"
+
+    @property
+    def snake_name(self) -> str:
+        """The Python name: GenerateSequences is generate_sequences."""
+        return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.inputs) if self.spec else ()
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.optional_inputs) if self.spec else ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.outputs) if self.spec else ()
+
+
+def _methods(service: ServiceDescriptor) -> dict[str, Method]:
+    found = {}
+    for method in service.methods:
+        options = method.GetOptions()
+        spec = options.Extensions[common_pb2.method] if options.HasExtension(common_pb2.method) else None
+        found[method.name] = Method(
+            service=service.full_name,
+            name=method.name,
+            request=message_factory.GetMessageClass(method.input_type),
+            response=message_factory.GetMessageClass(method.output_type),
+            streams=method.server_streaming,
+            spec=spec,
+        )
+    return found
+
+
+def _services() -> dict[str, dict[str, Method]]:
+    services = {}
+    for name in MODULES:
+        descriptor = importlib.import_module(f"rlhf.v1.{name}_pb2").DESCRIPTOR
+        for service in descriptor.services_by_name.values():
+            services[service.name.removesuffix("Service").lower()] = _methods(service)
+    return services
+
+
+SERVICES: Mapping[str, Mapping[str, Method]] = _services()
+"""Methods by service ("actor", "critic", "reference", "reward", "transfer", "worker") and name."""
+
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+def group_methods(role: str) -> dict[str, Method]:
+    """The methods that a group of ranks of this role runs, by Python name: the role's own and the
+    worker's that declare a transfer protocol."""
+    both = [*SERVICES[role].values(), *SERVICES["worker"].values()]
+    return {method.snake_name: method for method in both if method.spec is not None}

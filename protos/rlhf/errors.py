@@ -1,0 +1,160 @@
+"""One exception tree, mapped to gRPC status codes and back at one boundary.
+
+RlhfError                      INTERNAL             something failed that has no better name below
+├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
+│   └── ConfigError            INVALID_ARGUMENT     a configuration is wrong; nothing was started
+├── Refused                    FAILED_PRECONDITION  right request, wrong moment: epoch, session, role
+├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
+├── DeadlineExceeded           DEADLINE_EXCEEDED    it took longer than allowed
+├── CallCancelled              CANCELLED            somebody asked it to stop
+├── PeerFailed                 ABORTED              another rank of the group failed; look there
+├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
+├── RewardFailed               UNKNOWN              rows that could not be scored
+└── TransferError              OUT_OF_RANGE         a transfer went wrong
+    └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "rlhf-cluster"
+STATUS_KEY = "grpc-status-details-bin"
+
+
+class RlhfError(Exception):
+    """Base of all errors of the cluster; `str()` is one line that names the culprit."""
+
+    code = grpc.StatusCode.INTERNAL
+    remote_traceback: str = ""
+
+
+class InvalidRequest(RlhfError):
+    """A request that can never succeed as it is."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ConfigError(InvalidRequest):
+    """A configuration that is wrong; raised before anything is started."""
+
+
+class Refused(RlhfError):
+    """Wrong epoch, superseded session, wrong role, released rows: the state does not allow it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ServiceLost(RlhfError):
+    """A service cannot be reached, or died in the middle of a call."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(RlhfError):
+    """A wait ended without the thing waited for."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class CallCancelled(RlhfError):
+    """The call was asked to stop."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class PeerFailed(RlhfError):
+    """Another rank of the group failed, so this one did not start; the cause is over there."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class UpdateRejected(RlhfError):
+    """An update was not finite; every rank is back on the previous policy version."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class RewardFailed(RlhfError):
+    """Rows that could not be scored; never a zero."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+
+class TransferError(RlhfError):
+    """Bytes that could not be moved between two ranks."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class OutOfSpace(TransferError):
+    """An arena has no room; the message gives its size and what was asked."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def _tree(base: type[RlhfError]) -> Iterator[type[RlhfError]]:
+    yield base
+    for sub in base.__subclasses__():
+        yield from _tree(sub)
+
+
+def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Status:
+    """google.rpc.Status of an error: ErrorInfo (class, and `where`: service, rank, method, call id) and
+    DebugInfo (the traceback)."""
+    reason = type(error).__name__
+    if isinstance(error, RlhfError):
+        code, message = error.code, str(error)
+    else:
+        code, message = grpc.StatusCode.INTERNAL, f"{reason}: {error}"
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(where))
+    debug = error_details_pb2.DebugInfo(stack_entries=traceback.format_exception(error))
+    status = status_pb2.Status(code=code.value[0], message=message.replace("\n", " "))
+    for detail in (info, debug):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
+    """The error of the tree that a failed call stands for; `where` names role, rank, address and method.
+
+    Status details of our own servers choose the class; a foreign server's code does.
+    """
+    code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN  # type: ignore[attr-defined]
+    message = error.details() if callable(getattr(error, "details", None)) else str(error)  # type: ignore[attr-defined]
+    reason, remote_traceback = "", ""
+    for key, value in _trailing_metadata(error):
+        if key == STATUS_KEY:
+            reason, remote_traceback = _read_details(value)
+    by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
+    by_code = {cls.code: cls for cls in reversed(list(_tree(RlhfError)))}
+    cls = by_name.get(reason) or by_code.get(code, RlhfError)
+    if code is grpc.StatusCode.UNAVAILABLE and not reason:
+        message = f"cannot be reached or died: {message}"
+    raised = cls(f"{where}: {message}")
+    raised.remote_traceback = remote_traceback
+    return raised
+
+
+def _trailing_metadata(error: grpc.RpcError) -> list[tuple[str, bytes]]:
+    read = getattr(error, "trailing_metadata", None)
+    return list(read() or ()) if callable(read) else []
+
+
+def _read_details(value: bytes) -> tuple[str, str]:
+    status = status_pb2.Status.FromString(value)
+    reason, remote_traceback = "", ""
+    for detail in status.details:
+        info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
+        if detail.Unpack(info):
+            reason = info.reason if info.domain == DOMAIN else ""
+        elif detail.Unpack(debug):
+            remote_traceback = "".join(debug.stack_entries)
+    return reason, remote_traceback

@@ -1,0 +1,1 @@
+"""The role services: what torchrun starts, one process per rank."""

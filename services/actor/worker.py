@@ -1,0 +1,190 @@
+"""The actor: generates with a rollout engine, scores and learns with a training engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nccl_transfer.columns import Jagged
+from rlhf.config import ActorTable
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import actor_pb2, worker_pb2
+from services.actor.losses import PolicyLossConfig, policy_loss
+from services.engines.base import LossFn
+from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.microbatch import MicroBatch
+from services.model_worker import ModelWorker, per_token
+from services.models import load_causal_lm
+from services.ranks import Ranks
+from services.rollout.base import RolloutEngine, SamplingOptions
+from services.rollout.hf import HFRollout
+from services.rollout.sampling import row_seeds
+from services.worker import CallContext, Result, Rows, register
+
+
+class ActorWorker(ModelWorker):
+    """The policy."""
+
+    role = "actor"
+
+    def __init__(self, table: ActorTable, ranks: Ranks) -> None:
+        super().__init__(table, ranks, load_causal_lm, table.optimizer)
+        model = load_causal_lm(table.model, getattr(torch, table.dtype)).to(self.torch_device)
+        self.eos_ids = _eos_ids(model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        self.rollout: RolloutEngine = HFRollout(model, token_budget=table.rollout_tokens)
+        # The rollout model has just been loaded from the same directory.
+        self._rollout_version = self.policy_version
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        answer = super().describe()
+        answer.engine = f"{self.table.engine}, rollout {self.rollout.name}"
+        return answer
+
+    @register("3D_PROTO")
+    def generate_sequences(
+        self, rows: Rows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
+    ) -> Result:
+        if self._rollout_version != self.policy_version:
+            self.rollout.load_weights(self.engine.full_tensors())
+            self._rollout_version = self.policy_version
+        options = self._sampling(request.sampling)
+        prompts = self._prompt_ids(rows.texts("prompt"))
+        seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
+        generation = self.rollout.generate(
+            prompts,
+            options,
+            seeds,
+            should_stop=lambda: call.stopping,
+            progress=lambda finished, tokens: call.progress(finished, rows.count),
+        )
+        columns: dict[str, Any] = {
+            "prompt_ids": _jagged(prompts),
+            "response_ids": generation.responses,
+            "rollout_log_probs": generation.log_probs,
+        }
+        if request.return_text:
+            columns["response"] = self._decode(generation.responses)
+        finished = sum(reason == "stop" for reason in generation.finish_reasons)
+        return Result(columns, {"finished": (finished, rows.count)})
+
+    @register("3D_PROTO")
+    def compute_log_prob(
+        self, rows: Rows, request: actor_pb2.ComputeLogProbRequest, call: CallContext
+    ) -> Result:
+        sequences = self.sequences(rows)
+        computed = self.forward(sequences, PolicyHead(_temperature(request.temperature)), call)
+        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
+        entropy = per_token(computed, lambda output: output.entropy_BR, sequences[1].lengths)
+        total = float(entropy.values.double().sum())
+        return Result({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))})
+
+    @register("3D_PROTO")
+    def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
+        ids = [self._pretraining_ids(text) for text in rows.texts("text")]
+        # The first token of a text is given; every later one is predicted.
+        sequences = _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])
+        computed = self.forward(sequences, PolicyHead(), call)
+        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
+        totals = [float(-row.double().sum()) for row in log_probs.values.split(log_probs.lengths.tolist())]
+        means = [
+            total / max(length, 1) for total, length in zip(totals, log_probs.lengths.tolist(), strict=True)
+        ]
+        loss = (sum(totals), float(log_probs.lengths.sum()))
+        return Result({"pretrain_loss": torch.tensor(means, dtype=torch.float32)}, {"pretrain_loss": loss})
+
+    @register("3D_PROTO")
+    def update_actor(self, rows: Rows, request: actor_pb2.UpdateActorRequest, call: CallContext) -> Result:
+        config = _loss_config(request.loss)
+        old_log_probs, advantages = self.column(rows, "log_probs"), self.column(rows, "advantages")
+        reference = self.column(rows, "ref_log_probs") if "ref_log_probs" in rows else None
+
+        def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
+            def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+                return policy_loss(
+                    output.log_probs_BR,
+                    micro_batch.spread(old_log_probs),
+                    micro_batch.spread(advantages),
+                    micro_batch.response_mask_BR,
+                    config,
+                    num_tokens=num_tokens,
+                    num_sequences=num_rows,
+                    entropy_BT=output.entropy_BR,
+                    ref_log_probs_BT=micro_batch.spread(reference) if reference is not None else None,
+                )
+
+            return loss
+
+        head = PolicyHead(_temperature(request.temperature), entropy_gradient=config.entropy_coef != 0)
+        return self.update(rows, request.schedule, call, head, loss_for)
+
+    @register("ONE_TO_ALL")
+    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": self.engine.offload() + self.rollout.sleep()})
+
+    @register("ONE_TO_ALL")
+    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
+
+    @register("ONE_TO_ALL")
+    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        result = super().load_checkpoint(rows, request, call)
+        self._rollout_version = -1
+        return result
+
+    def _sampling(self, sampling: actor_pb2.Sampling) -> SamplingOptions:
+        return SamplingOptions(
+            max_new_tokens=sampling.max_new_tokens,
+            eos_ids=self.eos_ids,
+            greedy=sampling.greedy,
+            temperature=sampling.temperature or 1.0 if sampling.greedy else sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p or 1.0,
+        )
+
+    def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
+        return self.tokenizer(prompts)["input_ids"] if prompts else []
+
+    def _decode(self, responses: Jagged[Tensor]) -> list[str]:
+        rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    def _pretraining_ids(self, text: str) -> list[int]:
+        ids = self.tokenizer(text)["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        if eos is not None and ids[-1:] != [eos]:
+            ids = [*ids, eos]
+        if not ids:
+            raise InvalidRequest("column 'text': an empty text has no tokens to learn from")
+        return ids
+
+
+def _jagged(rows: list[list[int]]) -> Jagged[Tensor]:
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64).numpy()
+    return Jagged(torch.tensor([token for row in rows for token in row], dtype=torch.int64), lengths)
+
+
+def _temperature(temperature: float) -> float:
+    if temperature <= 0:
+        raise InvalidRequest(f"temperature must be above 0 (given: {temperature})")
+    return temperature
+
+
+def _loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
+    return PolicyLossConfig(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip or None,
+        entropy_coef=loss.entropy_coefficient,
+        kl_coef=loss.kl_coefficient,
+        kl_kind=loss.kl_estimator or "k3",
+        aggregation=loss.aggregation or "token-mean",
+        max_length=loss.max_length or None,
+    )
+
+
+def _eos_ids(configured: int | list[int] | None, tokenizer: int | None) -> tuple[int, ...]:
+    """End-of-sequence tokens of the model's generation config and of its tokenizer."""
+    given = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({token for token in [*given, tokenizer] if token is not None}))

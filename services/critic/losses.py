@@ -1,0 +1,48 @@
+"""The loss of the critic: a clipped squared error.
+
+Shapes and masks as in `services.losses`. Statistics are sums over response tokens, detached scalars: add them
+over micro-batches and data ranks, then divide by the tokens of the mini-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.losses import masked_sum
+
+
+def value_loss(
+    values_BT: Tensor,
+    old_values_BT: Tensor,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip: float | None = 0.5,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped squared error per token: max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2.
+
+    The clip of OpenAI Baselines' PPO: to move V further than `clip` from what the advantages were computed
+    with is never rewarded.
+
+    Args:
+        clip: in units of the value, above 0; None leaves the plain squared error and reads no old values.
+
+    Returns:
+        The loss [B, T], for `services.losses.aggregate`, and the sums `value`, `squared_error` and `clip`
+        (tokens whose gradient the clip cuts off).
+
+    Raises:
+        ValueError: a clip that is not above 0.
+    """
+    squared_error = (values_BT - returns_BT).square()
+    loss_BT, is_clipped = squared_error, torch.zeros_like(squared_error)
+    if clip is not None:
+        if clip <= 0:
+            raise ValueError(f"the clip of the value loss must be above 0, got {clip}")
+        clipped_values = torch.clamp(values_BT, old_values_BT - clip, old_values_BT + clip)
+        clipped_error = (clipped_values - returns_BT).square()
+        loss_BT, is_clipped = torch.maximum(squared_error, clipped_error), clipped_error > squared_error
+    per_token = {"value": values_BT, "squared_error": squared_error, "clip": is_clipped}
+    stats = {name: masked_sum(x.detach().to(loss_BT.dtype), mask_BT) for name, x in per_token.items()}
+    return loss_BT / 2, stats

@@ -1,0 +1,63 @@
+"""The critic: a value for the state in which each response token was chosen."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf.config import CriticTable
+from rlhf.v1 import critic_pb2
+from services.critic.losses import value_loss
+from services.engines.base import LossFn
+from services.engines.heads import value_head
+from services.engines.microbatch import MicroBatch
+from services.losses import aggregate
+from services.model_worker import ModelWorker, per_token
+from services.models import load_value_model
+from services.ranks import Ranks
+from services.worker import CallContext, Result, Rows, register
+
+
+class CriticWorker(ModelWorker):
+    """A value model; a cost critic is another service of this role."""
+
+    role = "critic"
+
+    def __init__(self, table: CriticTable, ranks: Ranks) -> None:
+        super().__init__(table, ranks, load_value_model, table.optimizer)
+
+    @register("3D_PROTO")
+    def compute_values(
+        self, rows: Rows, request: critic_pb2.ComputeValuesRequest, call: CallContext
+    ) -> Result:
+        sequences = self.sequences(rows)
+        computed = self.forward(sequences, value_head, call)
+        return Result({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
+
+    @register("3D_PROTO")
+    def update_critic(self, rows: Rows, request: critic_pb2.UpdateCriticRequest, call: CallContext) -> Result:
+        old_values, returns = self.column(rows, "values"), self.column(rows, "returns")
+        options = request.loss
+
+        def loss_for(num_tokens: int, num_rows: int) -> LossFn[Tensor]:
+            def loss(values_BR: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+                mask_BR = micro_batch.response_mask_BR
+                loss_BR, stats = value_loss(
+                    values_BR,
+                    micro_batch.spread(old_values),
+                    micro_batch.spread(returns),
+                    mask_BR,
+                    clip=options.clip or None,
+                )
+                total = aggregate(
+                    loss_BR,
+                    mask_BR,
+                    options.aggregation or "token-mean",
+                    num_tokens=num_tokens,
+                    num_sequences=num_rows,
+                    max_length=options.max_length or None,
+                )
+                return total, stats
+
+            return loss
+
+        return self.update(rows, request.schedule, call, value_head, loss_for)

@@ -1,0 +1,174 @@
+"""The interface of a training engine: what actor, critic and reference ask of whatever holds their model.
+
+Every method that computes or moves tensors is collective: all ranks of the service call it, in the same order. A
+loss is this rank's share of the loss of the whole mini-batch (already divided by global counts), so gradients are
+summed over data ranks and an update does not depend on how rows were dealt out to ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from services.engines.heads import Head
+from services.engines.microbatch import MicroBatch
+
+Output = TypeVar("Output")
+LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient norm of a step is inf or nan. Raised on every rank alike, before any weight has moved."""
+
+
+class PeerRankFailed(RuntimeError):
+    """Another rank failed at something that all ranks do together; its own error says why."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW (Loshchilov and Hutter 2019) on all parameters, with linear warm-up to a constant learning rate.
+
+    Args:
+        lr: learning rate after warm-up.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, per unit of learning rate.
+        max_grad_norm: a larger gradient is scaled down to this 2-norm; inf leaves it as it is.
+        warmup_steps: step i of these, from 1, runs at lr * i / warmup_steps.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        loss: of the whole mini-batch, the same on every rank.
+        grad_norm: 2-norm of the whole gradient before it was clipped, the same on every rank.
+        lr: learning rate of the step.
+        stats: what the loss function counted, added up over this rank's micro-batches.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """This rank's shards of weights and optimizer state at one moment, in host memory."""
+
+    num_steps: int
+    tensors: dict[str, Tensor]
+
+
+class TrainEngine(ABC):
+    """A model spread over the ranks of a service, and its optimizer.
+
+    Attributes:
+        device: where this rank computes.
+        data_rank: which share of the rows is this rank's.
+        data_size: into how many shares rows are dealt out.
+        num_parameters: of the whole model.
+    """
+
+    device: torch.device
+    data_rank: int
+    data_size: int
+    num_parameters: int
+
+    @abstractmethod
+    def infer(self, micro_batches: Sequence[MicroBatch], head: Head[Output]) -> list[Output]:
+        """Run the model without gradients and return what `head` reads, per micro-batch.
+
+        Ranks may have different numbers of micro-batches, and of different shapes.
+        """
+
+    @abstractmethod
+    def step(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> StepResult:
+        """One AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
+
+        Args:
+            loss_fn: from what `head` reads to the micro-batch's share of the loss, a scalar to call backward on,
+                and sums to keep as statistics, detached scalars. Called once per micro-batch, in order.
+
+        Raises:
+            NonFiniteGradient: the gradient is not finite; weights and optimizer state are as before.
+            RuntimeError: the engine was built without an optimizer.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Copy weights and optimizer state, so that an update of several steps can be undone."""
+
+    @abstractmethod
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this engine, bit for bit. A snapshot can be restored any number of times."""
+
+    @abstractmethod
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights whole, on every rank, one at a time in the order of their names.
+
+        Names are those of the Hugging Face checkpoint; tied weights come under every name. The iterator is
+        collective: run it to its end on every rank, and change no weight meanwhile.
+        """
+
+    @abstractmethod
+    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+        """Write a Hugging Face directory and return its sha256, as `services.models.tensors_sha256`.
+
+        The directory appears whole or not at all, and replaces one of the same name.
+
+        Raises:
+            OSError: it could not be written (rank 0; `PeerRankFailed` on the others).
+        """
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer state as a sharded checkpoint that any number of ranks can load.
+
+        The directory must be shared by all ranks. It appears whole or not at all, and replaces one of the same
+        name.
+
+        Raises:
+            OSError: it could not be written (`PeerRankFailed` on ranks that could).
+        """
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Read a checkpoint of `save` back, bit for bit. If any rank fails, every rank stays as it was.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is of another model, or incomplete (`PeerRankFailed` on ranks that saw no error).
+        """
+
+    @abstractmethod
+    def offload(self) -> int:
+        """Move weights and optimizer state to host memory; returns the bytes moved, 0 where they are there."""
+
+    @abstractmethod
+    def onload(self) -> int:
+        """Bring them back to the device; returns the bytes moved."""

@@ -1,0 +1,143 @@
+"""Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing that could be pickled.
+
+A shard is a box of a global tensor. Each file says in its header where its boxes lie, so a reader takes whatever
+overlaps the boxes it needs, and the number of ranks may change between writing and reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_BOXES = "boxes"
+
+Scalars = Mapping[str, int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A box of a global tensor of shape `whole`: `tensor` begins at `offsets`, one per dimension."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> None:
+    """Write the shards of one rank into an existing directory."""
+    tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
+    boxes = json.dumps({name: [shard.offsets, shard.whole] for name, shard in shards.items()})
+    save_file(tensors, directory / _file_name(rank), metadata={_BOXES: boxes})
+
+
+def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
+    """Write what belongs to no tensor; once per checkpoint, beside the shards of `num_ranks` ranks."""
+    manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(directory: Path) -> tuple[int, Scalars]:
+    """The number of ranks that wrote a checkpoint, and its scalars.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in the directory.
+        ValueError: it has a format that is not ours.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no checkpoint in {directory}: there is no {MANIFEST}") from None
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(f"checkpoint {directory} has format {manifest.get('format')}, expected {_FORMAT}")
+    return manifest["num_ranks"], manifest["scalars"]
+
+
+def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) -> None:
+    """Fill `shards` from whatever parts of the checkpoint overlap them.
+
+    Raises:
+        FileNotFoundError: the file of a rank is missing.
+        ValueError: a file is damaged, or the checkpoint lacks a part of a shard, or holds a tensor in another
+            shape or dtype.
+    """
+    missing = {name: shard.tensor.numel() for name, shard in shards.items()}
+    for rank in range(num_ranks):
+        path = directory / _file_name(rank)
+        try:
+            with safe_open(path, framework="pt") as file:
+                boxes = json.loads(file.metadata()[_BOXES])
+                for name in shards.keys() & boxes.keys():
+                    offsets, whole = boxes[name]
+                    if tuple(whole) != shards[name].whole:
+                        raise ValueError(
+                            f"checkpoint holds {name} as {whole}, expected {[*shards[name].whole]}"
+                        )
+                    missing[name] -= _copy_overlap(shards[name], file.get_slice(name), offsets, name)
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint file {path} is damaged: {error}") from error
+    incomplete = sorted(name for name, numel in missing.items() if numel)
+    if incomplete:
+        raise ValueError(
+            f"checkpoint {directory} lacks {len(incomplete)} tensors, the first is {incomplete[0]}"
+        )
+
+
+def partial_directory(directory: Path) -> Path:
+    """Where a checkpoint is written before it takes its name: a sibling, so that the rename is atomic."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def create_partial(directory: Path) -> Path:
+    """Make an empty `partial_directory`, whatever an earlier attempt left there."""
+    partial = partial_directory(directory)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(directory: Path) -> None:
+    """Give a complete `partial_directory` its name; what had that name before is removed."""
+    previous = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    if directory.exists():
+        os.rename(directory, previous)
+    os.rename(partial_directory(directory), directory)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) -> int:
+    """Copy what a stored box and `shard` have in common; returns the number of elements."""
+    begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
+    ends = [
+        min(mine + size, theirs + stored_size)
+        for mine, size, theirs, stored_size in zip(
+            shard.offsets, shard.tensor.shape, stored_offsets, stored.get_shape(), strict=True
+        )
+    ]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return 0
+    values = stored[_box(begins, ends, stored_offsets)]
+    if values.dtype != shard.tensor.dtype:
+        raise ValueError(f"checkpoint holds {name} as {values.dtype}, expected {shard.tensor.dtype}")
+    with torch.no_grad():
+        shard.tensor[_box(begins, ends, shard.offsets)] = values
+    return values.numel()
+
+
+def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
+    return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))

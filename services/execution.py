@@ -1,0 +1,280 @@
+"""Calls on one rank: each runs once, in sequence order, on one compute thread, within its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import uuid
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from nccl_transfer import wire
+from nccl_transfer.batch import Batch, LocalColumn, RemoteColumn
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.protocols import get_protocol
+from nccl_transfer.store import Lease, TensorStore
+from rlhf.contract import Method
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused, ServiceLost
+from rlhf.v1 import common_pb2, worker_pb2
+from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
+
+REMEMBERED_CALLS = 256
+"""Results kept for retries; far more than a controller has in flight."""
+
+GRACE_S = 5.0
+"""How long a call past its deadline, or a call in a drain, may take to notice."""
+
+
+@dataclass
+class Running:
+    """A call from its arrival to its response."""
+
+    method: Method
+    context: CallContext
+    timing: common_pb2.Timing
+    task: asyncio.Task[Any] | None = None
+
+
+class CallQueue:
+    """Orders and runs the calls of one rank. Used from the event loop; computes on a thread of its own.
+
+    Attributes:
+        phase: What the rank is doing.
+        running: The call in turn, None when idle.
+        changed: Notified at every change of the two.
+    """
+
+    def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
+        self.worker = worker
+        self.store = store
+        self.fetcher = fetcher
+        self.phase = worker_pb2.PHASE_IDLE
+        self.running: Running | None = None
+        self.changed = asyncio.Condition()
+        self._compute = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
+        self._transfer = ThreadPoolExecutor(1, "transfer")
+        self._calls: OrderedDict[str, Running] = OrderedDict()
+        self._session = ""
+        self._next = 1
+        self._busy = False
+        self._waiting: list[asyncio.Future[None]] = []
+        self._abandoned: set[int] = set()
+        self._draining = False
+
+    async def submit(self, method: Method, registration: Registration, request: Any, timeout_s: float) -> Any:
+        """Runs a call, or joins the one with its id, and returns its response.
+
+        Raises:
+            RlhfError: As in the proto of the method.
+        """
+        call = request.call
+        if not call.call_id:
+            if self.worker.ranks.size > 1:
+                raise InvalidRequest(f"{method.name}: call.call_id is missing")
+            call.call_id = uuid.uuid4().hex
+        known = self._calls.get(call.call_id)
+        if known is None:
+            known = self._admit(method, registration, request, timeout_s)
+        assert known.task is not None
+        return await asyncio.shield(known.task)
+
+    def cancel(self, call_id: str) -> bool:
+        """Asks a call to stop; False where it is not here or has ended."""
+        known = self._calls.get(call_id)
+        if known is None or known.task is None or known.task.done():
+            return False
+        known.context.cancelled.set()
+        return True
+
+    async def drain(self) -> None:
+        """Lets the running call end, refuses all others, and frees the threads."""
+        self._draining = True
+        await self._set_phase(worker_pb2.PHASE_DRAINING, self.running)
+        tasks = [known.task for known in self._calls.values() if known.task and not known.task.done()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE_S)
+        self._compute.shutdown(wait=False, cancel_futures=True)
+        self._transfer.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self, method: Method, registration: Registration, request: Any, timeout_s: float) -> Running:
+        call = request.call
+        ranks = self.worker.ranks
+        if self._draining:
+            raise ServiceLost("the service is shutting down")
+        if call.epoch not in (0, ranks.epoch):
+            raise Refused(
+                f"call of epoch {call.epoch}, but the service is in epoch {ranks.epoch}: it was restarted"
+            )
+        if call.sequence == 0 and ranks.size > 1:
+            raise InvalidRequest(
+                f"call.sequence is missing; the service has {ranks.size} ranks, which need an order"
+            )
+        if call.sequence and call.session != self._session:
+            self._open_session(call)
+        if call.sequence and call.sequence < self._next:
+            raise Refused(f"call {call.call_id} has sequence {call.sequence}, but {self._next} is next")
+        timing = common_pb2.Timing(arrived_unix_s=time.time())
+        known = Running(method, CallContext(call, time.monotonic() + timeout_s), timing)
+        self._calls[call.call_id] = known
+        while len(self._calls) > REMEMBERED_CALLS:
+            self._calls.popitem(last=False)
+        known.task = asyncio.create_task(self._run(known, registration, request))
+        # A caller that gave up leaves nobody to look at the outcome.
+        known.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return known
+
+    def _open_session(self, call: common_pb2.Call) -> None:
+        if call.sequence != 1:
+            raise Refused(f"session {call.session!r} is not the current one ({self._session!r})")
+        for known in self._calls.values():
+            known.context.cancelled.set()
+        self.store.release(self._session)
+        self._session, self._next = call.session, 1
+        self._abandoned.clear()
+        self._wake()
+
+    async def _run(self, known: Running, registration: Registration, request: Any) -> Any:
+        loop, context, timing = asyncio.get_running_loop(), known.context, known.timing
+        started, fetch = time.monotonic(), None
+        if "batch" in request.DESCRIPTOR.fields_by_name and request.HasField("batch"):
+            fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context)
+        await self._wait_for_turn(known)
+        try:
+            timing.queue_s = time.monotonic() - started
+            if registration.instant:
+                return self._respond(known, self._call(known, NO_ROWS, request))
+            await self._set_phase(worker_pb2.PHASE_FETCHING, known)
+            rows, failure = await self._fetched(fetch, timing)
+            await self._set_phase(worker_pb2.PHASE_COMPUTING, known)
+            work = loop.run_in_executor(
+                self._compute, self._execute, known, registration, request, rows, failure
+            )
+            return await self._guard(work, known)
+        finally:
+            self._end_turn(known)
+            await self._set_phase(
+                worker_pb2.PHASE_DRAINING if self._draining else worker_pb2.PHASE_IDLE, None
+            )
+
+    async def _wait_for_turn(self, known: Running) -> None:
+        call, context = known.context.call, known.context
+        superseded = lambda: bool(call.sequence) and call.session != self._session  # noqa: E731
+        while self._busy or (call.sequence not in (0, self._next) and not superseded()):
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await asyncio.wait_for(turn, max(context.deadline - time.monotonic(), 0))
+            except TimeoutError:
+                self._abandoned.add(call.sequence)
+                running = self.running.method.name if self.running else f"call {self._next}, which never came"
+                raise DeadlineExceeded(
+                    f"{known.method.name} (sequence {call.sequence}) waited past its deadline behind {running}"
+                ) from None
+        if superseded():
+            raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
+        self._busy = True
+
+    def _end_turn(self, known: Running) -> None:
+        self._busy = False
+        call = known.context.call
+        if call.sequence and call.session == self._session:
+            self._next = call.sequence + 1
+            while self._next in self._abandoned:
+                self._abandoned.remove(self._next)
+                self._next += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _fetched(self, fetch: Any, timing: common_pb2.Timing) -> tuple[Rows, Exception | None]:
+        if fetch is None:
+            return NO_ROWS, None
+        waited = time.monotonic()
+        try:
+            rows, timing.inline_bytes = await fetch
+        except Exception as error:  # noqa: BLE001 - handed on to `agree`, which raises it on this rank
+            return NO_ROWS, error
+        timing.fetch_s = time.monotonic() - waited
+        timing.fetched_bytes = rows.fetched.fetched_bytes
+        return rows, None
+
+    def _fetch(self, message: common_pb2.Batch, context: CallContext) -> tuple[Rows, int]:
+        batch = wire.from_proto(message)
+        inline = sum(column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
+        return Rows(self.fetcher.fetch(batch, context.deadline), wire.row_numbers(message)), inline
+
+    def _execute(
+        self, known: Running, registration: Registration, request: Any, rows: Rows, failure: Exception | None
+    ) -> Any:
+        """On the compute thread: every rank starts, or none does."""
+        started, context = time.monotonic(), known.context
+        if failure is None and context.stopping:
+            failure = CallCancelled(f"call {context.call.call_id} was cancelled before it started")
+        if registration.collective:
+            self.worker.ranks.agree(failure, context.deadline)
+        elif failure is not None:
+            raise failure
+        result = self.worker.around(lambda: self._call(known, rows, request))
+        rows.fetched.verify()
+        known.timing.compute_s = time.monotonic() - started
+        return self._respond(known, result)
+
+    def _call(self, known: Running, rows: Rows, request: Any) -> Result:
+        return getattr(self.worker, known.method.snake_name)(rows, request, known.context)
+
+    def _respond(self, known: Running, result: Result) -> Any:
+        started, ranks = time.monotonic(), self.worker.ranks
+        response = known.method.response(**result.fields)
+        protocol = get_protocol(known.method.spec.transfer_protocol)  # type: ignore[union-attr]
+        if result.columns and ranks.rank in protocol.collect(ranks.mesh):
+            lease = Lease(known.context.call.session, known.context.call.step)
+            columns = {name: self._put(values, lease) for name, values in result.columns.items()}
+            batch = Batch(next(iter(columns.values())).rows, columns)
+            response.batch.CopyFrom(wire.to_proto(batch))
+            known.timing.stored_bytes = sum(c.nbytes for c in columns.values() if isinstance(c, RemoteColumn))
+        known.timing.store_s = time.monotonic() - started
+        response.outcome.timing.CopyFrom(known.timing)
+        response.outcome.policy_version = self.worker.policy_version
+        for name, (total, count) in result.metrics.items():
+            response.outcome.metrics[name].sum, response.outcome.metrics[name].count = total, count
+        return response
+
+    def _put(self, values: Any, lease: Lease) -> RemoteColumn | LocalColumn:
+        if isinstance(values, list):
+            return LocalColumn(values)
+        from nccl_transfer.tensors import to_numpy_carrier  # needs torch, as only workers with tensors do
+
+        carrier, dtype = to_numpy_carrier(values)
+        return self.store.put_column(carrier, dtype, lease)
+
+    async def _guard(self, work: asyncio.Future[Any], known: Running) -> Any:
+        """Waits for the compute thread. A call past its deadline is asked to stop; if it does not, it is
+        stuck, and no thread of ours can free it: the rank exits, and its launcher may start a new epoch."""
+        remaining = known.context.deadline - time.monotonic()
+        done, _ = await asyncio.wait([work], timeout=max(remaining, 0))
+        if not done:
+            known.context.cancelled.set()
+            done, _ = await asyncio.wait([work], timeout=GRACE_S)
+        if not done:
+            ranks = self.worker.ranks
+            print(
+                f"fatal: {self.worker.role} rank {ranks.rank}: {known.method.name} ({known.context.call.call_id}) is "
+                f"stuck {GRACE_S:g} s past its deadline; leaving",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(70)
+        return work.result()
+
+    async def _set_phase(self, phase: worker_pb2.Phase, running: Running | None) -> None:
+        async with self.changed:
+            self.phase, self.running = phase, running
+            self.changed.notify_all()

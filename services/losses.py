@@ -1,0 +1,107 @@
+"""What the losses of every role share: masked means, aggregation over a mini-batch, KL penalties.
+
+A micro-batch is right-padded: `x_BT` holds B responses of at most T tokens; `mask_BT`, bool or float, is 1 on
+response tokens, of which a row may have none. Padding may hold any finite number: it reaches no result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-8
+MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+
+
+def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`x_BT` with 0 in the padding, whatever was there."""
+    return torch.where(mask_BT.bool(), x_BT, 0)
+
+
+def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over the tokens of the mask, a scalar."""
+    return masked(x_BT, mask_BT).sum()
+
+
+def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean over the tokens of the mask, a scalar; 0 where the mask is empty."""
+    return masked_sum(x_BT, mask_BT) / (mask_BT.sum() + EPS)
+
+
+def aggregate(
+    loss_BT: Tensor,
+    mask_BT: Tensor,
+    mode: str,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    max_length: int | None = None,
+) -> Tensor:
+    """This micro-batch's share of the loss of the whole mini-batch, a scalar.
+
+    The shares of all micro-batches on all data ranks add up to the loss, however the rows are dealt (a row is
+    never cut); so gradients are to be summed over data ranks, or, where an engine averages them, the loss
+    multiplied by the number of ranks.
+    With l the loss of a token, n_s the tokens of sequence s, N tokens and S sequences in the mini-batch:
+
+    - token-mean: sum of all l / N.
+    - seq-mean-token-sum: sum_s (sum_t l) / S.
+    - seq-mean-token-mean: sum_s (sum_t l / n_s) / S.
+    - seq-mean-token-sum-norm: sum_s (sum_t l) / (S max_length), without length bias (Liu et al. 2025).
+
+    An empty sequence contributes 0 and still counts in S.
+
+    Args:
+        mode: one of `AGGREGATIONS`.
+        num_tokens: N, response tokens of the whole mini-batch, over all micro-batches and data ranks.
+        num_sequences: S, likewise.
+        max_length: the longest response that generation allows, in tokens; for seq-mean-token-sum-norm only.
+
+    Raises:
+        ValueError: an unknown mode, or seq-mean-token-sum-norm without a positive `max_length`.
+    """
+    loss_BT = masked(loss_BT, mask_BT)
+    match mode:
+        case "token-mean":
+            return loss_BT.sum() / max(num_tokens, 1)  # a mini-batch of empty responses has loss 0, not nan
+        case "seq-mean-token-sum":
+            return loss_BT.sum() / num_sequences
+        case "seq-mean-token-mean":
+            return (loss_BT.sum(dim=1) / (mask_BT.sum(dim=1) + EPS)).sum() / num_sequences
+        case "seq-mean-token-sum-norm":
+            if max_length is None or max_length <= 0:
+                raise ValueError(f"loss aggregation {mode} needs a positive max_length, got {max_length}")
+            return loss_BT.sum() / (num_sequences * max_length)
+        case _:
+            raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) at every sampled token, in the shape of the inputs.
+
+    With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020,
+    "Approximating KL Divergence"); k3 clamps d to +-20 and its result to +-10. On the policy's own samples
+    the gradient of k2 is on average that of the KL, while that of k1 is 0 and that of k3 biased: so the
+    straight-through k1+ and k3+ take the value of k1 and k3 and the gradient of k2.
+
+    Raises:
+        ValueError: a kind that is not one of `KL_KINDS`.
+    """
+    log_ratio = log_probs - ref_log_probs
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            inverse = torch.clamp(-log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return torch.clamp(torch.expm1(inverse) - inverse, -_MAX_K3, _MAX_K3)
+        case "k1+" | "k3+":
+            k2 = log_ratio.square() / 2
+            return kl_penalty(log_probs, ref_log_probs, kind[:-1]).detach() + (k2 - k2.detach())
+        case _:
+            raise ValueError(f"unknown KL penalty {kind!r}; known: {', '.join(KL_KINDS)}")

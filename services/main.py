@@ -1,0 +1,111 @@
+"""What `torchrun -m services.ROLE` runs: checks the configuration, joins the ranks, loads, serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from rlhf.config import ServiceTable, load_service
+from rlhf.errors import ConfigError, RlhfError
+from services.ranks import Ranks
+from services.server import RankServer
+from services.worker import Worker
+
+PR_SET_PDEATHSIG = 1
+
+
+def run(role: str, worker_path: str) -> None:
+    """Entry point of a role.
+
+    Args:
+        role: Role of the service.
+        worker_path: "module:class" of its worker, imported only once the configuration has been checked,
+            because importing torch takes seconds.
+    """
+
+    @click.command(help=f"Serves one rank of the {role} role. Start it with torchrun.")
+    @click.option(
+        "--config",
+        "config",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="TOML file with the services' tables.",
+    )
+    @click.option("--name", default=role, show_default=True, help="Table [services.NAME] to serve.")
+    @click.option(
+        "--set", "settings", multiple=True, metavar="KEY.PATH=VALUE", help="Changes a value of the config."
+    )
+    def main(config: Path, name: str, settings: tuple[str, ...]) -> None:
+        logging.basicConfig(
+            level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"
+        )
+        try:
+            _die_with_launcher()
+            table = load_service(config, name, settings)
+            _check(table, role, name)
+            _serve(table, name, worker_path)
+        except (RlhfError, OSError) as error:
+            print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+            os._exit(2)
+
+    main()
+
+
+def _die_with_launcher() -> None:
+    """torchrun that is killed leaves its workers alive; so each asks the kernel to be killed with it."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _check(table: ServiceTable, role: str, name: str) -> None:
+    """What can be known before torch is imported: role, ranks, model directory, port."""
+    if table.role != role:  # type: ignore[attr-defined]
+        raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != table.ranks:
+        raise ConfigError(f"services.{name}.ranks is {table.ranks}, but torchrun started {started}")
+    model = getattr(table, "model", None)
+    if model is not None and not (model / "config.json").is_file():
+        what = "has no config.json" if model.is_dir() else "does not exist"
+        raise ConfigError(f"services.{name}.model: directory {model} {what}")
+    if int(os.environ.get("RANK", "0")) == 0:
+        host, _, port = table.address.rpartition(":")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, int(port)))
+            except OSError as error:
+                raise ConfigError(f"services.{name}.address: {table.address}: {error.strerror}") from None
+
+
+def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
+    module, _, class_name = worker_path.partition(":")
+    try:
+        worker_class = getattr(importlib.import_module(module), class_name)
+    except ImportError as error:
+        raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+    ranks = Ranks.join(needs_torch=worker_class.uses_torch(table))
+    worker = worker_class(table, ranks)
+    asyncio.run(_run(worker, name))
+    ranks.leave()
+    logging.info("left")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of gRPC and torch may still wind down; nothing of ours is left to do.
+    os._exit(0)
+
+
+async def _run(worker: Worker, name: str) -> None:
+    await RankServer(worker, name).serve()

@@ -1,0 +1,31 @@
+"""Dealing rows out to mini-batches: a function of row numbers and a key, never of the number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def deal(numbers: np.ndarray, parts: int, key: tuple[int, ...]) -> list[np.ndarray]:
+    """Which of this rank's rows belong to each of `parts` mini-batches.
+
+    Row numbers are taken in blocks of `parts`; each block gives one row to every mini-batch, in an order drawn
+    from `key`. So a mini-batch holds the same rows whatever rank has them, and ranks with whole blocks have
+    equally many rows of each.
+
+    Args:
+        numbers: Numbers of the rank's rows in the whole batch, [rows] int64.
+        parts: Number of mini-batches.
+        key: What the shuffle depends on: (seed, step, call, epoch).
+
+    Returns:
+        Indices into `numbers` for each mini-batch, in row order.
+    """
+    if parts == 1 or not len(numbers):
+        return [np.arange(len(numbers))] + [np.arange(0)] * (parts - 1)
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    blocks = int(numbers.max()) // parts + 1
+    assignment = np.argsort(generator.random((blocks, parts)), axis=1, kind="stable").reshape(-1)
+    return [np.flatnonzero(assignment[numbers] == part) for part in range(parts)]

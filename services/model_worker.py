@@ -1,0 +1,302 @@
+"""What the roles with a model share: an engine, a tokenizer, inference in micro-batches, atomic updates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.tensors import to_torch
+from rlhf.config import ModelTable, OptimizerTable, ServiceTable
+from rlhf.errors import CallCancelled, ConfigError, InvalidRequest, PeerFailed, RlhfError, UpdateRejected
+from rlhf.v1 import actor_pb2, worker_pb2
+from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, PeerRankFailed, TrainEngine
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import Head
+from services.engines.microbatch import MicroBatch, assemble, split
+from services.minibatch import deal
+from services.models import ValueModel, check_tokenizer, load_tokenizer, vocabulary_hash
+from services.ranks import Ranks
+from services.rollout.base import GenerationStopped
+from services.worker import CallContext, Result, Rows, Worker, register
+
+Output = TypeVar("Output")
+Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
+Computed = tuple[MicroBatch, Output]
+
+STEP_METRICS = ("loss", "grad_norm", "lr")
+
+
+class ModelWorker(Worker):
+    """A role whose model an engine holds.
+
+    Args:
+        load: Loads the role's model from a directory in a dtype.
+        optimizer: How the model learns; None for one that does not.
+
+    Raises:
+        ConfigError: The directory cannot be used; the text says why.
+    """
+
+    def __init__(
+        self,
+        table: ModelTable,
+        ranks: Ranks,
+        load: Callable[[Path, torch.dtype], PreTrainedModel | ValueModel],
+        optimizer: OptimizerTable | None,
+    ) -> None:
+        super().__init__(table, ranks)
+        self.table: ModelTable = table
+        self.prepare_thread()
+        self.torch_device = _device()
+        try:
+            self.tokenizer = load_tokenizer(table.model)
+            # Weights that learn are kept in float32; `dtype` is what they are computed in.
+            model = load(table.model, torch.float32 if optimizer else getattr(torch, table.dtype))
+            check_tokenizer(self.tokenizer, model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: {error}") from error
+        self.model_config = _config_of(model).get_text_config()
+        self.engine: TrainEngine = FSDPEngine(
+            model,
+            self.torch_device,
+            optimizer=_options(optimizer) if optimizer else None,
+            compute_dtype=getattr(torch, table.dtype),
+        )
+        self._traces = Traces(self)
+
+    @classmethod
+    def uses_torch(cls, table: ServiceTable) -> bool:
+        return True
+
+    def prepare_thread(self) -> None:
+        torch.set_num_threads(self.table.threads)
+
+    def device(self) -> dict[str, str]:
+        if self.torch_device.type != "cuda":
+            return {"device": "cpu", "device_uuid": ""}
+        uuid = torch.cuda.get_device_properties(self.torch_device).uuid
+        return {"device": str(self.torch_device), "device_uuid": f"GPU-{uuid}"}
+
+    def device_memory(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device) if self.torch_device.type == "cuda" else 0
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        limits = []
+        if self.torch_device.type == "cpu":
+            limits.append("Offload and Onload move nothing: weights are in host memory already")
+        return worker_pb2.DescribeResponse(
+            vocabulary_hash=vocabulary_hash(self.tokenizer),
+            parameters=self.engine.num_parameters,
+            engine=self.table.engine,
+            limits=limits,
+            max_tokens=min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings),
+        )
+
+    def around(self, run: Callable[[], Result]) -> Result:
+        """Errors of engines become errors of the tree; a profile may be taken."""
+        try:
+            with self._traces.around():
+                return run()
+        except NonFiniteGradient as error:
+            raise UpdateRejected(
+                f"{error}; every rank is back on policy version {self.policy_version}"
+            ) from error
+        except PeerRankFailed as error:
+            raise PeerFailed(str(error)) from error
+        except GenerationStopped as error:
+            raise CallCancelled(str(error)) from error
+        except (ValueError, FileNotFoundError) as error:
+            raise InvalidRequest(str(error)) from error
+        except OSError as error:
+            raise RlhfError(f"{error.strerror}: {error.filename}") from error
+
+    def sequences(self, rows: Rows) -> Sequences:
+        """Columns "prompt_ids" and "response_ids" as tensors."""
+        return self.column(rows, "prompt_ids"), self.column(rows, "response_ids")
+
+    def column(self, rows: Rows, name: str) -> Jagged[Tensor]:
+        """A jagged column as tensors."""
+        column = rows[name]
+        if not isinstance(column, Jagged):
+            raise InvalidRequest(f"column {name!r} is not jagged")
+        return to_torch(column, rows.fetched.dtypes[name])
+
+    def micro_batches(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
+        """Rows cut by the token budget; none where there are no rows."""
+        if not (sequences[0].rows if rows is None else len(rows)):
+            return []
+        pad_id = self.tokenizer.pad_token_id
+        budget = self.table.micro_batch_tokens
+        return split(*sequences, token_budget=budget, pad_id=0 if pad_id is None else pad_id, rows=rows)
+
+    def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
+        """What the head reads off every micro-batch of the rows, without gradients."""
+        micro_batches = self.micro_batches(sequences)
+        call.progress(0, len(micro_batches))
+        outputs = self.engine.infer(micro_batches, head)
+        call.progress(len(micro_batches), len(micro_batches))
+        return list(zip(micro_batches, outputs, strict=True))
+
+    def update(
+        self,
+        rows: Rows,
+        schedule: actor_pb2.Schedule,
+        call: CallContext,
+        head: Head[Output],
+        loss_for: Callable[[int, int], LossFn[Output]],
+    ) -> Result:
+        """All epochs and mini-batches, or nothing: whatever fails, weights and optimizer are as before.
+
+        Args:
+            loss_for: From the response tokens and rows of a whole mini-batch, over all ranks, to its loss.
+        """
+        if not schedule.epochs or not schedule.mini_batches:
+            raise InvalidRequest("schedule: epochs and mini_batches must be at least 1")
+        sequences = self.sequences(rows)
+        before = self.engine.snapshot()
+        try:
+            metrics = self._steps(rows, sequences, schedule, call, head, loss_for)
+        except BaseException:
+            self.engine.restore(before)
+            raise
+        self.policy_version += 1
+        return Result(metrics=metrics)
+
+    def _steps(
+        self,
+        rows: Rows,
+        sequences: Sequences,
+        schedule: actor_pb2.Schedule,
+        call: CallContext,
+        head: Head[Output],
+        loss_for: Callable[[int, int], LossFn[Output]],
+    ) -> dict[str, tuple[float, float]]:
+        lengths = sequences[1].lengths
+        sums: dict[str, float] = {}
+        num_steps, tokens = schedule.epochs * schedule.mini_batches, 0
+        for epoch in range(schedule.epochs):
+            key = (call.call.seed, call.call.step, call.call.ordinal, epoch)
+            for mine in deal(rows.numbers, schedule.mini_batches, key):
+                mine_tokens = int(lengths[mine].sum())
+                share = [mine_tokens, len(mine), call.stopping]
+                num_tokens, num_rows, stopping = self.ranks.total(share, call.deadline)
+                if stopping:
+                    raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
+                micro_batches = self.micro_batches(sequences, mine)
+                step = self.engine.step(micro_batches, head, loss_for(int(num_tokens), int(num_rows)))
+                tokens += mine_tokens
+                measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
+                for name, value in measured.items():
+                    sums[name] = sums.get(name, 0.0) + value
+                call.progress(call.done + 1, num_steps)
+        return {name: (value, num_steps if name in STEP_METRICS else tokens) for name, value in sums.items()}
+
+    @register("ONE_TO_ALL")
+    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": self.engine.offload()})
+
+    @register("ONE_TO_ALL")
+    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": self.engine.onload()})
+
+    @register("ONE_TO_ALL", collective=False)
+    def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        if not request.calls or not request.directory:
+            raise InvalidRequest("profile: directory and a number of calls of at least 1 are required")
+        return Result(fields={"path": str(self._traces.arm(Path(request.directory), request.calls))})
+
+    @register("ONE_TO_ALL")
+    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        directory = Path(request.directory)
+        match request.format:
+            case worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE:
+                sha256 = self.engine.export(directory, self.tokenizer)
+                return Result(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
+            case worker_pb2.CHECKPOINT_FORMAT_SHARDED:
+                self.engine.save(directory, {"policy_version": self.policy_version})
+                return Result()
+            case _:
+                raise InvalidRequest("save_checkpoint: format must be SHARDED or HUGGING_FACE")
+
+    @register("ONE_TO_ALL")
+    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        extra = self.engine.load(Path(request.directory))
+        self.policy_version = int(extra["policy_version"])
+        return Result()
+
+
+def per_token(
+    computed: list[Computed[Output]], read: Callable[[Output], Tensor], lengths: np.ndarray
+) -> Jagged[Tensor]:
+    """What `read` takes from each output, [B, R], as one float32 column in the order of the rows."""
+    if not computed:
+        return Jagged(torch.empty(0), lengths)
+    values = [micro_batch.collect(read(output).cpu()) for micro_batch, output in computed]
+    return assemble([micro_batch.rows for micro_batch, _ in computed], values, lengths)
+
+
+class Traces:
+    """Chrome traces of a number of calls, by torch's profiler."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self._worker = worker
+        self._left = 0
+        self._path = Path()
+        self._profiler: torch.profiler.profile | None = None
+
+    def arm(self, directory: Path, calls: int) -> Path:
+        """Traces the next `calls` calls into one file; returns its path."""
+        directory.mkdir(parents=True, exist_ok=True)
+        worker = self._worker
+        self._path = (
+            directory / f"{worker.role}-{worker.ranks.rank}-v{worker.policy_version}-{os.getpid()}.json"
+        )
+        self._left = calls + 1
+        return self._path
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A call; the one that armed is not traced itself."""
+        if self._left and self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        try:
+            yield
+        finally:
+            self._left = max(self._left - 1, 0)
+            if self._profiler is not None and not self._left:
+                self._profiler.stop()
+                self._profiler.export_chrome_trace(str(self._path))
+                self._profiler = None
+
+
+def _config_of(model: PreTrainedModel | ValueModel) -> Any:
+    return model.backbone.config if isinstance(model, ValueModel) else model.config
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _options(table: OptimizerTable) -> OptimizerOptions:
+    return OptimizerOptions(
+        lr=table.learning_rate,
+        betas=table.betas,
+        eps=table.eps,
+        weight_decay=table.weight_decay,
+        max_grad_norm=table.max_grad_norm,
+        warmup_steps=table.warmup_steps,
+    )

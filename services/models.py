@@ -1,0 +1,231 @@
+"""Models and tokenizers from Hugging Face directories, and back.
+
+Everything is read from local directories; nothing is downloaded and no code that comes with a model is run. Models
+are in eval mode: dropout would make the log-probabilities of the policy that sampled differ from those it trains
+on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from services.engines.microbatch import cut
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Raises FileNotFoundError or ValueError, naming the directory, where there is no tokenizer to load."""
+    _require_model_directory(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def load_causal_lm(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Any causal language model.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the directory holds another kind of model, or not all of its weights.
+    """
+    return _load(AutoModelForCausalLM, directory, dtype)
+
+
+class ValueModel(nn.Module):
+    """A transformer that gives each position a scalar: what the episode is worth from there on.
+
+    The head begins at zero, so a new critic says 0 everywhere and its first update moves the head alone.
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids: Tensor, *, use_cache: bool = False, logits_to_keep: int = 0) -> Tensor:
+        """Values [B, K] of the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T."""
+        hidden_BTH = self.backbone(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]
+
+
+def load_value_model(directory: Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+    """A value model from a directory that `write_model` made of one, or a new one on top of a causal LM.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the directory holds another kind of model, or not all of its weights.
+    """
+    model = ValueModel(_load(AutoModel, directory, dtype))
+    if (directory / VALUE_HEAD_FILE).exists():
+        model.value_head.load_state_dict(load_file(directory / VALUE_HEAD_FILE))
+    return model.eval()
+
+
+class SequenceScorer:
+    """A reward model: one score for each whole text.
+
+    Args:
+        directory: of a sequence classification model with one label, and its tokenizer.
+        token_budget: most tokens computed at a time, padding included.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the model does not give one score per sequence, does not match its tokenizer, or cannot pad.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        token_budget: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.tokenizer = load_tokenizer(directory)
+        self.model = _load(AutoModelForSequenceClassification, directory, dtype)
+        check_tokenizer(self.tokenizer, self.model)
+        if self.model.config.num_labels != 1:
+            raise ValueError(
+                f"{directory} gives {self.model.config.num_labels} labels, a reward model gives one"
+            )
+        self._pad_id = self.model.config.get_text_config().pad_token_id
+        if self._pad_id is None:
+            raise ValueError(f"config.json of {directory} has no pad_token_id, so rows cannot share a batch")
+        self._token_budget = token_budget
+        nn.Module.to(self.model, device)
+
+    def score_texts(self, texts: Sequence[str]) -> Tensor:
+        """Scores [rows], float32, of texts in the tokenizer's own framing (its special tokens are added)."""
+        return self.score_tokens(self.tokenizer(list(texts))["input_ids"])
+
+    @torch.no_grad()
+    def score_tokens(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores [rows], float32, on the device of the model.
+
+        Raises:
+            ValueError: a row longer than the token budget.
+        """
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        scores = torch.empty(len(rows), dtype=torch.float32, device=self.model.device)
+        for part in cut(lengths, self._token_budget):
+            ids_BT = torch.full((len(part), int(lengths[part].max())), self._pad_id)
+            for row_T, row in zip(ids_BT, part, strict=True):
+                row_T[: lengths[row]] = torch.tensor(rows[row])
+            mask_BT = torch.arange(ids_BT.shape[1]) < torch.from_numpy(lengths[part])[:, None]
+            output = self.model(
+                input_ids=ids_BT.to(self.model.device), attention_mask=mask_BT.long().to(self.model.device)
+            )
+            scores[torch.from_numpy(part).to(scores.device)] = output.logits[:, 0].float()
+        return scores
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
+    """Raises ValueError where the tokenizer has ids that the model has no embedding for."""
+    backbone = model.backbone if isinstance(model, ValueModel) else model
+    embedding: Any = backbone.get_input_embeddings()
+    num_ids = max(tokenizer.get_vocab().values()) + 1
+    if num_ids > embedding.num_embeddings:
+        raise ValueError(
+            f"tokenizer and model do not match: the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, "
+            f"the model {backbone.name_or_path} has {embedding.num_embeddings} embeddings"
+        )
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 (hex) of the map from token to id: equal where two services mean the same by a token id."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()
+
+
+def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 (hex) over name, dtype, shape and bytes of tensors, in the order given: sort them by name.
+
+    A hash of the weights themselves: it knows nothing of files, how they were cut or their metadata.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_model(
+    model: PreTrainedModel | ValueModel,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write weights as a Hugging Face directory with the configuration of `model`.
+
+    A value model becomes its backbone, which AutoModel loads, and `VALUE_HEAD_FILE` beside it.
+
+    Args:
+        model: gives configuration and architecture; its own weights are not read.
+        weights: whole tensors under the names of `model.state_dict()`, tied weights once.
+    """
+    if isinstance(model, ValueModel):
+        save_file(_under("value_head.", weights), directory / VALUE_HEAD_FILE)
+        model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
+    else:
+        model.save_pretrained(directory, state_dict=dict(weights))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): x.contiguous() for name, x in weights.items() if name.startswith(prefix)
+    }
+
+
+def _require_model_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise FileNotFoundError(f"model directory {directory} does not exist")
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} is not a model directory: it has no config.json")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _load(auto_class: type, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    _require_model_directory(directory)
+    try:
+        model, report = auto_class.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        cause = _first_line(error)
+        raise ValueError(f"{directory} cannot be loaded with {auto_class.__name__}: {cause}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+    return model.eval()

@@ -1,0 +1,131 @@
+"""The ranks of one service: who they are, and the few small collectives the control plane needs.
+
+torch.distributed is only imported where there is more than one rank or an engine asks for a mesh, so that a
+reward service of one rank runs without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from nccl_transfer.batch import Endpoint
+from nccl_transfer.protocols import Mesh
+from rlhf.errors import PeerFailed
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Ranks:
+    """This rank and its peers.
+
+    Attributes:
+        rank: Rank within the service.
+        size: Number of ranks.
+        epoch: Incarnation of the service: milliseconds of Unix time at which rank 0 started, so that it grows
+            at each restart. The same on every rank.
+        store: torch.distributed store of the service; None where there is one rank without torch.
+        endpoints: Where each rank serves, in rank order; filled in by `exchange`.
+    """
+
+    rank: int
+    size: int
+    epoch: int
+    store: dist.Store | None = None
+    endpoints: list[Endpoint] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Shape of the training mesh: data parallel over all ranks."""
+        return Mesh(data=self.size)
+
+    @staticmethod
+    def join(needs_torch: bool) -> Ranks:
+        """Joins the ranks that torchrun started, as its environment names them.
+
+        Args:
+            needs_torch: Make a process group also where there is only one rank.
+        """
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        epoch = time.time_ns() // 1_000_000
+        if size == 1 and not needs_torch:
+            return Ranks(rank, size, epoch)
+        import torch
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        if "MASTER_ADDR" in os.environ:
+            base, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+        else:
+            base = dist.HashStore()
+        store = dist.PrefixStore("rlhf-cluster", base)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("default", base), rank=rank, world_size=size, timeout=timeout
+        )
+        if rank == 0:
+            store.set("epoch", str(epoch))
+        return Ranks(rank, size, int(store.get("epoch")), store)
+
+    def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tells every rank where this one serves; returns each rank's details in rank order."""
+        if self.size == 1 or self.store is None:
+            self.endpoints = [own]
+            return [details]
+        self.store.set(f"rank/{self.rank}", json.dumps({"endpoint": asdict(own), "details": details}))
+        answers = [json.loads(self.store.get(f"rank/{rank}")) for rank in range(self.size)]
+        self.endpoints = [Endpoint(**answer["endpoint"]) for answer in answers]
+        return [answer["details"] for answer in answers]
+
+    def total(self, values: Sequence[float], deadline: float) -> list[float]:
+        """Sums over all ranks, in float64. Every rank calls it, in the same order.
+
+        Args:
+            values: This rank's values; the same number on every rank.
+            deadline: `time.monotonic()` until which the peers may take.
+
+        Raises:
+            PeerFailed: A peer did not come, or died.
+        """
+        if self.size == 1:
+            return list(values)
+        import torch
+        import torch.distributed as dist
+
+        sums = torch.tensor(values, dtype=torch.float64)
+        try:
+            work = dist.all_reduce(sums, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise PeerFailed(f"a peer of rank {self.rank} did not join a collective: {error}") from error
+        return sums.tolist()
+
+    def agree(self, mine: Exception | None, deadline: float) -> None:
+        """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed."""
+        failed = self.total([float(self.rank == r and mine is not None) for r in range(self.size)], deadline)
+        if mine is not None:
+            raise mine
+        if any(failed):
+            culprits = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
+            raise PeerFailed(f"rank {self.rank} did not start, because rank {culprits} failed")
+
+    def leave(self) -> None:
+        """Ends the process group; ranks that leave together leave cleanly."""
+        if self.store is None:
+            return
+        import torch.distributed as dist
+
+        work = dist.barrier(async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=5))
+        dist.destroy_process_group()

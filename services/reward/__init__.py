@@ -1,0 +1,1 @@
+"""The reward role; cost models too."""

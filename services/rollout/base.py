@@ -1,0 +1,125 @@
+"""The interface of a rollout engine: what the actor asks of whatever generates its responses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from nccl_transfer.columns import Jagged
+
+FinishReason = Literal["stop", "length"]
+
+
+class GenerationStopped(RuntimeError):
+    """`should_stop` said so; the responses begun are lost."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn.
+
+    Args:
+        max_new_tokens: most tokens of a response, its end-of-sequence token included.
+        eos_ids: a response ends with the first of these; none: every response has `max_new_tokens`.
+        greedy: take the most probable token; temperature, top_k and top_p do not apply.
+        temperature: divides the logits.
+        top_k: keep the k most probable tokens, and those as probable as the k-th; 0 keeps all.
+        top_p: of these keep the smallest set of most probable tokens whose probability reaches top_p.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.greedy:
+            return
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """Responses in the order of the prompts, on the device of the engine.
+
+    Args:
+        responses: token ids, int64; a response that was not cut short ends with its end-of-sequence token.
+        log_probs: log-probability of each of these tokens under the distribution it was drawn from, that is after
+            temperature, top-k and top-p, in nats, float32. Greedy tokens are drawn from none: theirs are under
+            the model's own distribution.
+        finish_reasons: per row, "stop" at an end-of-sequence token, "length" at `max_new_tokens`.
+    """
+
+    responses: Jagged[Tensor]
+    log_probs: Jagged[Tensor]
+    finish_reasons: list[FinishReason]
+
+
+class RolloutEngine(ABC):
+    """A model that generates. It takes weights from the training engine and never changes them itself.
+
+    Attributes:
+        name: by which configs and Describe know it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over whole tensors, in checkpoint names; the iterable is always run to its end.
+
+        Raises:
+            ValueError: a name the model does not have, or one of its weights did not come.
+        """
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        row_seeds: np.ndarray,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
+    ) -> Generation:
+        """Generate one response per prompt.
+
+        What a row draws depends on its prompt and seed alone. (Its logits are computed in batches, so they may
+        differ in the last bits with the rows beside it.)
+
+        Args:
+            prompts: token ids, at least one per row.
+            row_seeds: of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw alike.
+            should_stop: asked at every decoding step.
+            progress: told finished rows and new tokens so far, at every decoding step.
+
+        Raises:
+            GenerationStopped: `should_stop` returned True.
+            ValueError: a prompt that is empty, or too long for the model or the memory together with its response.
+            FloatingPointError: the model's output is not finite.
+        """
+
+    @abstractmethod
+    def sleep(self) -> int:
+        """Free the device memory of the engine until `wake`; returns the bytes freed, 0 where none can be."""
+
+    @abstractmethod
+    def wake(self) -> int:
+        """Take the memory back; returns the bytes taken. Weights are as before `sleep`."""

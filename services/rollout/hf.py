@@ -1,0 +1,241 @@
+"""The embedded rollout engine: a plain transformers model, a KV cache and a decoding loop of our own.
+
+`generate` of transformers draws all rows from one generator, so a row's text would depend on its neighbours; here
+each row draws from its own stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from services.engines.microbatch import assemble, cut
+from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
+from services.rollout.sampling import choose, uniforms
+
+# Finished rows leave the batch once they are this share of it: to copy the cache costs about as much as the
+# copy that lets it grow by one token anyway.
+_FINISHED_SHARE_TO_DROP = 0.125
+
+
+class HFRollout(RolloutEngine):
+    """Generates with its own copy of a causal language model, on the device and in the dtype it was loaded with.
+
+    Args:
+        token_budget: most positions of the KV cache, rows * (prompt + max_new_tokens), padding included; rows
+            beyond it wait for the next batch.
+    """
+
+    name = "hf"
+
+    def __init__(self, model: PreTrainedModel, *, token_budget: int) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._device = model.device
+        self._token_budget = token_budget
+        self._is_asleep = False
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = self._model.state_dict()
+        names = set()
+        for name, tensor in weights:
+            names.add(name)
+            if name in own:
+                own[name].copy_(tensor)
+        if names != own.keys():
+            raise ValueError(
+                f"weights do not match the rollout model: {sorted(own.keys() - names)[:3]} did not come, "
+                f"{sorted(names - own.keys())[:3]} came and have no place"
+            )
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        row_seeds: np.ndarray,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
+    ) -> Generation:
+        if self._is_asleep:
+            raise RuntimeError("the rollout engine is asleep; wake it first")
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        self._check_lengths(lengths, sampling.max_new_tokens)
+        meter = _Meter(should_stop, progress)
+        parts = cut(lengths + sampling.max_new_tokens, self._token_budget)
+        responses = [
+            self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
+        ]
+        return _in_order(parts, responses, sampling)
+
+    def sleep(self) -> int:
+        return self._move_to(torch.device("cpu"), is_asleep=True)
+
+    def wake(self) -> int:
+        return self._move_to(self._device, is_asleep=False)
+
+    def _move_to(self, device: torch.device, *, is_asleep: bool) -> int:
+        self._is_asleep = is_asleep
+        if self._model.device == device:
+            return 0
+        nn.Module.to(self._model, device)
+        torch.cuda.empty_cache()
+        return self._model.get_memory_footprint()
+
+    def _check_lengths(self, lengths: np.ndarray, max_new_tokens: int) -> None:
+        if not lengths.all():
+            raise ValueError(f"row {lengths.argmin()} has an empty prompt")
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and lengths.max(initial=0) + max_new_tokens > limit:
+            row = lengths.argmax()
+            raise ValueError(
+                f"row {row} has {lengths[row]} prompt tokens, with {max_new_tokens} new ones more than the "
+                f"{limit} positions of the model"
+            )
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        row_seeds: np.ndarray,
+        meter: _Meter,
+    ) -> _Responses:
+        """Generate for R rows at once. The batch holds B of them, those that still run and a few that ended."""
+        num_rows, num_steps = len(prompts), sampling.max_new_tokens
+        uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
+        eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
+        tokens_RN = torch.zeros((num_rows, num_steps), dtype=torch.int64, device=self._device)
+        log_probs_RN = torch.zeros((num_rows, num_steps), dtype=torch.float32, device=self._device)
+        lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+
+        rows_B = torch.arange(num_rows, device=self._device)
+        runs_B = torch.ones(num_rows, dtype=torch.bool, device=self._device)
+        num_running = num_rows
+        context, logits_BV = self._prefill(prompts)
+        for n in range(num_steps):
+            tokens_B, log_probs_B = choose(logits_BV, sampling, uniforms_RN[rows_B, n])
+            tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
+            lengths_R[rows_B] += runs_B
+            runs_B &= ~torch.isin(tokens_B, eos_ids)
+            num_ran, num_running = num_running, int(runs_B.sum()) if n + 1 < num_steps else 0
+            meter.advance(rows=num_ran - num_running, tokens=num_ran)
+            if not num_running:
+                break
+            if len(rows_B) - num_running >= _FINISHED_SHARE_TO_DROP * len(rows_B):
+                kept = runs_B.nonzero()[:, 0]
+                context.select(kept)
+                rows_B, runs_B, tokens_B = rows_B[kept], runs_B[kept], tokens_B[kept]
+            logits_BV = self._forward(tokens_B[:, None], context)
+        return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy())
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[_Context, Tensor]:
+        """Compute each distinct prompt once; returns the context of every row and its next-token logits [R, V]."""
+        index: dict[tuple[int, ...], int] = {}
+        distinct_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
+        longest = max(map(len, index))
+        ids_UT = torch.tensor(
+            [(0,) * (longest - len(prompt)) + prompt for prompt in index], device=self._device
+        )
+        num_pads_U = torch.tensor([longest - len(prompt) for prompt in index], device=self._device)
+        context = _Context(DynamicCache(config=self._model.config), num_pads_U if num_pads_U.any() else None)
+        logits_UV = self._forward(ids_UT, context)
+        if len(index) == len(prompts):
+            return context, logits_UV
+        selected = torch.tensor(distinct_of_row, device=self._device)
+        context.select(selected)
+        return context, logits_UV[selected]
+
+    def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
+        """Append `ids_BT` to the context; returns the logits [B, V] of the token after."""
+        output = self._model(
+            input_ids=ids_BT,
+            past_key_values=context.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **context.padding_arguments(ids_BT.shape[1]),
+        )
+        return output.logits[:, -1]
+
+
+@dataclass(eq=False)
+class _Context:
+    """What B rows have read so far. Prompts are padded on the left: `num_pads_B`, or None where no row is."""
+
+    cache: DynamicCache
+    num_pads_B: Tensor | None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat) these rows of the batch."""
+        self.cache.batch_select_indices(rows)
+        self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
+
+    def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
+        """What a forward over `num_new` more positions needs to know of the padding."""
+        if self.num_pads_B is None:
+            return {}
+        num_read = self.cache.get_seq_length()
+        position_T = torch.arange(num_read + num_new, device=self.num_pads_B.device)
+        distance_BT = position_T - self.num_pads_B[:, None]
+        return {"attention_mask": distance_BT >= 0, "position_ids": distance_BT[:, num_read:].clamp(min=0)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Responses:
+    """Responses of R rows, padded to N = max_new_tokens; `lengths_R` tokens of each are real."""
+
+    tokens_RN: Tensor
+    log_probs_RN: Tensor
+    lengths_R: np.ndarray
+
+
+class _Meter:
+    """Counts what a `generate` call has done, over its batches, and asks whether to go on."""
+
+    def __init__(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> None:
+        self._should_stop = should_stop
+        self._progress = progress
+        self._rows = 0
+        self._tokens = 0
+
+    def advance(self, rows: int, tokens: int) -> None:
+        self._rows += rows
+        self._tokens += tokens
+        if self._should_stop():
+            raise GenerationStopped(
+                f"stopped after {self._tokens} new tokens, {self._rows} rows were complete"
+            )
+        self._progress(self._rows, self._tokens)
+
+
+def _in_order(
+    parts: Sequence[np.ndarray], responses: Sequence[_Responses], sampling: SamplingOptions
+) -> Generation:
+    """Put the responses to the prompts of each part back into the order of the prompts."""
+    lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
+    tokens, log_probs = [], []
+    for part, decoded in zip(parts, responses, strict=True):
+        lengths[part] = decoded.lengths_R
+        position_N = torch.arange(decoded.tokens_RN.shape[1])
+        real_RN = (position_N < torch.from_numpy(decoded.lengths_R)[:, None]).to(decoded.tokens_RN.device)
+        tokens.append(decoded.tokens_RN[real_RN])
+        log_probs.append(decoded.log_probs_RN[real_RN])
+        if not log_probs[-1].isfinite().all():
+            row = part[int((real_RN & ~decoded.log_probs_RN.isfinite()).any(dim=1).nonzero()[0])]
+            raise FloatingPointError(
+                f"the output of the rollout model is not finite, first seen in row {row}"
+            )
+    generated = assemble(parts, tokens, lengths)
+    last_tokens = generated.values[
+        torch.from_numpy(np.cumsum(lengths) - 1).to(generated.values.device)
+    ].tolist()
+    return Generation(
+        responses=generated,
+        log_probs=assemble(parts, log_probs, lengths),
+        finish_reasons=["stop" if token in sampling.eos_ids else "length" for token in last_tokens],
+    )

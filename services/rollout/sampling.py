@@ -1,0 +1,109 @@
+"""Drawing tokens: pure functions of logits and of (seed, step, call, row), never of a generator's past."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.base import SamplingOptions
+
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_SHIFT_32 = np.uint64(32)
+
+
+def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
+    """One seed per row, [rows] non-negative int64: a stream of random numbers for each row of a call.
+
+    Args:
+        seed: of the run.
+        step: of the run.
+        call: which call of the step; calls of other names draw other numbers.
+        rows: numbers of the rows within the whole batch, whichever rank has them, [rows] int64.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{call}".encode()).digest()
+    key = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)
+    counter = rows.astype(np.uint64)
+    low, high, *_ = _philox4x32((counter & _LOW_32, counter >> _SHIFT_32, np.uint64(0), np.uint64(0)), key)
+    return ((high << _SHIFT_32 | low) >> np.uint64(1)).astype(np.int64)
+
+
+def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
+    """The first `n` numbers of each row's stream, [rows, n] float64, uniform in the open interval (0, 1).
+
+    Number i of a row is the same for every `n` and beside any other rows.
+    """
+    blocks = np.arange((n + 3) // 4, dtype=np.uint64)
+    zero = np.uint64(0)
+    words = _philox4x32((blocks, zero, zero, zero), row_seeds.astype(np.uint64)[:, None])
+    bits = np.stack(np.broadcast_arrays(*words), axis=-1).reshape(len(row_seeds), -1)[:, :n]
+    return (bits.astype(np.float64) + 0.5) / 2**32
+
+
+def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
+    """Logits to the log-probabilities [B, V] tokens are drawn with, float32; -inf where a token is ruled out.
+
+    Temperature first, then top-k, then top-p of what is left, then normalised (the order of Hugging Face and vLLM).
+    """
+    log_probs_BV = (logits_BV.float() / sampling.temperature).log_softmax(dim=-1)
+    if 0 < sampling.top_k < log_probs_BV.shape[-1]:
+        kth_B1 = log_probs_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        log_probs_BV = _keep(log_probs_BV, log_probs_BV >= kth_B1)
+    if sampling.top_p < 1:
+        sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
+        probs_BV = sorted_BV.double().exp()
+        before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+        kept_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(
+            1, order_BV, before_BV < sampling.top_p
+        )
+        log_probs_BV = _keep(log_probs_BV, kept_BV)
+    return log_probs_BV
+
+
+def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Token ids [B] int64 by inversion of the cumulative distribution, in float64.
+
+    A token of probability 0 is never drawn.
+    """
+    cumulative_BV = log_probs_BV.double().exp().cumsum(dim=-1)
+    targets_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
+    # The first token whose cumulative probability is above the target; nan, which is above nothing, is clamped.
+    tokens_B = torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0]
+    return tokens_B.clamp(max=log_probs_BV.shape[-1] - 1)
+
+
+def choose(logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row, [B] int64, and its log-probability, [B] float32, as `Generation` defines it."""
+    if sampling.greedy:
+        log_probs_BV = logits_BV.float().log_softmax(dim=-1)
+        tokens_B = logits_BV.argmax(dim=-1)
+    else:
+        log_probs_BV = log_distribution(logits_BV, sampling)
+        tokens_B = draw(log_probs_BV, uniforms_B)
+    return tokens_B, log_probs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _keep(log_probs_BV: Tensor, kept_BV: Tensor) -> Tensor:
+    return log_probs_BV.masked_fill(~kept_BV, -torch.inf).log_softmax(dim=-1)
+
+
+def _philox4x32(counter: tuple[np.ndarray | np.uint64, ...], key: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), one block per element.
+
+    Args:
+        counter: four 32-bit words, as uint64 arrays that broadcast.
+        key: 64 bits each.
+
+    Returns:
+        Four random 32-bit words as uint64 arrays.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key & _LOW_32, key >> _SHIFT_32
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (product1 >> _SHIFT_32) ^ c1 ^ k0, product1 & _LOW_32
+        c2, c3 = (product0 >> _SHIFT_32) ^ c3 ^ k1, product0 & _LOW_32
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW_32, (k1 + np.uint64(0xBB67AE85)) & _LOW_32
+    return c0, c1, c2, c3

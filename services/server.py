@@ -1,0 +1,245 @@
+"""The gRPC server of one rank: the role's service, WorkerService, TransferService, health and reflection.
+
+The event loop only answers and waits; calls compute on the queue's thread, so a busy rank still answers
+Health, Describe, Watch, Cancel and Release at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from nccl_transfer.batch import Endpoint
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.store import TensorStore
+from nccl_transfer.transports import ArenaServer, create_transports, host_id, serve_fetch, stat_response
+from nccl_transfer.wire import endpoint_to_proto
+from rlhf.config import ServiceTable
+from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
+from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
+from rlhf.v1 import transfer_pb2, worker_pb2
+from services.execution import CallQueue
+from services.worker import Registration, Worker, registered_methods
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Deadline of a call whose client set none."""
+
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class RankServer:
+    """Serves one worker until SIGTERM or SIGINT, then drains.
+
+    Args:
+        worker: The rank's worker, loaded and ready.
+        name: Name of the service in the config.
+    """
+
+    def __init__(self, worker: Worker, name: str) -> None:
+        self.worker = worker
+        self.name = name
+        self.methods = registered_methods(type(worker))
+        self.store = TensorStore(worker.table.arena_mb << 20)
+        self.fetcher = Fetcher(host_id(), create_transports(), self.store)
+        self._stop = asyncio.Event()
+        self._ranks_info: list[worker_pb2.RankInfo] = []
+
+    async def serve(self) -> None:
+        """Serves until told to stop.
+
+        Raises:
+            ConfigError: The address is in use.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self.queue = CallQueue(self.worker, self.store, self.fetcher)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        port = self._bind(server, self.worker.table)
+        arena = ArenaServer(self.store)
+        try:
+            self._meet_peers(port, arena)
+            serving = health.aio.HealthServicer()
+            self._add_services(server, serving)
+            await server.start()
+            await serving.set("", health_pb2.HealthCheckResponse.SERVING)
+            await self._stop.wait()
+            await serving.enter_graceful_shutdown()
+            await self.queue.drain()
+            await server.stop(grace=1.0)
+        finally:
+            arena.close()
+            self.fetcher.close()
+            self.store.close()
+
+    def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
+        host = table.address.rpartition(":")[0]
+        address = table.address if self.worker.ranks.rank == 0 else f"{host}:0"
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"services.{self.name}.address: cannot listen on {address}: {error}") from None
+        if port == 0:
+            raise ConfigError(f"services.{self.name}.address: {address} is in use")
+        return port
+
+    def _meet_peers(self, port: int, arena: ArenaServer) -> None:
+        ranks, host = self.worker.ranks, self.worker.table.address.rpartition(":")[0]
+        own = Endpoint(f"{host}:{port}", host_id(), arena.name, ranks.epoch, self.name, ranks.rank)
+        self.store.endpoint = own
+        details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
+        for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
+            pipeline, tensor, data = ranks.mesh.position(rank)
+            self._ranks_info.append(
+                worker_pb2.RankInfo(
+                    endpoint=endpoint_to_proto(endpoint),
+                    position=worker_pb2.MeshPosition(pipeline=pipeline, tensor=tensor, data=data),
+                    **detail,
+                )
+            )
+
+    def _add_services(self, server: grpc.aio.Server, serving: Any) -> None:
+        worker = {
+            "Describe": self._describe,
+            "Watch": self._watch,
+            "Cancel": self._cancel,
+            "Release": self._release,
+        }
+        transfer = {"Fetch": self._fetch, "Stat": self._stat}
+        for key in (self.worker.role, "worker", "transfer"):
+            table = {}
+            for method in SERVICES[key].values():
+                direct = {**worker, **transfer}.get(method.name)
+                registered = self.methods.get(method.snake_name)
+                handler = direct or self._runner(method, registered[1] if registered else None)
+                table[method.name] = _rpc_handler(method, self._guarded(method, handler))
+            service = next(iter(SERVICES[key].values())).service
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
+        health_pb2_grpc.add_HealthServicer_to_server(serving, server)
+        names = [
+            next(iter(SERVICES[key].values())).service for key in (self.worker.role, "worker", "transfer")
+        ]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    def _runner(self, method: Method, registration: Registration | None) -> Callable[..., Awaitable[Any]]:
+        assert registration is not None, f"{method.path} is neither direct nor registered"
+
+        async def run(request: Any, context: Any) -> Any:
+            remaining = context.time_remaining()
+            timeout_s = DEFAULT_TIMEOUT_S if remaining is None else remaining
+            return await self.queue.submit(method, registration, request, timeout_s)
+
+        return run
+
+    def _guarded(self, method: Method, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """The one boundary at which errors become gRPC statuses."""
+
+        async def fail(error: Exception, request: Any, context: Any) -> None:
+            call = getattr(request, "call", None)
+            where = {"service": self.name, "role": self.worker.role, "rank": str(self.worker.ranks.rank),
+                     "method": method.name, "call_id": call.call_id if call is not None else ""}  # fmt: skip
+            status = to_status(error, where)
+            context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+            code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+            await context.abort(code, status.message)
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await handler(request, context)
+            except Exception as error:  # noqa: BLE001 - mapped to a status, with its traceback
+                await fail(error, request, context)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for response in handler(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - mapped to a status, with its traceback
+                await fail(error, request, context)
+
+        return stream if method.streams else unary
+
+    async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        ranks, mesh = self.worker.ranks, self.worker.ranks.mesh
+        answer = self.worker.describe()
+        answer.MergeFrom(
+            worker_pb2.DescribeResponse(
+                role=self.worker.role,
+                service=self.name,
+                rank=ranks.rank,
+                epoch=ranks.epoch,
+                ranks=self._ranks_info,
+                mesh=worker_pb2.MeshShape(pipeline=mesh.pipeline, tensor=mesh.tensor, data=mesh.data),
+                methods=[
+                    worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
+                    for method, registration in self.methods.values()
+                ],
+                threads=self.worker.table.threads,
+                policy_version=self.worker.policy_version,
+                version=importlib.metadata.version("rlhf-cluster"),
+            )
+        )
+        return answer
+
+    async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        interval_s = request.interval_s or 1.0
+        queue = self.queue
+        while not self._stop.is_set():
+            yield self._status()
+            async with queue.changed:
+                try:
+                    await asyncio.wait_for(queue.changed.wait(), interval_s)
+                except TimeoutError:
+                    continue
+        raise ServiceLost("the service is shutting down")
+
+    def _status(self) -> worker_pb2.WatchResponse:
+        running = self.queue.running
+        status = worker_pb2.WatchResponse(
+            epoch=self.worker.ranks.epoch,
+            phase=self.queue.phase,
+            memory_bytes=psutil.Process().memory_info().rss,
+            device_memory_bytes=self.worker.device_memory(),
+            arena_bytes=self.store.stat().used_bytes,
+            policy_version=self.worker.policy_version,
+        )
+        if running is not None:
+            status.method, status.call_id = running.method.name, running.context.call.call_id
+            status.done, status.done_of = running.context.done, running.context.done_of
+        return status
+
+    async def _cancel(self, request: Any, context: Any) -> worker_pb2.CancelResponse:
+        return worker_pb2.CancelResponse(found=self.queue.cancel(request.call_id))
+
+    async def _release(self, request: Any, context: Any) -> worker_pb2.ReleaseResponse:
+        through = None if request.all_steps else request.through_step
+        return worker_pb2.ReleaseResponse(freed_bytes=self.store.release(request.session, through))
+
+    def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
+        return serve_fetch(self.store, self.worker.ranks.epoch, request)
+
+    async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
+        return stat_response(self.store, self.fetcher.traffic())
+
+
+def _rpc_handler(method: Method, function: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    make = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
+    return make(
+        function,
+        request_deserializer=method.request.FromString,  # type: ignore[attr-defined]
+        response_serializer=method.response.SerializeToString,  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,212 @@
+"""The base of every role: methods registered with their transfer protocol, run one at a time in call order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from nccl_transfer import fetch
+from rlhf.config import ServiceTable
+from rlhf.contract import Method, group_methods
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
+from rlhf.v1 import common_pb2, worker_pb2
+from services.ranks import Ranks
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What `@register` notes on a method.
+
+    Attributes:
+        protocol: Name of its transfer protocol; must be the one its proto declares.
+        collective: Whether ranks meet in collectives while it runs. If so, no rank starts before all have
+            their inputs.
+        instant: Whether it returns at once, so that the event loop runs it without a thread.
+    """
+
+    protocol: str
+    collective: bool
+    instant: bool
+
+
+def register(protocol: str, *, collective: bool = True, instant: bool = False) -> Callable[[F], F]:
+    """Makes a method of a worker callable by the controller under a transfer protocol (paper, section 4.1)."""
+
+    def note(function: F) -> F:
+        function.registration = Registration(protocol, collective, instant)  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a call on this rank.
+
+    Attributes:
+        fetched: Values by column: numpy arrays [rows, ...], `Jagged` numpy arrays, or lists of strings.
+        numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
+    """
+
+    fetched: fetch.Rows
+    numbers: np.ndarray
+
+    def __getitem__(self, name: str) -> fetch.Values:
+        if name not in self.fetched.values:
+            raise InvalidRequest(f"column {name!r} is missing; given: {sorted(self.fetched.values)}")
+        return self.fetched.values[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fetched.values
+
+    def texts(self, name: str) -> list[str]:
+        """A text column."""
+        values = self[name]
+        if not isinstance(values, list):
+            raise InvalidRequest(f"column {name!r} is not text")
+        return values
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.fetched.rows
+
+
+NO_ROWS = Rows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
+
+
+@dataclass
+class CallContext:
+    """A running call, as its method sees it.
+
+    Attributes:
+        call: The call's header.
+        deadline: `time.monotonic()` at which it must have ended.
+        cancelled: Set when it should stop.
+        done, done_of: Progress, for Watch.
+    """
+
+    call: common_pb2.Call
+    deadline: float
+    cancelled: Event = field(default_factory=Event)
+    done: int = 0
+    done_of: int = 0
+
+    @property
+    def stopping(self) -> bool:
+        return self.cancelled.is_set() or time.monotonic() > self.deadline
+
+    def check(self) -> None:
+        """Raises CallCancelled or DeadlineExceeded when the call should stop; call it between pieces of work."""
+        if self.cancelled.is_set():
+            raise CallCancelled(f"call {self.call.call_id} was cancelled")
+        if time.monotonic() > self.deadline:
+            raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")
+
+    def progress(self, done: int, of: int) -> None:
+        self.done, self.done_of = done, of
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a method returns.
+
+    Attributes:
+        columns: Output rows by column: numpy arrays, `Jagged`, torch tensors; lists of strings travel inline.
+        metrics: (sum, count) by name; over ranks, sums and counts are added.
+        fields: Further fields of the response message.
+    """
+
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """One rank of a service. A role adds the methods of its proto; this base has those of WorkerService.
+
+    A role without weights inherits offload and the rest as they are; ModelWorker gives them an engine.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
+        self.table = table
+        self.ranks = ranks
+        self.policy_version = 0
+
+    @classmethod
+    def uses_torch(cls, table: ServiceTable) -> bool:
+        """Whether this service computes with torch, and so needs a process group."""
+        return False
+
+    def prepare_thread(self) -> None:
+        """Called once on the compute thread."""
+
+    def device(self) -> dict[str, str]:
+        """`device` and `device_uuid` of RankInfo."""
+        return {"device": "cpu", "device_uuid": ""}
+
+    def device_memory(self) -> int:
+        """Bytes allocated on the device; 0 on CPU."""
+        return 0
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        """What this role adds to Describe; the server fills in ranks, methods and epoch."""
+        return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
+
+    @register("ONE_TO_ALL", collective=False, instant=True)
+    def synchronize(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result()
+
+    @register("ONE_TO_ALL")
+    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": 0})
+
+    @register("ONE_TO_ALL")
+    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(fields={"moved_bytes": 0})
+
+    @register("ONE_TO_ALL", collective=False)
+    def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        raise InvalidRequest(f"{self.role} computes without torch, so there is nothing to profile")
+
+    @register("ONE_TO_ALL")
+    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        raise InvalidRequest(f"{self.role} has no weights to save")
+
+    @register("ONE_TO_ALL")
+    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        raise InvalidRequest(f"{self.role} has no weights to load")
+
+    def around(self, run: Callable[[], Result]) -> Result:
+        """Runs a method; a role may wrap it, for example in a profiler."""
+        return run()
+
+
+def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:
+    """The group methods of a worker's role, by Python name.
+
+    Raises:
+        TypeError: The worker lacks a method of its proto, or registers it with another transfer protocol.
+    """
+    found = {}
+    for name, method in group_methods(worker.role).items():
+        registration = getattr(getattr(worker, name, None), "registration", None)
+        if registration is None:
+            raise TypeError(f"{worker.__name__} has no registered method {name} for {method.path}")
+        declared = method.spec.transfer_protocol  # type: ignore[union-attr]
+        if registration.protocol != declared:
+            raise TypeError(
+                f"{worker.__name__}.{name} is registered with {registration.protocol}, "
+                f"but {method.path} declares {declared}"
+            )
+        found[name] = (method, registration)
+    return found

@@ -1,0 +1,68 @@
+"""A real process with gRPC health and Describe at an address, and the manners its flags give it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rlhf.v1 import worker_pb2, worker_pb2_grpc
+
+EPOCH = 7
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Knows its epoch and that it has one rank, and nothing else."""
+
+    def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(epoch=EPOCH, ranks=[worker_pb2.RankInfo()])
+
+
+def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING) -> None:
+    """Serves until SIGTERM."""
+    ended = threading.Event()
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    server = grpc.server(ThreadPoolExecutor(), options=[("grpc.so_reuseport", 0)])
+    servicer = health.HealthServicer()
+    servicer.set("", status)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(FakeWorker(), server)
+    server.add_insecure_port(address)
+    server.start()
+    ended.wait()
+    server.stop(grace=None).wait()
+
+
+def main() -> None:
+    """Behaves as the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--fatal", help="Say this fatal line and exit.")
+    parser.add_argument("--crash", help="Say this line and exit with 3.")
+    parser.add_argument("--ignore-sigterm", action="store_true", help="Have to be killed, and a child too.")
+    parser.add_argument("--not-serving", action="store_true", help="Never become healthy.")
+    flags = parser.parse_args()
+    if flags.fatal:
+        print(f"fatal: {flags.fatal}", file=sys.stderr)
+        sys.exit(1)
+    if flags.crash:
+        print(flags.crash, file=sys.stderr)
+        sys.exit(3)
+    if flags.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Ignored signals stay ignored across exec. The child has a session and an environment of its own.
+        subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+    states = health_pb2.HealthCheckResponse
+    serve(flags.address, states.NOT_SERVING if flags.not_serving else states.SERVING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""rlhf-deploy over real processes: what it says, how it ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+FAKE_DEPLOY = [sys.executable, str(HERE / "fake_deploy.py")]
+REAL_DEPLOY = [sys.executable, "-m", "deploy"]
+TIMEOUT_S = 30.0
+CONFIG_ERROR = 2
+
+RUN_WITH_PARENT = "import subprocess, sys; from deploy.with_parent import wrap; subprocess.run(wrap(sys.argv[1:]))"
+
+TWO_RANKS = """\
+import argparse, os
+from pathlib import Path
+from fake_service import serve
+from rlhf.config import load_service
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--config", type=Path)
+parser.add_argument("--name")
+parser.add_argument("--set", action="append", default=[])
+arguments = parser.parse_args()
+table = load_service(arguments.config, arguments.name, tuple(arguments.set))
+serve(table.address if os.environ["RANK"] == "0" else "127.0.0.1:0")
+"""
+
+
+class Host:
+    """A directory with a config of two services, `one` and `two`, in which rlhf-deploy is run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = directory / "two.toml"
+        self.logs = directory / "runs" / "logs" / "two"
+        self.flags: dict[str, list[str]] = {}
+        ports = _free_ports(2)
+        self.addresses = {"one": f"127.0.0.1:{ports[0]}", "two": f"127.0.0.1:{ports[1]}"}
+        self.write_config()
+
+    def write_config(self, **keys: str) -> None:
+        """Writes the config; `keys` are TOML values for the table of service `two`."""
+        tables = {name: {"role": '"reward"', "address": f'"{at}"'} for name, at in self.addresses.items()}
+        tables["two"] |= keys
+        lines = ["[data]", 'train = "train.jsonl"', 'heldout = "heldout.jsonl"']
+        for name, table in tables.items():
+            lines += [f"[services.{name}]", *(f"{key} = {value}" for key, value in table.items())]
+        self.config.write_text("\n".join(lines))
+
+    def start(self, *arguments: str, program: list[str] = FAKE_DEPLOY) -> subprocess.Popen[str]:
+        """rlhf-deploy with these arguments."""
+        return subprocess.Popen(
+            [*program, *arguments],
+            cwd=self.directory,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def up(self, *arguments: str, program: list[str] = FAKE_DEPLOY) -> subprocess.Popen[str]:
+        """`rlhf-deploy up` that has said that it is ready."""
+        process = self.start("up", "two.toml", *arguments, program=program)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate(timeout=TIMEOUT_S)
+        return process
+
+    def run(self, *arguments: str, program: list[str] = FAKE_DEPLOY) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of rlhf-deploy with these arguments."""
+        return end_of(self.start(*arguments, program=program))
+
+    def processes(self) -> list[psutil.Process]:
+        """What lives of all that was started here, supervisors included."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def services(self, supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
+        """What the supervisor started."""
+        return psutil.Process(supervisor.pid).children(recursive=True)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.environ().get("TMPDIR") == str(self.directory)
+        return False
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "TMPDIR": str(self.directory),
+            "FAKE_FLAGS": json.dumps(self.flags),
+            "PYTHONPATH": str(HERE),
+        }
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process that is about to end."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether the process has ended, be it reaped or not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Polls the condition until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition does not come true"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    left = host.processes()
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not left, "processes are left behind"
+
+
+def test_up_says_ready_once_and_ends_with_all_services_on_sigterm(host: Host) -> None:
+    supervisor = host.up()
+    services = host.services(supervisor)
+    supervisor.send_signal(signal.SIGTERM)
+    code, out, err = end_of(supervisor)
+    assert (code, out) == (0, "")
+    assert "one: healthy after" in err
+    assert "two: healthy after" in err
+    assert len(services) == 2
+    assert all(is_gone(service) for service in services)
+
+
+def test_up_waits_for_a_service_that_does_not_serve_no_longer_than_its_timeout(host: Host) -> None:
+    host.flags = {"two": ["--not-serving"]}
+    host.write_config(startup_timeout_s="1.5")
+    code, out, err = host.run("up", "two.toml")
+    assert (code, out) == (1, "")
+    assert "error: service two: not healthy after 1.5 s" in err
+
+
+def test_a_fatal_line_at_start_is_the_error_and_the_others_are_stopped(host: Host) -> None:
+    host.flags = {"two": ["--fatal", "no tokenizer in there"]}
+    code, out, err = host.run("up", "two.toml")
+    assert (code, out) == (1, "")
+    assert err.endswith("error: service two: no tokenizer in there\n")
+    assert not host.processes()
+
+
+def test_a_crash_is_told_with_exit_code_last_line_and_log(host: Host) -> None:
+    host.flags = {"two": ["--crash", "ValueError: boom"]}
+    _, _, err = host.run("up", "two.toml")
+    log = host.logs / "two.log"
+    assert err.endswith(f"error: service two: exited with code 3: ValueError: boom (log: {log})\n")
+
+
+def test_a_service_that_dies_later_ends_up_and_is_named(host: Host) -> None:
+    supervisor = host.up()
+    one, two = host.services(supervisor)
+    one.kill()
+    code, _, err = end_of(supervisor)
+    assert code == 1
+    assert "error: service one: was killed by SIGKILL" in err
+    assert is_gone(two)
+
+
+def test_a_service_that_ignores_sigterm_is_killed_with_its_children_after_the_grace(host: Host) -> None:
+    host.flags = {"one": ["--ignore-sigterm"]}
+    supervisor = host.up()
+    services = host.services(supervisor)
+    assert len(services) == 3
+    supervisor.send_signal(signal.SIGINT)
+    code, _, _ = end_of(supervisor)
+    assert code == 130
+    assert all(is_gone(service) for service in services)
+
+
+def test_services_end_with_a_supervisor_that_is_killed(host: Host) -> None:
+    supervisor = host.up()
+    services = host.services(supervisor)
+    supervisor.kill()
+    end_of(supervisor)
+    wait_until(lambda: all(is_gone(service) for service in services), timeout_s=5)
+
+
+def test_up_ends_with_the_program_that_launched_it(host: Host) -> None:
+    launcher = host.up(program=[sys.executable, "-c", RUN_WITH_PARENT, *FAKE_DEPLOY])
+    launcher.kill()
+    end_of(launcher)
+    wait_until(lambda: not host.processes(), timeout_s=5)
+
+
+def test_down_stops_what_a_killed_supervisor_left_and_is_idempotent(host: Host) -> None:
+    host.flags = {"one": ["--ignore-sigterm"], "two": ["--ignore-sigterm"]}
+    supervisor = host.up()
+    services = host.services(supervisor)
+    supervisor.kill()
+    end_of(supervisor)
+    assert not any(is_gone(service) for service in services)
+    assert host.run("down", "two.toml")[:2] == (0, "two.toml: stopped what a killed supervisor had left\n")
+    assert all(is_gone(service) for service in services)
+    assert host.run("down", "two.toml")[:2] == (0, "two.toml: nothing is up\n")
+
+
+def test_up_first_stops_what_a_killed_supervisor_left(host: Host) -> None:
+    host.flags = {"one": ["--ignore-sigterm"]}
+    killed = host.up()
+    left = host.services(killed)
+    killed.kill()
+    end_of(killed)
+    supervisor = host.up()
+    assert all(is_gone(service) for service in left)
+    supervisor.terminate()
+    assert end_of(supervisor)[0] == 0
+
+
+def test_a_config_that_is_up_is_refused_seen_by_status_and_stopped_by_down(host: Host) -> None:
+    supervisor = host.up()
+
+    code, _, err = host.run("up", "two.toml")
+    assert code == 1
+    assert f"error: {host.config} is up already (supervisor pid {supervisor.pid}" in err
+
+    code, out, _ = host.run("status", "two.toml")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["SERVICE", "ADDRESS", "STATE", "RANKS", "EPOCH", "SUPERVISOR"],
+        ["one", host.addresses["one"], "serving", "1", "7", str(supervisor.pid)],
+        ["two", host.addresses["two"], "serving", "1", "7", str(supervisor.pid)],
+    ]
+
+    assert host.run("down", "two.toml")[:2] == (0, "two.toml: stopped\n")
+    assert end_of(supervisor)[0] == 0
+
+
+def test_status_fails_where_a_service_is_not_there(host: Host) -> None:
+    supervisor = host.up("--only", "one")
+    code, out, _ = host.run("status", "two.toml")
+    assert code == 1
+    assert f"two      {host.addresses['two']}  not reachable" in out
+    supervisor.terminate()
+    assert end_of(supervisor)[0] == 0
+
+
+def test_a_port_in_use_is_told_by_its_key_before_anything_starts(host: Host) -> None:
+    _, _, port = host.addresses["two"].rpartition(":")
+    with socket.create_server(("127.0.0.1", int(port))):
+        code, out, err = host.run("up", "two.toml")
+    assert (code, out) == (CONFIG_ERROR, "")
+    assert err == f"error: services.two.address: {host.addresses['two']} is in use\n"
+
+
+def test_a_missing_model_is_told_by_its_key_before_anything_starts(host: Host) -> None:
+    host.write_config(kind='"model"', model='"no/such/model"')
+    code, _, err = host.run("up", "two.toml")
+    assert code == CONFIG_ERROR
+    assert err.startswith("error: services.two.model: there is no directory no/such/model")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "services.two.rank=3"], "did you mean 'ranks'?"),
+        (["--only", "three"], "no service 'three'; there are: one, two"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(host: Host, arguments: list[str], message: str) -> None:
+    code, _, err = host.run("up", "two.toml", *arguments)
+    assert code == CONFIG_ERROR
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_up_detached_runs_torchrun_and_leaves_no_worker_when_torchrun_is_killed(host: Host) -> None:
+    module = host.directory / "services" / "reward" / "__main__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(TWO_RANKS)
+    code, out, err = host.run(
+        "up", "two.toml", "--detach", "--only", "two", "--set", "services.two.ranks=2", program=REAL_DEPLOY
+    )
+    assert (code, out) == (0, "ready\n"), err
+    torchrun = next(process for process in host.processes() if "torch.distributed.run" in process.cmdline())
+    workers = torchrun.children()
+    assert len(workers) == 2
+    torchrun.kill()
+    wait_until(lambda: not host.processes(), timeout_s=10)
+    assert "error: service two: was killed by SIGKILL" in (host.logs / "supervisor.log").read_text()
+
+
+def test_up_detached_gives_the_error_of_its_supervisor(host: Host) -> None:
+    host.write_config(kind='"model"', model='"no/such/model"')
+    code, out, err = host.run("up", "two.toml", "--detach", program=REAL_DEPLOY)
+    assert (code, out) == (CONFIG_ERROR, "")
+    assert err.startswith("error: services.two.model: there is no directory no/such/model")

@@ -1,0 +1,182 @@
+"""Any Hugging Face directory loads, ours come back as they were, and what cannot work says so."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from services.models import (
+    SequenceScorer,
+    check_tokenizer,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    tensors_sha256,
+    vocabulary_hash,
+    write_model,
+)
+
+IDS = torch.tensor([[1, 5, 9, 33, 60]])
+
+
+def test_a_causal_lm_loads_with_the_weights_of_its_directory_and_without_dropout(tiny_llama_dir: Path):
+    model = load_causal_lm(tiny_llama_dir)
+    expected = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    assert not model.training
+
+
+def test_other_architectures_load(tmp_path: Path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path
+    )
+    assert load_causal_lm(tmp_path)(IDS).logits.shape == (1, 5, 61)
+
+
+def test_a_model_loads_in_the_dtype_asked_for(tiny_llama_dir: Path):
+    assert load_causal_lm(tiny_llama_dir, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, load_tokenizer])
+def test_a_missing_directory_is_named(load: Callable[[Path], object], tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, load_tokenizer])
+def test_a_directory_without_config_is_named(load: Callable[[Path], object], tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} is not a model directory: it has no config.json"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tiny_llama_dir: Path, tmp_path: Path):
+    shutil.copy(tiny_llama_dir / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be loaded"):
+        load_causal_lm(tmp_path)
+
+
+def test_weights_that_are_not_there_are_never_made_up(tiny_llama_dir: Path, tmp_path: Path):
+    value_model = load_value_model(tiny_llama_dir)
+    write_model(value_model, value_model.state_dict(), tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 weights of its model, the first is lm_head\.weight"):
+        load_causal_lm(tmp_path)
+
+
+def test_a_damaged_file_is_an_error_of_its_directory(tiny_llama_dir: Path, tmp_path: Path):
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be loaded"):
+        load_causal_lm(tmp_path)
+
+
+def test_a_new_value_model_says_zero_everywhere(tiny_llama_dir: Path):
+    assert load_value_model(tiny_llama_dir)(IDS).tolist() == [[0.0] * 5]
+
+
+def test_a_value_is_the_head_on_the_hidden_state_of_its_position(tiny_llama_dir: Path):
+    model = load_value_model(tiny_llama_dir)
+    torch.nn.init.normal_(model.value_head.weight)
+    hidden = AutoModelForCausalLM.from_pretrained(tiny_llama_dir).model(IDS).last_hidden_state
+    expected = hidden @ model.value_head.weight[0]
+    torch.testing.assert_close(model(IDS), expected)
+    torch.testing.assert_close(model(IDS, logits_to_keep=2), expected[:, -2:])
+
+
+def test_a_value_model_comes_back_from_its_directory_bit_for_bit(tiny_llama_dir: Path, tmp_path: Path):
+    model = load_value_model(tiny_llama_dir)
+    torch.nn.init.normal_(model.value_head.weight)
+    write_model(model, model.state_dict(), tmp_path)
+    loaded = load_value_model(tmp_path).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_does_not_match(
+    tiny_llama_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+):
+    model = load_causal_lm(tiny_llama_dir)
+    check_tokenizer(tiny_tokenizer, model)
+    model.resize_token_embeddings(60)
+    with pytest.raises(ValueError, match=r"do not match.* 61 token ids.* 60 embeddings"):
+        check_tokenizer(tiny_tokenizer, model)
+
+
+def test_vocabularies_hash_alike_when_every_token_has_the_same_id(tiny_llama_dir: Path, tmp_path: Path):
+    loaded = load_tokenizer(tiny_llama_dir)
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    words = description["model"]["vocab"]
+    words["w3"], words["w4"] = words["w4"], words["w3"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    assert vocabulary_hash(loaded) == vocabulary_hash(load_tokenizer(tiny_llama_dir))
+    assert vocabulary_hash(loaded) != vocabulary_hash(load_tokenizer(tmp_path))
+
+
+def test_the_hash_of_weights_sees_name_dtype_shape_and_bits():
+    ones = torch.ones(4)
+    variants = [
+        [("a", ones)],
+        [("b", ones)],
+        [("a", ones.double())],
+        [("a", ones.reshape(2, 2))],
+        [("a", torch.tensor([1.0, 1.0, 1.0, -1.0]))],
+    ]
+    assert len({tensors_sha256(variant) for variant in variants}) == len(variants)
+    assert tensors_sha256([("a", ones)]) == tensors_sha256([("a", torch.ones(8)[::2])])
+
+
+@pytest.fixture
+def reward_dir(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+            num_labels=1,
+        )
+    ).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_rows_score_the_same_together_as_alone(reward_dir: Path):
+    rows = [[3, 4, 5], [7], [9, 10, 11, 12, 13], [8, 3]]
+    model = AutoModelForSequenceClassification.from_pretrained(reward_dir)
+    alone = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
+    torch.testing.assert_close(SequenceScorer(reward_dir, token_budget=8).score_tokens(rows), alone)
+
+
+def test_texts_score_as_their_tokens(reward_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast):
+    scorer = SequenceScorer(reward_dir, token_budget=64)
+    assert torch.equal(scorer.score_texts(["w3", "w9"]), scorer.score_tokens([[3], [9]]))
+
+
+def test_a_model_without_a_score_is_no_reward_model(tiny_llama_dir: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"lacks 1 weights of its model, the first is score\.weight"):
+        SequenceScorer(tiny_llama_dir, token_budget=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"id2label": {"0": "a", "1": "b"}}, "cannot be loaded|gives 2 labels"), ({"pad_token_id": None}, "pad_token_id")],
+)
+def test_a_reward_model_that_cannot_work_is_refused(reward_dir: Path, change: dict, reason: str):
+    path = reward_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=reason):
+        SequenceScorer(reward_dir, token_budget=64)
