@@ -369,18 +369,14 @@ class RewardGroup(RoleGroup):
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    columns = {
-        name: column.values for name, column in part.columns.items() if isinstance(column, LocalColumn)
-    }
-    rows = []
-    for row in range(part.rows):
-        fields = {
-            name: columns[name][row] for name in ("prompt", "response", "ground_truth") if name in columns
-        }
-        metadata = struct_pb2.Struct()
-        if "metadata" in columns:
-            json_format.Parse(columns["metadata"][row], metadata)  # type: ignore[arg-type]
-        rows.append(reward_pb2.TextRow(metadata=metadata, **fields))
+    columns = {name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)}
+    rows = [reward_pb2.TextRow() for _ in range(part.rows)]
+    for name, texts in columns.items():
+        for row, text in zip(rows, texts, strict=True):
+            if name == "metadata":
+                json_format.Parse(text, row.metadata)
+            else:
+                setattr(row, name, text)
     return rows
 
 

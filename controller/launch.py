@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
@@ -30,7 +31,10 @@ class LaunchedServices:
 
     def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
         self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + 10
-        self._command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
+        # The launcher ends with this process, however that ends; it must be started from the main thread.
+        tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
+        command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
+        self._command = tied + command
         self._log = log_dir / "launcher.log"
 
     def __enter__(self) -> Self:

@@ -293,8 +293,8 @@ class Run:
             shown = first | responses.select(["response"]).take(np.arange(count))
         else:
             shown = first | self.actor().generate_sequences(first, greedy=True, return_text=True)
-        texts = shown.result(["prompt", "response", "ground_truth"], self.timeout_s).columns
-        columns = [column.values for column in texts.values() if isinstance(column, LocalColumn)]
+        texts = shown.result(["prompt", "response", "ground_truth"], self.timeout_s).columns.values()
+        columns = [column.texts for column in texts if isinstance(column, LocalColumn)]
         rows = zip(*columns, scores[:count].tolist(), strict=True)
         self._recorder.samples(step, [Sample(*row) for row in rows])
 

@@ -140,6 +140,17 @@ class LocalColumn:
         return self.values.rows if isinstance(self.values, Jagged) else len(self.values)
 
     @property
+    def texts(self) -> list[str]:
+        """The rows of a text column.
+
+        Raises:
+            InvalidRequest: It is not one.
+        """
+        if not isinstance(self.values, list):
+            raise InvalidRequest("the column holds numbers, not text")
+        return self.values
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows, text as UTF-8."""
         if isinstance(self.values, list):

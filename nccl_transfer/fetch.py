@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
@@ -57,34 +58,42 @@ class Rows:
             reading.verify()
 
 
-class _Order:
-    """Ranges wanted of one rank, each of them once however often its rows are repeated."""
+def union(wanted: Iterable[ByteRange]) -> list[ByteRange]:
+    """The same bytes of one rank's shards, each of them once: ranges that overlap or touch become one.
 
-    def __init__(self) -> None:
-        self.ranges: list[ByteRange] = []
-        self._numbers: dict[tuple[int, int, int], int] = {}
+    So rows that are repeated travel once, and rows that were shuffled travel in one piece.
+    """
+    merged: list[ByteRange] = []
+    for r in sorted(wanted, key=_position):
+        last = merged[-1] if merged else None
+        if last is not None and last.shard.id == r.shard.id and r.start <= last.start + last.nbytes:
+            stop = max(last.start + last.nbytes, r.start + r.nbytes)
+            merged[-1] = ByteRange(last.shard, last.start, stop - last.start)
+        else:
+            merged.append(r)
+    return merged
 
-    def add(self, wanted: ByteRange) -> int:
-        """Its number among the ranges."""
-        number = self._numbers.setdefault((wanted.shard.id, wanted.start, wanted.nbytes), len(self.ranges))
-        if number == len(self.ranges):
-            self.ranges.append(wanted)
-        return number
+
+def _position(r: ByteRange) -> tuple[int, int]:
+    return r.shard.id, r.start
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What was read from one rank: a union of ranges, and its bytes."""
+
+    ranges: Sequence[ByteRange]
+    reading: Reading
+
+    def view(self, wanted: ByteRange) -> memoryview:
+        """The bytes of a range that went into the union."""
+        number = bisect.bisect(self.ranges, _position(wanted), key=_position) - 1
+        first = wanted.start - self.ranges[number].start
+        return self.reading.views[number][first : first + wanted.nbytes]
 
     @property
     def nbytes(self) -> int:
-        return sum(wanted.nbytes for wanted in self.ranges)
-
-
-def _order_column(column: RemoteColumn, orders: dict[Endpoint, _Order]) -> list[tuple[Endpoint, int]]:
-    """Orders a column's runs; returns where each of them will be found: rank, and number of its range."""
-    pieces = []
-    for run in column.runs():
-        if run.nbytes:
-            source = run.shard.endpoint
-            number = orders.setdefault(source, _Order()).add(ByteRange(run.shard, run.start, run.nbytes))
-            pieces.append((source, number))
-    return pieces
+        return sum(r.nbytes for r in self.ranges)
 
 
 class Fetcher:
@@ -125,22 +134,26 @@ class Fetcher:
             TransferError: No transport reaches a rank; the text says why not, for each.
             DeadlineExceeded, ServiceLost, Refused: As in `Transport.read`.
         """
-        orders: dict[Endpoint, _Order] = {}
-        pieces: dict[str, list[tuple[Endpoint, int]]] = {}
+        runs: dict[str, list[ByteRange]] = {}
+        wanted: dict[Endpoint, list[ByteRange]] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
-                pieces[name] = _order_column(column, orders)
-        readings = self._read_all({source: order.ranges for source, order in orders.items()}, deadline)
+                runs[name] = [
+                    ByteRange(run.shard, run.start, run.nbytes) for run in column.runs() if run.nbytes
+                ]
+                for r in runs[name]:
+                    wanted.setdefault(r.shard.endpoint, []).append(r)
+        found = self._read_all(wanted, deadline)
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
-                views = [readings[source].views[number] for source, number in pieces[name]]
-                values[name] = _assemble(column, views)
+                values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs[name]])
             else:
                 values[name] = column.values
         own = self._store.endpoint if self._store is not None else None
-        fetched_bytes = sum(order.nbytes for source, order in orders.items() if source != own)
-        return Rows(batch.rows, values, _dtypes(batch), fetched_bytes, tuple(readings.values()))
+        fetched_bytes = sum(part.nbytes for source, part in found.items() if source != own)
+        readings = tuple(part.reading for part in found.values())
+        return Rows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
 
     def traffic(self) -> dict[str, Traffic]:
         """What each transport has moved since the start."""
@@ -155,7 +168,7 @@ class Fetcher:
 
     def _read_all(
         self, wanted: Mapping[Endpoint, Sequence[ByteRange]], deadline: float
-    ) -> dict[Endpoint, Reading]:
+    ) -> dict[Endpoint, _Found]:
         if len(wanted) <= 1:
             return {source: self._read(source, ranges, deadline) for source, ranges in wanted.items()}
         futures = {
@@ -170,14 +183,15 @@ class Fetcher:
                 future.cancel()
         return {source: future.result() for source, future in futures.items()}
 
-    def _read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+    def _read(self, source: Endpoint, wanted: Sequence[ByteRange], deadline: float) -> _Found:
+        ranges = union(wanted)
         if self._store is not None and source == self._store.endpoint:
-            return read_in_place(self._store.reader, ranges)
+            return _Found(ranges, read_in_place(self._store.reader, ranges))
         transport = self._transport_to(source)
         start = time.perf_counter()
-        reading = transport.read(source, ranges, deadline)
-        self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
-        return reading
+        found = _Found(ranges, transport.read(source, ranges, deadline))
+        self._count(transport.name, found.nbytes, time.perf_counter() - start)
+        return found
 
     def _transport_to(self, source: Endpoint) -> Transport:
         reasons = []

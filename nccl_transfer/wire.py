@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from nccl_transfer.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
 
-_TYPES = {name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES}
+_TYPES: dict[str, Any] = {name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES}
 _NAMES = {value: name for name, value in _TYPES.items()}
 
 
@@ -74,15 +75,15 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> Non
         message.text.SetInParent()
         message.text.rows.extend(column.values)
     else:
-        jagged = isinstance(column.values, Jagged)
-        array = column.values.values if isinstance(column.values, Jagged) else column.values
+        values = column.values
+        array, lengths = (values.values, values.lengths) if isinstance(values, Jagged) else (values, None)
         if str(array.dtype) not in _TYPES:
             raise InvalidRequest(
                 f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(_TYPES)}"
             )
         message.dtype = _TYPES[str(array.dtype)]
         message.row_shape.extend(array.shape[1:])
-        _encode_lengths(message, column.values.lengths if jagged else None)
+        _encode_lengths(message, lengths)
         message.inline = np.ascontiguousarray(array).tobytes()
 
 

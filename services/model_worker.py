@@ -64,6 +64,10 @@ class ModelWorker(Worker):
             check_tokenizer(self.tokenizer, model)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
+        tokenizer: Any = self.tokenizer
+        self.eos_id: int | None = tokenizer.eos_token_id
+        # Any id will do where there is none: nothing is read off the padding.
+        self.pad_id: int = tokenizer.pad_token_id or 0
         self.model_config = _config_of(model).get_text_config()
         self.engine: TrainEngine = FSDPEngine(
             model,
@@ -134,9 +138,8 @@ class ModelWorker(Worker):
         """Rows cut by the token budget; none where there are no rows."""
         if not (sequences[0].rows if rows is None else len(rows)):
             return []
-        pad_id = self.tokenizer.pad_token_id
         budget = self.table.micro_batch_tokens
-        return split(*sequences, token_budget=budget, pad_id=0 if pad_id is None else pad_id, rows=rows)
+        return split(*sequences, token_budget=budget, pad_id=self.pad_id, rows=rows)
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """What the head reads off every micro-batch of the rows, without gradients."""

@@ -184,14 +184,20 @@ def write_model(
     Args:
         model: gives configuration and architecture; its own weights are not read.
         weights: whole tensors under the names of `model.state_dict()`, tied weights once.
+
+    Raises:
+        OSError: a file could not be written.
     """
-    if isinstance(model, ValueModel):
-        save_file(_under("value_head.", weights), directory / VALUE_HEAD_FILE)
-        model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
-    else:
-        model.save_pretrained(directory, state_dict=dict(weights))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+    try:
+        if isinstance(model, ValueModel):
+            save_file(_under("value_head.", weights), directory / VALUE_HEAD_FILE)
+            model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
+        else:
+            model.save_pretrained(directory, state_dict=dict(weights))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    except SafetensorError as error:
+        raise OSError(f"model directory {directory} could not be written: {error}") from error
 
 
 def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from nccl_transfer.protocols import Mesh
 from rlhf.errors import PeerFailed
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -40,7 +40,7 @@ class Ranks:
     rank: int
     size: int
     epoch: int
-    store: dist.Store | None = None
+    store: Store | None = None
     endpoints: list[Endpoint] = field(default_factory=list)
 
     @property
@@ -61,16 +61,18 @@ class Ranks:
             return Ranks(rank, size, epoch)
         import torch
         import torch.distributed as dist
+        from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+        from torch.distributed.rendezvous import rendezvous
 
         timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         if "MASTER_ADDR" in os.environ:
-            base, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+            base, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
         else:
-            base = dist.HashStore()
-        store = dist.PrefixStore("rlhf-cluster", base)
+            base = HashStore()
+        store = PrefixStore("rlhf-cluster", base)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("default", base), rank=rank, world_size=size, timeout=timeout
+            backend, store=PrefixStore("default", base), rank=rank, world_size=size, timeout=timeout
         )
         if rank == 0:
             store.set("epoch", str(epoch))

@@ -74,7 +74,7 @@ class RankServer:
         arena = ArenaServer(self.store)
         try:
             self._meet_peers(port, arena)
-            serving = health.aio.HealthServicer()
+            serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, serving)
             await server.start()
             await serving.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -41,7 +41,8 @@ def insecure_channel(address: str) -> grpc.Channel:
 class _Sink:
     """Where the ranges of one read arrive, end to end; knows what is still missing."""
 
-    def __init__(self, ranges: Sequence[ByteRange]) -> None:
+    def __init__(self, source: Endpoint, ranges: Sequence[ByteRange]) -> None:
+        self._source = source
         self.views = [np.empty(r.nbytes, np.uint8).data for r in ranges]
         self._ranges = ranges
         self._range = 0
@@ -62,7 +63,7 @@ class _Sink:
         """Takes the next bytes of the stream; those beyond the last range are the sender's error."""
         while len(data):
             if self._range == len(self.views):
-                raise TransferError(f"sent {len(data)} bytes more than asked")
+                raise TransferError(f"{self._source}: sent {len(data)} bytes more than asked")
             target = self.views[self._range][self._filled :]
             count = min(len(target), len(data))
             target[:count] = data[:count]
@@ -90,7 +91,7 @@ class TcpTransport(Transport):
         return None if source.address else "it has no address"
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
-        sink = _Sink(ranges)
+        sink = _Sink(source, ranges)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._stream(source, sink, deadline)

@@ -21,6 +21,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.enable_http_proxy", 0),
 )
 """Options both ends of every channel use: messages beyond the 4 MiB default, and pings that notice a
 stopped peer within 20 s while a busy one, whose transport answers by itself, stays connected."""
@@ -63,7 +64,7 @@ class Method:
 def _methods(service: ServiceDescriptor) -> dict[str, Method]:
     found = {}
     for method in service.methods:
-        options = method.GetOptions()
+        options: Any = method.GetOptions()
         spec = options.Extensions[common_pb2.method] if options.HasExtension(common_pb2.method) else None
         found[method.name] = Method(
             service=service.full_name,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
@@ -127,10 +128,10 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
 
     Status details of our own servers choose the class; a foreign server's code does.
     """
-    code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN  # type: ignore[attr-defined]
-    message = error.details() if callable(getattr(error, "details", None)) else str(error)  # type: ignore[attr-defined]
+    call: Any = error  # what raises is a call too, which grpc's types do not say
+    code, message = call.code(), call.details()
     reason, remote_traceback = "", ""
-    for key, value in _trailing_metadata(error):
+    for key, value in call.trailing_metadata() or ():
         if key == STATUS_KEY:
             reason, remote_traceback = _read_details(value)
     by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
@@ -141,11 +142,6 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     raised = cls(f"{where}: {message}")
     raised.remote_traceback = remote_traceback
     return raised
-
-
-def _trailing_metadata(error: grpc.RpcError) -> list[tuple[str, bytes]]:
-    read = getattr(error, "trailing_metadata", None)
-    return list(read() or ()) if callable(read) else []
 
 
 def _read_details(value: bytes) -> tuple[str, str]:

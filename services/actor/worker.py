@@ -31,8 +31,9 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        model = load_causal_lm(table.model, getattr(torch, table.dtype)).to(self.torch_device)
-        self.eos_ids = _eos_ids(model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        model: Any = load_causal_lm(table.model, getattr(torch, table.dtype))
+        model.to(self.torch_device)
+        self.eos_ids = _eos_ids(model.generation_config.eos_token_id, self.eos_id)
         self.rollout: RolloutEngine = HFRollout(model, token_budget=table.rollout_tokens)
         # The rollout model has just been loaded from the same directory.
         self._rollout_version = self.policy_version
@@ -152,9 +153,8 @@ class ActorWorker(ModelWorker):
 
     def _pretraining_ids(self, text: str) -> list[int]:
         ids = self.tokenizer(text)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        if eos is not None and ids[-1:] != [eos]:
-            ids = [*ids, eos]
+        if self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids = [*ids, self.eos_id]
         if not ids:
             raise InvalidRequest("column 'text': an empty text has no tokens to learn from")
         return ids

@@ -132,7 +132,8 @@ class TrainEngine(ABC):
         """All weights whole, on every rank, one at a time in the order of their names.
 
         Names are those of the Hugging Face checkpoint; tied weights come under every name. The iterator is
-        collective: run it to its end on every rank, and change no weight meanwhile.
+        collective: run it to its end on every rank, and change no weight meanwhile. A tensor may share its memory
+        with the engine: copy what is to be kept.
         """
 
     @abstractmethod

@@ -36,10 +36,18 @@ class Shard:
 
 
 def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> None:
-    """Write the shards of one rank into an existing directory."""
+    """Write the shards of one rank into an existing directory.
+
+    Raises:
+        OSError: the file could not be written.
+    """
     tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
     boxes = json.dumps({name: [shard.offsets, shard.whole] for name, shard in shards.items()})
-    save_file(tensors, directory / _file_name(rank), metadata={_BOXES: boxes})
+    path = directory / _file_name(rank)
+    try:
+        save_file(tensors, path, metadata={_BOXES: boxes})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
 def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
@@ -99,12 +107,11 @@ def partial_directory(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def create_partial(directory: Path) -> Path:
+def create_partial(directory: Path) -> None:
     """Make an empty `partial_directory`, whatever an earlier attempt left there."""
     partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    return partial
 
 
 def publish(directory: Path) -> None:

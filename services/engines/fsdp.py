@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ class FSDPEngine(TrainEngine):
         self._model = model
         if self.data_size > 1 or compute_dtype not in (None, next(model.parameters()).dtype):
             _shard(model, device, compute_dtype, reshard_after_forward)
+            # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
+            with torch.no_grad(), self._resharding():
+                self._forward(blank().to(device))
         else:
             nn.Module.to(model, device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
@@ -131,26 +135,19 @@ class FSDPEngine(TrainEngine):
         tied = self._tied_names()
         is_writer = self.data_rank == 0
         weights = {name: x.cpu() for name, x in self.full_tensors() if is_writer and name not in tied}
-        with self._together(f"writing {directory}"):
+        with self._new_directory(directory) as partial:
             if is_writer:
-                write_model(self._model, weights, create_partial(directory), tokenizer)
-                publish(directory)
+                write_model(self._model, weights, partial, tokenizer)
         digest = bytes.fromhex(tensors_sha256(weights.items())) if is_writer else bytes(_SHA256_BYTES)
         shared = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
         dist.broadcast(shared, src=0)
         return bytes(shared.tolist()).hex()
 
     def save(self, directory: Path) -> None:
-        with self._together(f"creating {directory}"):
+        with self._new_directory(directory) as partial:
+            write_shards(partial, self.data_rank, self._boxes(self._state()))
             if self.data_rank == 0:
-                create_partial(directory)
-        with self._together(f"writing {directory}"):
-            write_shards(partial_directory(directory), self.data_rank, self._boxes(self._state()))
-            if self.data_rank == 0:
-                write_manifest(partial_directory(directory), self.data_size, {"num_steps": self._num_steps})
-        with self._together(f"publishing {directory}"):
-            if self.data_rank == 0:
-                publish(directory)
+                write_manifest(partial, self.data_size, {"num_steps": self._num_steps})
 
     def load(self, directory: Path) -> None:
         with self._together(f"reading {directory}"):
@@ -291,12 +288,29 @@ class FSDPEngine(TrainEngine):
                 self._model.reset_iter_state()
 
     @contextmanager
+    def _new_directory(self, directory: Path) -> Iterator[Path]:
+        """Where all ranks write what becomes `directory` once every one of them has; of a failure nothing stays."""
+        partial = partial_directory(directory)
+        try:
+            with self._together(f"creating {directory}"):
+                if self.data_rank == 0:
+                    create_partial(directory)
+            with self._together(f"writing {directory}"):
+                yield partial
+            with self._together(f"publishing {directory}"):
+                if self.data_rank == 0:
+                    publish(directory)
+        finally:
+            if self.data_rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    @contextmanager
     def _together(self, action: str) -> Iterator[None]:
         """A block that fails on one rank fails on all: no rank goes on to wait for one that gave up."""
-        error = None
+        error: Exception | None = None
         try:
             yield
-        except (OSError, ValueError) as caught:
+        except Exception as caught:  # noqa: BLE001 - it is raised below, once the others know of it
             error = caught
         failed = torch.tensor(int(error is not None), device=self.device)
         dist.all_reduce(failed, dist.ReduceOp.MAX)

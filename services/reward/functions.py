@@ -33,7 +33,7 @@ def find_function(name: str) -> RewardFunction:
         known = ", ".join(sorted(BUILT_IN))
         raise ConfigError(f"function: {name!r} is neither module:function nor one of: {known}")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function: RewardFunction = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"function: {name!r} cannot be imported: {error}") from error
     if not callable(function):

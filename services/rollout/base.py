@@ -105,7 +105,7 @@ class RolloutEngine(ABC):
         differ in the last bits with the rows beside it.)
 
         Args:
-            prompts: token ids, at least one per row.
+            prompts: token ids, at least one per row and at least one row.
             row_seeds: of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw alike.
             should_stop: asked at every decoding step.
             progress: told finished rows and new tokens so far, at every decoding step.

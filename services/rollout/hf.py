@@ -89,6 +89,8 @@ class HFRollout(RolloutEngine):
         return self._model.get_memory_footprint()
 
     def _check_lengths(self, lengths: np.ndarray, max_new_tokens: int) -> None:
+        if not len(lengths):
+            raise ValueError("there are no prompts to respond to")
         if not lengths.all():
             raise ValueError(f"row {lengths.argmin()} has an empty prompt")
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)

@@ -43,8 +43,7 @@ class Peer(transfer_pb2_grpc.TransferServiceServicer):
         self.epoch = epoch
         self.store = TensorStore(arena_bytes)
         self.arena_server = ArenaServer(self.store)
-        self.served_bytes = 0
-        self.pause_after = self.break_after = None
+        self.configure()
 
     async def Fetch(self, request, context):
         try:
@@ -54,7 +53,7 @@ class Peer(transfer_pb2_grpc.TransferServiceServicer):
                     say(event="paused")
                     await asyncio.Event().wait()
                 if chunks == self.break_after:
-                    self.break_after = None
+                    self.break_after = self.break_after if self.always else None
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
                 yield response
                 chunks += 1
@@ -79,8 +78,10 @@ class Peer(transfer_pb2_grpc.TransferServiceServicer):
     def release(self, through_step):
         return {"freed": self.store.release(SESSION, through_step)}
 
-    def configure(self, pause_after=None, break_after=None):
-        self.pause_after, self.break_after, self.served_bytes = pause_after, break_after, 0
+    def configure(self, pause_after=None, break_after=None, always=False):
+        """Streams stop, or break once or always, before the chunk of this number."""
+        self.pause_after, self.break_after, self.always = pause_after, break_after, always
+        self.served_bytes = 0
         return {}
 
     def served(self):

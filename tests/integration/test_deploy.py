@@ -22,7 +22,9 @@ REAL_DEPLOY = [sys.executable, "-m", "deploy"]
 TIMEOUT_S = 30.0
 CONFIG_ERROR = 2
 
-RUN_WITH_PARENT = "import subprocess, sys; from deploy.with_parent import wrap; subprocess.run(wrap(sys.argv[1:]))"
+RUN_WITH_PARENT = (
+    "import subprocess, sys; from deploy.with_parent import wrap; subprocess.run(wrap(sys.argv[1:]))"
+)
 
 TWO_RANKS = """\
 import argparse, os

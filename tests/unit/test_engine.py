@@ -1,5 +1,6 @@
 """The training engine in one process: plain torch's numbers, however rows are cut, and states that come back whole."""
 
+import errno
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from nccl_transfer.columns import Jagged
+from services.engines import fsdp
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp import FSDPEngine, _park, _unpark
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
@@ -28,8 +29,9 @@ ENTROPY_WEIGHT = 0.05
 
 
 @pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("process_group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -54,7 +56,9 @@ class Rows:
 
     def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Policy gradient with an entropy bonus, as a token mean over all rows; counts tokens."""
-        per_token = micro_batch.spread(self.advantages) * output.log_probs_BR + ENTROPY_WEIGHT * output.entropy_BR
+        per_token = (
+            micro_batch.spread(self.advantages) * output.log_probs_BR + ENTROPY_WEIGHT * output.entropy_BR
+        )
         share = -per_token[micro_batch.response_mask_BR].sum() / len(self.responses.values)
         return share, {"tokens": micro_batch.response_mask_BR.sum()}
 
@@ -124,7 +128,9 @@ def test_values_are_those_of_the_positions_before_the_response_tokens(tiny_llama
         for row, values_R in zip(micro_batch.rows, values_BR, strict=True):
             prompt, response = ROWS.prompts.row(row), ROWS.responses.row(row)
             expected = plain(torch.cat((prompt, response))[None])[0, len(prompt) - 1 : -1]
-            torch.testing.assert_close(values_R[: len(response)], expected[: len(response)], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                values_R[: len(response)], expected[: len(response)], atol=1e-5, rtol=0
+            )
 
 
 def test_three_steps_are_those_of_plain_torch_in_float64(tiny_llama_dir: Path):
@@ -143,7 +149,7 @@ def test_three_steps_are_those_of_plain_torch_in_float64(tiny_llama_dir: Path):
                 p.grad *= OPTIONS.max_grad_norm / norm
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
-        assert result.loss == pytest.approx(float(loss), rel=1e-10)
+        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-10)
         assert result.grad_norm == pytest.approx(norm, rel=1e-10)
         assert result.lr == lr
         assert result.stats == {"tokens": len(ROWS.responses.values)}
@@ -182,9 +188,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny_llama_dir: Path, poiso
     engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
     before = engine.snapshot()
     with pytest.raises(NonFiniteGradient, match="at optimizer step 1"):
-        engine.step(
-            ROWS.micro_batches(), HEAD, lambda out, m: (poison * ROWS.loss(out, m)[0], {})
-        )
+        engine.step(ROWS.micro_batches(), HEAD, lambda out, m: (poison * ROWS.loss(out, m)[0], {}))
     assert same_bits(engine.snapshot().tensors, before.tensors)
     engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
     other = make_engine(tiny_llama_dir)
@@ -232,7 +236,9 @@ def test_a_checkpoint_continues_bit_for_bit_in_a_fresh_engine(tiny_llama_dir: Pa
     assert same_bits(fresh.snapshot().tensors, engine.snapshot().tensors)
 
 
-def test_a_checkpoint_replaces_an_older_one_and_leaves_nothing_beside_it(tiny_llama_dir: Path, tmp_path: Path):
+def test_a_checkpoint_replaces_an_older_one_and_leaves_nothing_beside_it(
+    tiny_llama_dir: Path, tmp_path: Path
+):
     engine = make_engine(tiny_llama_dir)
     engine.save(tmp_path / "checkpoint")
     engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
@@ -247,6 +253,24 @@ def test_there_is_nothing_to_unpickle_in_a_checkpoint(tiny_llama_dir: Path, tmp_
     make_engine(tiny_llama_dir).save(tmp_path / "checkpoint")
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert names == ["manifest.json", "rank-00000.safetensors"]
+
+
+def test_a_checkpoint_that_fails_half_way_leaves_the_older_one(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def disk_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = make_engine(tiny_llama_dir)
+    engine.save(tmp_path / "checkpoint")
+    before = weights(engine)
+    engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
+    monkeypatch.setattr(fsdp, "write_manifest", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save(tmp_path / "checkpoint")
+    engine.load(tmp_path / "checkpoint")
+    assert same_bits(weights(engine), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_a_missing_checkpoint_is_named(tiny_llama_dir: Path, tmp_path: Path):
@@ -360,7 +384,10 @@ def test_parked_memory_is_freed_and_comes_back_under_its_views():
     assert torch.equal(view.flatten(), expected[2:])
 
 
+def test_an_engine_with_nothing_to_infer_returns_nothing(tiny_llama_dir: Path):
+    assert make_engine(tiny_llama_dir, compute_dtype=torch.bfloat16).infer([], HEAD) == []
+
+
 def test_the_number_of_parameters_is_that_of_the_whole_model(tiny_llama_dir: Path):
-    with safe_open(tiny_llama_dir / "model.safetensors", framework="pt") as file:
-        stored = sum(file.get_tensor(name).numel() for name in file.keys())
+    stored = sum(tensor.numel() for tensor in load_file(tiny_llama_dir / "model.safetensors").values())
     assert make_engine(tiny_llama_dir).num_parameters == stored

@@ -27,7 +27,9 @@ row_lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 7)), min_size
 
 
 @given(lengths=st.lists(st.integers(0, 12), max_size=40), budget=st.integers(12, 50))
-def test_a_cut_holds_every_row_once_and_pads_no_micro_batch_beyond_the_budget(lengths: list[int], budget: int):
+def test_a_cut_holds_every_row_once_and_pads_no_micro_batch_beyond_the_budget(
+    lengths: list[int], budget: int
+):
     parts = cut(np.array(lengths, dtype=np.int64), budget)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(len(part) * max(lengths[row] for row in part) <= budget for part in parts)
@@ -62,7 +64,9 @@ def test_sequences_are_padded_on_the_right_and_responses_point_at_what_predicts_
 
 
 @given(lengths=row_lengths)
-def test_every_response_token_follows_its_predicting_position_among_those_scored(lengths: list[tuple[int, int]]):
+def test_every_response_token_follows_its_predicting_position_among_those_scored(
+    lengths: list[tuple[int, int]],
+):
     prompts = tokens([prompt for prompt, _ in lengths], first=1000)
     responses = tokens([response for _, response in lengths], first=2000)
     for micro_batch in split(prompts, responses, token_budget=40, pad_id=PAD_ID):

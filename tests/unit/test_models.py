@@ -39,9 +39,9 @@ def test_a_causal_lm_loads_with_the_weights_of_its_directory_and_without_dropout
 
 
 def test_other_architectures_load(tmp_path: Path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
-        tmp_path
-    )
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path)
     assert load_causal_lm(tmp_path)(IDS).logits.shape == (1, 5, 61)
 
 
@@ -57,7 +57,9 @@ def test_a_missing_directory_is_named(load: Callable[[Path], object], tmp_path: 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model, load_tokenizer])
 def test_a_directory_without_config_is_named(load: Callable[[Path], object], tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} is not a model directory: it has no config.json"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{tmp_path} is not a model directory: it has no config.json"
+    ):
         load(tmp_path)
 
 
@@ -139,15 +141,13 @@ def test_the_hash_of_weights_sees_name_dtype_shape_and_bits():
 @pytest.fixture
 def reward_dir(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
     torch.manual_seed(3)
-    LlamaForSequenceClassification(
-        LlamaConfig(
+    config = LlamaConfig(
             vocab_size=61,
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=1,
             num_attention_heads=2,
             pad_token_id=0,
-            num_labels=1,
         )
     ).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
@@ -173,7 +173,10 @@ def test_a_model_without_a_score_is_no_reward_model(tiny_llama_dir: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"id2label": {"0": "a", "1": "b"}}, "cannot be loaded|gives 2 labels"), ({"pad_token_id": None}, "pad_token_id")],
+    [
+        ({"id2label": {"0": "a", "1": "b"}}, "cannot be loaded|gives 2 labels"),
+        ({"pad_token_id": None}, "pad_token_id"),
+    ],
 )
 def test_a_reward_model_that_cannot_work_is_refused(reward_dir: Path, change: dict, reason: str):
     path = reward_dir / "config.json"

@@ -2,12 +2,11 @@
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nccl_transfer.batch import Batch
+from nccl_transfer.batch import Batch, LocalColumn
 from nccl_transfer.protocols import Mesh, get_protocol, names, register_protocol
 from rlhf.errors import ConfigError
 
@@ -18,8 +17,7 @@ ROWS = st.integers(0, 40)
 def coordinates(mesh: Mesh) -> list[tuple[int, int, int]]:
     """(p, t, d) of every rank, counted out: tensor index fastest, then pipeline stage, then data."""
     return [
-        (p, t, d)
-        for d, p, t in itertools.product(range(mesh.data), range(mesh.pipeline), range(mesh.tensor))
+        (p, t, d) for d, p, t in itertools.product(range(mesh.data), range(mesh.pipeline), range(mesh.tensor))
     ]
 
 
@@ -80,13 +78,15 @@ def test_all_to_all_refuses_rows_that_do_not_divide():
 
 @given(st.sampled_from(["DP_PROTO", "3D_PROTO"]), ROWS, MESHES)
 def test_rows_through_workers_that_change_nothing_come_back_once_and_in_order(name, rows, mesh):
-    batch = Batch.of(x=np.arange(rows) * 7, text=[f"row {row}" for row in range(rows)])
+    text = [f"row {row}" for row in range(rows)]
+    batch = Batch.of(text=text)
     protocol = get_protocol(name)
     assert protocol.splits
     inputs = [batch.take(part) for part in protocol.distribute(rows, mesh)]
     outputs = Batch.concat([inputs[rank] for rank in protocol.collect(mesh)])
-    assert outputs["x"].values.tolist() == (np.arange(rows) * 7).tolist()
-    assert outputs["text"].values == [f"row {row}" for row in range(rows)]
+    column = outputs["text"]
+    assert isinstance(column, LocalColumn)
+    assert column.values == text
 
 
 @given(st.sampled_from(["DP_PROTO", "3D_PROTO"]), ROWS, MESHES)
@@ -96,9 +96,9 @@ def test_data_groups_differ_by_at_most_one_row(name, rows, mesh):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'3D_PORTO'; known: 3D_PROTO, ALL_TO_ALL, DP_PROTO, ONE_TO_ALL"):
+    assert {"3D_PROTO", "ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL"} <= set(names())
+    with pytest.raises(ConfigError, match=f"'3D_PORTO'; known: {', '.join(names())}$"):
         get_protocol("3D_PORTO")
-    assert names() == ["3D_PROTO", "ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL"]
 
 
 def test_a_name_can_be_taken_once():

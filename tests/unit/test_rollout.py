@@ -1,12 +1,13 @@
 """What the rollout engine generates: the model's own distribution, a stream per row, nothing else."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from nccl_transfer.columns import Jagged
 from services.models import load_causal_lm
@@ -68,7 +69,9 @@ def test_log_probs_are_those_of_a_plain_forward_at_the_temperature(engine: HFRol
     generation = engine.generate(PROMPTS, SAMPLED, SEEDS)
     for i, prompt in enumerate(PROMPTS):
         response = generation.responses.row(i)
-        expected = forward_log_probs(model, prompt, response.tolist(), temperature=1.3).gather(1, response[:, None])
+        expected = forward_log_probs(model, prompt, response.tolist(), temperature=1.3).gather(
+            1, response[:, None]
+        )
         torch.testing.assert_close(generation.log_probs.row(i).double(), expected[:, 0], atol=1e-5, rtol=0)
 
 
@@ -80,13 +83,17 @@ def test_absolute_positions_are_not_shifted_by_the_padding():
     generation = engine.generate(PROMPTS, SamplingOptions(max_new_tokens=6), SEEDS)
     for i, prompt in enumerate(PROMPTS):
         response = generation.responses.row(i)
-        expected = forward_log_probs(model, prompt, response.tolist(), temperature=1.0).gather(1, response[:, None])
+        expected = forward_log_probs(model, prompt, response.tolist(), temperature=1.0).gather(
+            1, response[:, None]
+        )
         torch.testing.assert_close(generation.log_probs.row(i).double(), expected[:, 0], atol=1e-5, rtol=0)
 
 
 def test_a_row_says_the_same_alone_shuffled_and_in_smaller_batches(engine: HFRollout, tiny_llama_dir: Path):
     together = rows(engine.generate(PROMPTS, SAMPLED, SEEDS).responses)
-    alone = [rows(engine.generate([PROMPTS[i]], SAMPLED, SEEDS[[i]]).responses)[0] for i in range(len(PROMPTS))]
+    alone = [
+        rows(engine.generate([PROMPTS[i]], SAMPLED, SEEDS[[i]]).responses)[0] for i in range(len(PROMPTS))
+    ]
     order = np.array([4, 2, 6, 0, 5, 1, 3])
     shuffled = rows(engine.generate([PROMPTS[i] for i in order], SAMPLED, SEEDS[order]).responses)
     small = HFRollout(load_causal_lm(tiny_llama_dir), token_budget=40)
@@ -149,7 +156,9 @@ def test_new_weights_change_what_is_generated(engine: HFRollout, model: PreTrain
 def test_weights_of_another_model_are_refused(engine: HFRollout, model: PreTrainedModel):
     weights = dict(model.state_dict())
     weights["head.weight"] = weights.pop("lm_head.weight")
-    with pytest.raises(ValueError, match=r"'lm_head\.weight'.* did not come, .*'head\.weight'.* have no place"):
+    with pytest.raises(
+        ValueError, match=r"'lm_head\.weight'.* did not come, .*'head\.weight'.* have no place"
+    ):
         engine.load_weights(weights.items())
 
 
@@ -175,6 +184,11 @@ def test_progress_ends_at_all_rows_and_all_tokens(tiny_llama_dir: Path):
 def test_a_prompt_that_cannot_be_continued_is_named(engine: HFRollout, prompt: list[int], reason: str):
     with pytest.raises(ValueError, match=reason):
         engine.generate([[1], prompt], SAMPLED, SEEDS[:2])
+
+
+def test_no_prompts_at_all_are_refused(engine: HFRollout):
+    with pytest.raises(ValueError, match="no prompts"):
+        engine.generate([], SAMPLED, SEEDS[:0])
 
 
 def test_a_model_that_is_not_finite_is_an_error_and_no_text(engine: HFRollout, model: PreTrainedModel):
@@ -244,9 +258,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, expected: li
 @pytest.mark.parametrize(
     "wrong", [{"max_new_tokens": 0}, {"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
 )
-def test_sampling_options_out_of_range_are_refused(wrong: dict):
+def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any]):
+    options: dict[str, Any] = {"max_new_tokens": 1, **wrong}
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        SamplingOptions(**({"max_new_tokens": 1} | wrong))
+        SamplingOptions(**options)
 
 
 def test_greedy_needs_no_temperature():

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nccl_transfer import arena
 from nccl_transfer.arena import ALIGNMENT, FreeList
-from nccl_transfer.batch import Endpoint
+from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
@@ -26,6 +27,13 @@ def new_store(nbytes: int = 1 << 20) -> TensorStore:
     store = TensorStore(nbytes)
     store.endpoint = ENDPOINT
     return store
+
+
+def arenas_open() -> int:
+    """Descriptors and mappings of arenas in this process."""
+    descriptors = [str(fd.resolve()) for fd in Path("/proc/self/fd").iterdir()]
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    return sum("rlhf-arena" in line for line in descriptors + mappings)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.randoms()), max_size=60))
@@ -41,7 +49,9 @@ def test_allocations_never_overlap_and_gaps_are_what_is_left(steps):
             owners = [None if owner == victim else owner for owner in owners]
             del live[victim]
         else:
-            fits = [at for at in range(total - size + 1) if not any(o is not None for o in owners[at : at + size])]
+            fits = [
+                at for at in range(total - size + 1) if not any(o is not None for o in owners[at : at + size])
+            ]
             offset = free.allocate(size)
             assert offset == (fits[0] if fits else None)
             if offset is not None:
@@ -61,8 +71,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = new_store(16 << 10)
-        self.kept: dict[int, tuple[Lease, np.ndarray, object]] = {}
-        self.released: list = []
+        self.kept: dict[int, tuple[Lease, np.ndarray, Shard]] = {}
+        self.released: list[Shard] = []
         self.seed = 0
 
     @rule(nbytes=st.integers(0, 3000), session=st.sampled_from("ab"), step=st.integers(0, 3))
@@ -164,10 +174,10 @@ def test_an_arena_the_kernel_cannot_reserve_is_refused_and_leaves_no_descriptor(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(arena.os, "posix_fallocate", full)
-    before = len(os.listdir("/proc/self/fd"))
+    before = arenas_open()
     with pytest.raises(OutOfSpace, match="No space left on device"):
         TensorStore(1 << 20)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert arenas_open() == before
 
 
 def test_peak_is_the_most_ever_in_use():
@@ -295,12 +305,11 @@ def test_puts_and_releases_from_many_threads_keep_every_byte():
 
 
 def test_closing_gives_descriptors_and_mappings_back_but_views_stay_good():
-    before = len(os.listdir("/proc/self/fd"))
+    before = arenas_open()
     store = new_store()
     shard = store.put(np.arange(4, dtype=np.uint8), LEASE)
     view = store.read(shard.id, 0, 4)
     store.close()
     assert bytes(view) == bytes(range(4))
     del view
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert "rlhf-arena" not in open("/proc/self/maps").read()
+    assert arenas_open() == before

@@ -1,0 +1,51 @@
+# `make` lists the chores. Everything lives in .venv; nothing else is touched.
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-full test-gpu lint format bench clean
+
+help: ## List the chores.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(READY) ## Make the virtual environment: CPU engine, tests, linters.
+
+$(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[cpu,test,lint]'
+	touch $@
+
+quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 3 minutes on 2 cores.
+	$(BIN)/rlhf-controller --algo ppo
+
+test: setup ## Run all tests that need no GPU, fast ones first.
+	$(PYTEST) -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract tests/integration tests/chaos
+
+test-full: setup ## Run them with the large matrices too.
+	$(PYTEST) -m "not gpu" tests
+
+test-gpu: setup ## Run the tests that need an NVIDIA GPU.
+	$(PYTEST) -m gpu tests
+
+lint: setup ## Check style, types and protos.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	cd protos && ../$(BIN)/buf lint
+
+format: setup ## Format the code.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
+	mkdir -p benchmarks/results
+	$(BIN)/python -m benchmarks.dispatch --json benchmarks/results/dispatch.json
+	$(BIN)/python -m benchmarks.transfer --json benchmarks/results/transfer.json
+	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
+
+clean: ## Remove the environment, runs and caches.
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,157 @@
+"""One rank of test_engine_ranks.py: trains tiny models on its share of the rows and writes down what it saw."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nccl_transfer.columns import Jagged
+from services.engines.base import NonFiniteGradient, OptimizerOptions, PeerRankFailed
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import Head, PolicyHead, PolicyOutput, value_head
+from services.engines.microbatch import MicroBatch, assemble, split
+from services.models import ValueModel, tensors_sha256
+
+NUM_ROWS = 10
+# Rank 0 of two gets 8 rows, rank 1 gets 2: they need different numbers of micro-batches.
+FIRST_ROWS_OF_RANK = {1: [0, NUM_ROWS], 2: [0, 8, NUM_ROWS]}
+TOKEN_BUDGET = 24
+OPTIONS = OptimizerOptions(lr=1e-2, max_grad_norm=0.1)
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def make_model(*, tied: bool) -> LlamaForCausalLM:
+    """61 tokens, so that the rows of the embedding do not divide by two ranks."""
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=47,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            initializer_range=0.25,
+            tie_word_embeddings=tied,
+        )
+    ).eval()
+
+
+def make_columns(first: int, last: int) -> tuple[Jagged[Tensor], Jagged[Tensor], Jagged[Tensor], int]:
+    """Prompts, responses and advantages of rows first to last, and the response tokens of all rows."""
+    generator = np.random.default_rng(3)
+    lengths = generator.integers(1, 9, (2, NUM_ROWS)).astype(np.int64)
+
+    def column(lengths: np.ndarray, values: np.ndarray) -> Jagged[Tensor]:
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        return Jagged(torch.from_numpy(values[offsets[first] : offsets[last]]), lengths[first:last])
+
+    num_tokens = int(lengths[1].sum())
+    prompts = column(lengths[0], generator.integers(0, 61, lengths[0].sum()))
+    responses = column(lengths[1], generator.integers(0, 61, num_tokens))
+    return (
+        prompts,
+        responses,
+        column(lengths[1], generator.normal(size=num_tokens).astype(np.float32)),
+        num_tokens,
+    )
+
+
+def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: Path) -> dict:
+    """Two steps and everything around them; tensors go to files, numbers are returned."""
+    first, last = FIRST_ROWS_OF_RANK[engine.data_size][engine.data_rank :][:2]
+    prompts, responses, advantages, num_tokens = make_columns(first, last)
+    micro_batches = split(prompts, responses, token_budget=TOKEN_BUDGET, pad_id=0)
+
+    def per_token(output: PolicyOutput | Tensor) -> Tensor:
+        return output.log_probs_BR if isinstance(output, PolicyOutput) else output
+
+    def loss_fn(output: PolicyOutput | Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        error_BR = per_token(output) - micro_batch.spread(advantages)
+        return error_BR[micro_batch.response_mask_BR].square().sum() / num_tokens, {}
+
+    def poisoned_on_the_last_rank(output, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        is_last = engine.data_rank == engine.data_size - 1
+        return loss_fn(output, micro_batch)[0] * (float("nan") if is_last else 1), {}
+
+    def step(loss: Loss = loss_fn) -> dict:
+        result = engine.step(micro_batches, head, loss)
+        return {"loss": result.loss, "grad_norm": result.grad_norm}
+
+    outputs = engine.infer(micro_batches, head)
+    collected = [m.collect(per_token(output)) for m, output in zip(micro_batches, outputs, strict=True)]
+    inferred = assemble([m.rows for m in micro_batches], collected, responses.lengths)
+    save_file({"values": inferred.values}, out / f"{name}-inferred-{engine.data_rank}.safetensors")
+    report: dict = {"num_micro_batches": len(micro_batches), "steps": [step()]}
+    engine.save(out / f"{name}-checkpoint")
+    save_file(
+        {key: x.clone() for key, x in engine.full_tensors()},
+        out / f"{name}-step1-{engine.data_rank}.safetensors",
+    )
+    before = engine.snapshot()
+    try:
+        step(poisoned_on_the_last_rank)
+    except NonFiniteGradient as error:
+        report["refused"] = str(error)
+    after = engine.snapshot()
+    report["unmoved"] = all(torch.equal(x, after.tensors[key]) for key, x in before.tensors.items())
+    report["steps"].append(step())
+    report["exported"] = engine.export(out / f"{name}-export")
+    report["gathered"] = tensors_sha256(engine.full_tensors())
+    save_file(
+        {key: x.clone() for key, x in engine.full_tensors()}, out / f"{name}-{engine.data_rank}.safetensors"
+    )
+    engine.restore(before)
+    engine.load(out / f"{name}-checkpoint")
+    step()
+    report["reloaded"] = engine.export(out / f"{name}-reloaded")
+    if (other_checkpoint / f"{name}-checkpoint").exists():
+        engine.load(other_checkpoint / f"{name}-checkpoint")
+        step()
+        save_file({key: x.clone() for key, x in engine.full_tensors()}, out / f"{name}-resharded.safetensors")
+    return report
+
+
+def failed_export(engine: FSDPEngine, out: Path) -> str:
+    """What this rank sees when rank 0 cannot write."""
+    (out / "file").touch()
+    try:
+        engine.export(out / "file" / "export")
+    except (OSError, PeerRankFailed) as error:
+        return type(error).__name__
+    return "none"
+
+
+def main(rank: int, world_size: int, out: Path, other_checkpoint: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size
+    )
+    cpu, policy = torch.device("cpu"), PolicyHead(temperature=0.7)
+    value_model = ValueModel(make_model(tied=False).model).eval()
+    torch.nn.init.normal_(value_model.value_head.weight)
+    reports = {}
+    for name, model, head, options in (
+        ("policy", make_model(tied=False), policy, {}),
+        ("kept", make_model(tied=False), policy, {"reshard_after_forward": False}),
+        ("tied", make_model(tied=True), policy, {}),
+        ("value", value_model, value_head, {}),
+    ):
+        engine = FSDPEngine(model, cpu, optimizer=OPTIONS, **options)
+        reports[name] = run(name, engine, head, out, other_checkpoint)
+        reports[name]["failed_export"] = failed_export(engine, out)
+    (out / f"report-{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
