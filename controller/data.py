@@ -76,7 +76,7 @@ def _row(line: str, where: str) -> tuple[str, str, str]:
     try:
         row: dict[str, Any] = json.loads(line)
         prompt = row.pop("prompt")
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: not a JSON object with a prompt: {error}") from None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: prompt is not a text, or empty: {prompt!r}")

@@ -64,6 +64,7 @@ def aggregate(
     Raises:
         ValueError: an unknown mode, or seq-mean-token-sum-norm without a positive `max_length`.
     """
+    check_aggregation(mode, max_length)
     loss_BT = masked(loss_BT, mask_BT)
     match mode:
         case "token-mean":
@@ -72,12 +73,17 @@ def aggregate(
             return loss_BT.sum() / num_sequences
         case "seq-mean-token-mean":
             return (loss_BT.sum(dim=1) / (mask_BT.sum(dim=1) + EPS)).sum() / num_sequences
-        case "seq-mean-token-sum-norm":
-            if max_length is None or max_length <= 0:
-                raise ValueError(f"loss aggregation {mode} needs a positive max_length, got {max_length}")
-            return loss_BT.sum() / (num_sequences * max_length)
         case _:
-            raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+            assert max_length is not None, "checked above"
+            return loss_BT.sum() / (num_sequences * max_length)
+
+
+def check_aggregation(mode: str, max_length: int | None) -> None:
+    """Raises ValueError for what `aggregate` would refuse, before any loss is computed."""
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+    if mode == "seq-mean-token-sum-norm" and (max_length is None or max_length <= 0):
+        raise ValueError(f"loss aggregation {mode} needs a positive max_length, got {max_length}")
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,15 @@ Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 Computed = tuple[MicroBatch, Output]
 
 STEP_METRICS = ("loss", "grad_norm", "lr")
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's part of a mini-batch: its micro-batches, response tokens and rows."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    rows: int
 
 
 class ModelWorker(Worker):
@@ -143,7 +153,8 @@ class ModelWorker(Worker):
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """What the head reads off every micro-batch of the rows, without gradients."""
-        micro_batches = self.micro_batches(sequences)
+        with self.ranks.together(call.deadline):
+            micro_batches = self.micro_batches(sequences)
         call.progress(0, len(micro_batches))
         outputs = self.engine.infer(micro_batches, head)
         call.progress(len(micro_batches), len(micro_batches))
@@ -156,52 +167,69 @@ class ModelWorker(Worker):
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
+        *columns: Jagged[Tensor],
     ) -> Result:
         """All epochs and mini-batches, or nothing: whatever fails, weights and optimizer are as before.
 
         Args:
             loss_for: From the response tokens and rows of a whole mini-batch, over all ranks, to its loss.
+            columns: What the loss reads, one value per response token.
         """
-        if not schedule.epochs or not schedule.mini_batches:
-            raise InvalidRequest("schedule: epochs and mini_batches must be at least 1")
-        sequences = self.sequences(rows)
+        with self.ranks.together(call.deadline):
+            mini_batches = self._mini_batches(rows, schedule, call, columns)
         before = self.engine.snapshot()
         try:
-            metrics = self._steps(rows, sequences, schedule, call, head, loss_for)
+            metrics = self._steps(mini_batches, call, head, loss_for)
         except BaseException:
             self.engine.restore(before)
             raise
         self.policy_version += 1
         return Result(metrics=metrics)
 
+    def _mini_batches(
+        self, rows: Rows, schedule: actor_pb2.Schedule, call: CallContext, columns: Sequence[Jagged[Tensor]]
+    ) -> list[MiniBatch]:
+        """This rank's part of every mini-batch of every epoch, in order."""
+        if not schedule.epochs or not schedule.mini_batches:
+            raise InvalidRequest("schedule: epochs and mini_batches must be at least 1")
+        sequences = self.sequences(rows)
+        lengths = sequences[1].lengths
+        for column in columns:
+            if not np.array_equal(column.lengths, lengths):
+                raise InvalidRequest("a column does not have one value per response token")
+        header = call.call
+        parts = []
+        for epoch in range(schedule.epochs):
+            key = (header.seed, header.step, header.ordinal, epoch)
+            for mine in deal(rows.numbers, schedule.mini_batches, key):
+                parts.append(
+                    MiniBatch(self.micro_batches(sequences, mine), int(lengths[mine].sum()), len(mine))
+                )
+        return parts
+
     def _steps(
         self,
-        rows: Rows,
-        sequences: Sequences,
-        schedule: actor_pb2.Schedule,
+        mini_batches: list[MiniBatch],
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
     ) -> dict[str, tuple[float, float]]:
-        lengths = sequences[1].lengths
         sums: dict[str, float] = {}
-        num_steps, tokens = schedule.epochs * schedule.mini_batches, 0
-        for epoch in range(schedule.epochs):
-            key = (call.call.seed, call.call.step, call.call.ordinal, epoch)
-            for mine in deal(rows.numbers, schedule.mini_batches, key):
-                mine_tokens = int(lengths[mine].sum())
-                share = [mine_tokens, len(mine), call.stopping]
-                num_tokens, num_rows, stopping = self.ranks.total(share, call.deadline)
-                if stopping:
-                    raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
-                micro_batches = self.micro_batches(sequences, mine)
-                step = self.engine.step(micro_batches, head, loss_for(int(num_tokens), int(num_rows)))
-                tokens += mine_tokens
-                measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
-                for name, value in measured.items():
-                    sums[name] = sums.get(name, 0.0) + value
-                call.progress(call.done + 1, num_steps)
-        return {name: (value, num_steps if name in STEP_METRICS else tokens) for name, value in sums.items()}
+        for done, mine in enumerate(mini_batches):
+            share = [mine.tokens, mine.rows, call.stopping]
+            num_tokens, num_rows, stopping = self.ranks.total(share, call.deadline)
+            if stopping:
+                raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
+            step = self.engine.step(mine.micro_batches, head, loss_for(int(num_tokens), int(num_rows)))
+            measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
+            for name, value in measured.items():
+                sums[name] = sums.get(name, 0.0) + value
+            call.progress(done + 1, len(mini_batches))
+        tokens = sum(mine.tokens for mine in mini_batches)
+        return {
+            name: (value, len(mini_batches) if name in STEP_METRICS else tokens)
+            for name, value in sums.items()
+        }
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:

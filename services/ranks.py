@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,17 @@ class Ranks:
         if any(failed):
             culprits = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
             raise PeerFailed(f"rank {self.rank} did not start, because rank {culprits} failed")
+
+    @contextmanager
+    def together(self, deadline: float) -> Iterator[None]:
+        """A block without collectives after which every rank goes on, or none does; see `agree`. So a row that
+        only one rank has cannot leave the others waiting in a collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 - raised by agree
+            error = caught
+        self.agree(error, deadline)
 
     def leave(self) -> None:
         """Ends the process group; ranks that leave together leave cleanly."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.losses import MAX_LOG_RATIO, aggregate, kl_penalty, masked_sum
+from services.losses import KL_KINDS, MAX_LOG_RATIO, aggregate, check_aggregation, kl_penalty, masked_sum
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PolicyLossConfig:
         max_length: longest response in tokens, for the aggregation that asks for it.
 
     Raises:
-        ValueError: a clip out of its range.
+        ValueError: a clip out of its range, or what `check_aggregation` and `kl_penalty` refuse.
     """
 
     clip_low: float = 0.2
@@ -46,6 +46,9 @@ class PolicyLossConfig:
             raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}")
         if self.clip_high < 0:
             raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+        check_aggregation(self.aggregation, self.max_length)
+        if self.kl_kind not in KL_KINDS:
+            raise ValueError(f"unknown KL penalty {self.kl_kind!r}; known: {', '.join(KL_KINDS)}")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
 

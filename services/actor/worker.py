@@ -83,7 +83,8 @@ class ActorWorker(ModelWorker):
 
     @register("3D_PROTO")
     def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
-        ids = [self._pretraining_ids(text) for text in rows.texts("text")]
+        with self.ranks.together(call.deadline):
+            ids = [self._pretraining_ids(text) for text in rows.texts("text")]
         # The first token of a text is given; every later one is predicted.
         sequences = _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])
         computed = self.forward(sequences, PolicyHead(), call)
@@ -100,6 +101,8 @@ class ActorWorker(ModelWorker):
         config = _loss_config(request.loss)
         old_log_probs, advantages = self.column(rows, "log_probs"), self.column(rows, "advantages")
         reference = self.column(rows, "ref_log_probs") if "ref_log_probs" in rows else None
+        if config.kl_coef and reference is None:
+            raise InvalidRequest("loss.kl_coefficient needs column 'ref_log_probs'")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
             def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,7 +121,8 @@ class ActorWorker(ModelWorker):
             return loss
 
         head = PolicyHead(_temperature(request.temperature), entropy_gradient=config.entropy_coef != 0)
-        return self.update(rows, request.schedule, call, head, loss_for)
+        columns = [old_log_probs, advantages, *([reference] if reference is not None else [])]
+        return self.update(rows, request.schedule, call, head, loss_for, *columns)
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:

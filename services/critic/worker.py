@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.config import CriticTable
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import critic_pb2
 from services.critic.losses import value_loss
 from services.engines.base import LossFn
 from services.engines.heads import value_head
 from services.engines.microbatch import MicroBatch
-from services.losses import aggregate
+from services.losses import aggregate, check_aggregation
 from services.model_worker import ModelWorker, per_token
 from services.models import load_value_model
 from services.ranks import Ranks
@@ -37,6 +38,10 @@ class CriticWorker(ModelWorker):
     def update_critic(self, rows: Rows, request: critic_pb2.UpdateCriticRequest, call: CallContext) -> Result:
         old_values, returns = self.column(rows, "values"), self.column(rows, "returns")
         options = request.loss
+        aggregation = options.aggregation or "token-mean"
+        check_aggregation(aggregation, options.max_length)
+        if options.clip < 0:
+            raise InvalidRequest(f"loss.clip must not be negative (given: {options.clip})")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[Tensor]:
             def loss(values_BR: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,7 +56,7 @@ class CriticWorker(ModelWorker):
                 total = aggregate(
                     loss_BR,
                     mask_BR,
-                    options.aggregation or "token-mean",
+                    aggregation,
                     num_tokens=num_tokens,
                     num_sequences=num_rows,
                     max_length=options.max_length or None,
@@ -60,4 +65,4 @@ class CriticWorker(ModelWorker):
 
             return loss
 
-        return self.update(rows, request.schedule, call, value_head, loss_for)
+        return self.update(rows, request.schedule, call, value_head, loss_for, old_values, returns)

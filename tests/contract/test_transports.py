@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -596,6 +597,7 @@ def test_stat_says_what_the_store_holds(peer):
 
 def open_here() -> tuple[int, int, int]:
     """(descriptors, mapped arenas, threads) of this process."""
+    gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return len(os.listdir("/proc/self/fd")), maps.count("rlhf-arena"), threading.active_count()
 

@@ -86,10 +86,13 @@ def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: 
         result = engine.step(micro_batches, head, loss)
         return {"loss": result.loss, "grad_norm": result.grad_norm}
 
-    outputs = engine.infer(micro_batches, head)
-    collected = [m.collect(per_token(output)) for m, output in zip(micro_batches, outputs, strict=True)]
-    inferred = assemble([m.rows for m in micro_batches], collected, responses.lengths)
-    save_file({"values": inferred.values}, out / f"{name}-inferred-{engine.data_rank}.safetensors")
+    def infer() -> Tensor:
+        outputs = engine.infer(micro_batches, head)
+        collected = [m.collect(per_token(output)) for m, output in zip(micro_batches, outputs, strict=True)]
+        return assemble([m.rows for m in micro_batches], collected, responses.lengths).values
+
+    initial, inferred = engine.snapshot(), infer()
+    save_file({"values": inferred}, out / f"{name}-inferred-{engine.data_rank}.safetensors")
     report: dict = {"num_micro_batches": len(micro_batches), "steps": [step()]}
     engine.save(out / f"{name}-checkpoint")
     save_file(
@@ -117,6 +120,9 @@ def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: 
         engine.load(other_checkpoint / f"{name}-checkpoint")
         step()
         save_file({key: x.clone() for key, x in engine.full_tensors()}, out / f"{name}-resharded.safetensors")
+    report["moved"] = not torch.equal(infer(), inferred)
+    engine.restore(initial)
+    report["restored"] = torch.equal(infer(), inferred)
     return report
 
 
@@ -132,20 +138,18 @@ def failed_export(engine: FSDPEngine, out: Path) -> str:
 
 def main(rank: int, world_size: int, out: Path, other_checkpoint: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
     cpu, policy = torch.device("cpu"), PolicyHead(temperature=0.7)
     value_model = ValueModel(make_model(tied=False).model).eval()
     torch.nn.init.normal_(value_model.value_head.weight)
     reports = {}
-    for name, model, head, options in (
-        ("policy", make_model(tied=False), policy, {}),
-        ("kept", make_model(tied=False), policy, {"reshard_after_forward": False}),
-        ("tied", make_model(tied=True), policy, {}),
-        ("value", value_model, value_head, {}),
+    for name, model, head, reshard_after_forward in (
+        ("policy", make_model(tied=False), policy, True),
+        ("kept", make_model(tied=False), policy, False),
+        ("tied", make_model(tied=True), policy, True),
+        ("value", value_model, value_head, True),
     ):
-        engine = FSDPEngine(model, cpu, optimizer=OPTIONS, **options)
+        engine = FSDPEngine(model, cpu, optimizer=OPTIONS, reshard_after_forward=reshard_after_forward)
         reports[name] = run(name, engine, head, out, other_checkpoint)
         reports[name]["failed_export"] = failed_export(engine, out)
     (out / f"report-{rank}.json").write_text(json.dumps(reports))

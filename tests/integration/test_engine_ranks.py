@@ -105,6 +105,13 @@ def test_two_ranks_continue_their_checkpoint_bit_for_bit(runs: tuple[Run, Run], 
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_a_restored_engine_computes_with_the_restored_weights(runs: tuple[Run, Run], model: str):
+    for report in runs[1].reports:
+        assert report[model]["moved"]
+        assert report[model]["restored"]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_two_ranks_continue_the_checkpoint_of_one(runs: tuple[Run, Run], model: str):
     one, two = runs
     assert relative_distance(two.tensors(f"{model}-resharded"), one.tensors(f"{model}-0")) < 1e-5

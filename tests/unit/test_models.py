@@ -142,14 +142,15 @@ def test_the_hash_of_weights_sees_name_dtype_shape_and_bits():
 def reward_dir(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
     torch.manual_seed(3)
     config = LlamaConfig(
-            vocab_size=61,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=0,
-        )
-    ).save_pretrained(tmp_path)
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
+    config.num_labels = 1
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     return tmp_path
 

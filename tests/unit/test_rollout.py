@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from nccl_transfer.columns import Jagged
 from services.models import load_causal_lm
@@ -51,7 +51,8 @@ def forward_log_probs(
     return (logits.double() / temperature).log_softmax(dim=-1)
 
 
-def test_greedy_is_the_greedy_of_transformers(engine: HFRollout, model: PreTrainedModel):
+def test_greedy_is_the_greedy_of_transformers(engine: HFRollout, tiny_llama_dir: Path):
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     options = SamplingOptions(max_new_tokens=12, eos_ids=EOS, greedy=True)
     responses = rows(engine.generate(PROMPTS, options, SEEDS).responses)
     for prompt, response in zip(PROMPTS, responses, strict=True):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import threading
@@ -31,6 +32,7 @@ def new_store(nbytes: int = 1 << 20) -> TensorStore:
 
 def arenas_open() -> int:
     """Descriptors and mappings of arenas in this process."""
+    gc.collect()
     descriptors = [str(fd.resolve()) for fd in Path("/proc/self/fd").iterdir()]
     mappings = Path("/proc/self/maps").read_text().splitlines()
     return sum("rlhf-arena" in line for line in descriptors + mappings)

@@ -1,0 +1,63 @@
+"""What every benchmark says besides its figures: where and with what they were taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+PACKAGES = ("grpcio", "numpy", "protobuf", "ray", "torch", "transformers")
+
+json_option = click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Also write the figures here."
+)
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, load, versions and commit of a measurement; take it before and after."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "commit": _commit(),
+    }
+
+
+def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Writes the figures where a path was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+        click.echo(f"figures: {path}")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "unknown"

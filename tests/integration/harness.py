@@ -1,0 +1,338 @@
+"""What the integration tests share: running services called rank by rank, processes, and what those leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import tomli_w
+
+from controller.config import Config
+from nccl_transfer import wire
+from nccl_transfer.batch import Batch
+from nccl_transfer.columns import Jagged
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.protocols import Mesh, get_protocol
+from nccl_transfer.transports import create_transports, host_id
+from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
+from rlhf.errors import RlhfError, from_rpc_error
+from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT_S = 60.0
+"""Deadline of what is expected to end well."""
+
+HUGGING_FACE = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
+SHARDED = worker_pb2.CHECKPOINT_FORMAT_SHARDED
+
+POLICY_LOSS = actor_pb2.PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+VALUE_LOSS = critic_pb2.ValueLoss(clip=0.5)
+TWO_STEPS = actor_pb2.Schedule(epochs=1, mini_batches=2)
+
+
+class Pending:
+    """A call that every rank has been sent."""
+
+    def __init__(self, service: str, method: Method, futures: Sequence[Any]) -> None:
+        self._service = service
+        self._method = method
+        self.futures = futures
+
+    def responses(self) -> list[Any]:
+        """What each rank answered. Raises the error of the first that failed, once all have ended."""
+        answers = self.outcomes()
+        for answer in answers:
+            if isinstance(answer, RlhfError):
+                raise answer
+        return answers
+
+    def outcomes(self) -> list[Any]:
+        """What each rank answered: a response or an error."""
+        return [self._outcome(rank, future) for rank, future in enumerate(self.futures)]
+
+    def _outcome(self, rank: int, future: Any) -> Any:
+        try:
+            return future.result()
+        except grpc.RpcError as error:
+            return from_rpc_error(error, f"{self._service} rank {rank} {self._method.name}")
+
+
+class Service:
+    """A running service as a controller sees it, through plain blocking channels to each rank.
+
+    It is a session of its own: its first call supersedes the session before.
+    """
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.session = f"test-{uuid.uuid4().hex}"
+        self.sequence = 0
+        self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS)]
+        self.description = self.ask("Describe")
+        self.addresses = [rank.endpoint.address for rank in self.description.ranks]
+        self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
+        mesh = self.description.mesh
+        self.mesh = Mesh(mesh.pipeline, mesh.tensor, mesh.data)
+        self._methods = group_methods(self.description.role)
+        self._fetcher = Fetcher(host_id(), create_transports())
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self._channels))
+
+    def close(self) -> None:
+        self._fetcher.close()
+        for channel in self._channels:
+            channel.close()
+
+    def ask(self, name: str, rank: int = 0, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
+        """One of the calls that a rank answers at once: of WorkerService or TransferService."""
+        method = {**SERVICES["worker"], **SERVICES["transfer"]}[name]
+        callee = self.stub(method, rank)
+        try:
+            return callee(method.request(**fields), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, f"{self.name} rank {rank} {name}") from error
+
+    def stub(self, method: Method, rank: int) -> Any:
+        """The callable of a method on one rank."""
+        channel: Any = self._channels[rank]
+        kind = channel.unary_stream if method.streams else channel.unary_unary
+        request: Any = method.request
+        response: Any = method.response
+        return kind(
+            method.path, request_serializer=request.SerializeToString, response_deserializer=response.FromString
+        )
+
+    def channel(self, rank: int = 0) -> grpc.Channel:
+        return self._channels[rank]
+
+    def header(self, **changes: Any) -> common_pb2.Call:
+        """The header of the session's next call."""
+        self.sequence += 1
+        values = {
+            "call_id": uuid.uuid4().hex,
+            "session": self.session,
+            "sequence": self.sequence,
+            "epoch": self.description.epoch,
+            "seed": 1,
+            "step": 1,
+        }
+        return common_pb2.Call(**{**values, **changes})
+
+    def requests(
+        self, name: str, batch: Batch | None = None, *, header: common_pb2.Call | None = None, **options: Any
+    ) -> list[Any]:
+        """The request of each rank, the rows dealt out as the method's transfer protocol says."""
+        method = self._methods[name]
+        header = header or self.header()
+        if batch is None:
+            return [method.request(call=header, **options) for _ in self.ranks]
+        assert method.spec is not None
+        dealt = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)
+        return [
+            method.request(call=header, batch=wire.to_proto(batch.take(rows), rows), **options)
+            for rows in dealt
+        ]
+
+    def send(self, name: str, requests: Mapping[int, Any], timeout_s: float = TIMEOUT_S) -> Pending:
+        """Sends ranks their requests."""
+        method = self._methods[name]
+        futures = [
+            self.stub(method, rank).future(request, timeout=timeout_s) for rank, request in requests.items()
+        ]
+        return Pending(self.name, method, futures)
+
+    def start(
+        self, name: str, batch: Batch | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any
+    ) -> Pending:
+        """Calls a method on all ranks, by its Python name."""
+        return self.send(name, dict(enumerate(self.requests(name, batch, **options))), timeout_s)
+
+    def call(self, name: str, batch: Batch | None = None, **options: Any) -> list[Any]:
+        """Calls a method on all ranks and waits; raises what the first rank that failed said."""
+        return self.start(name, batch, **options).responses()
+
+    def rows(self, name: str, batch: Batch, **options: Any) -> Batch:
+        """Calls a method and returns the rows it made, by reference."""
+        return self.made(self.call(name, batch, **options))
+
+    @staticmethod
+    def made(responses: Sequence[Any]) -> Batch:
+        """The rows that the ranks made, as one batch."""
+        parts = [wire.from_proto(response.batch) for response in responses]
+        return Batch.concat([part for part in parts if part.columns])
+
+    def values(self, batch: Batch, name: str) -> Any:
+        """A copy of a column's values."""
+        values = self._fetcher.fetch(batch.select([name]), time.monotonic() + TIMEOUT_S).values[name]
+        if isinstance(values, Jagged):
+            return Jagged(values.values.copy(), values.lengths)
+        return values.copy() if isinstance(values, np.ndarray) else values
+
+    def column(self, name: str, batch: Batch, output: str, **options: Any) -> Any:
+        """Calls a method and returns the values of one of its columns."""
+        return self.values(self.rows(name, batch, **options), output)
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version of each rank."""
+        return [self.ask("Describe", rank).policy_version for rank in self.ranks]
+
+    def used_bytes(self) -> list[int]:
+        """Bytes in use in the arena of each rank."""
+        return [self.ask("Stat", rank).used_bytes for rank in self.ranks]
+
+    def export(self, directory: Path) -> str:
+        """Writes the weights as a Hugging Face directory; returns their sha256."""
+        return self.call("save_checkpoint", directory=str(directory), format=HUGGING_FACE)[0].sha256
+
+    def save(self, directory: Path) -> None:
+        self.call("save_checkpoint", directory=str(directory), format=SHARDED)
+
+    def load(self, directory: Path) -> None:
+        self.call("load_checkpoint", directory=str(directory))
+
+    def watch_until(self, condition: Callable[[Any], bool], rank: int = 0) -> Any:
+        """The first status of a rank that meets the condition."""
+        statuses = self.stub(SERVICES["worker"]["Watch"], rank)(
+            worker_pb2.WatchRequest(interval_s=0.05), timeout=TIMEOUT_S
+        )
+        try:
+            return next(status for status in statuses if condition(status))
+        finally:
+            statuses.cancel()
+
+    def cancel(self, call_id: str, ranks: Iterable[int] | None = None) -> list[bool]:
+        """Whether each rank knew the call."""
+        return [self.ask("Cancel", rank, call_id=call_id).found for rank in ranks or self.ranks]
+
+
+def jagged(rows: Sequence[Sequence[float]], dtype: Any) -> Jagged[np.ndarray]:
+    """Rows of numbers as one column."""
+    values = np.asarray([value for row in rows for value in row], dtype)
+    return Jagged(values, np.asarray([len(row) for row in rows], np.int64))
+
+
+def take_rows(column: Jagged[np.ndarray]) -> list[np.ndarray]:
+    """A jagged column, row by row."""
+    return [column.row(row) for row in range(column.rows)]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Services that are up, and the config they were started with.
+
+    Attributes:
+        initial: By service, a sharded checkpoint of the state it started in.
+    """
+
+    config: Config
+    initial: Mapping[str, Path]
+
+    @contextlib.contextmanager
+    def service(self, name: str) -> Iterator[Service]:
+        """A new session with a service, which is in the state it started in."""
+        service = Service(name, self.config.services[name].address)
+        try:
+            if name in self.initial:
+                service.load(self.initial[name])
+            yield service
+        finally:
+            service.close()
+
+    def select(self, **services: str) -> Config:
+        """The config of a run on some of the services: name in the run = name here."""
+        chosen = {name: self.config.services[own] for name, own in services.items()}
+        return self.config.model_copy(update={"services": chosen})
+
+
+def write_config(config: Config, path: Path) -> Path:
+    """The config as a TOML file."""
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    return path
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listened on a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Polls the condition until it holds, and returns what it gave."""
+    deadline = time.monotonic() + timeout_s
+    while not (held := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+    return held
+
+
+class Processes:
+    """Starts commands, and knows all that lives of them, children of children included: they inherit a mark."""
+
+    MARK = "RLHF_TEST"
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """A command of this environment, with its output in pipes unless told otherwise."""
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / command[0]), *command[1:]],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options},
+            env={**os.environ, "PYTHONPATH": str(HERE), self.MARK: self._id},
+        )
+
+    def living(self) -> list[psutil.Process]:
+        """What lives of all that was started."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def kill(self) -> None:
+        for process in self.living():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return (
+                process.environ().get(self.MARK) == self._id and process.status() != psutil.STATUS_ZOMBIE
+            )
+        return False
+
+
+def shared_memory() -> set[str]:
+    """Names of the files in shared memory."""
+    return set(os.listdir("/dev/shm"))
+
+
+def abstract_sockets() -> set[str]:
+    """Names of the abstract unix sockets of this host that arenas are handed out on."""
+    names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
+    return {name[1:] for name in names if name.startswith("@rlhf-")}
+
+
+def is_listening(address: str) -> bool:
+    """Whether somebody accepts connections there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True

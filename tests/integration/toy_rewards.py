@@ -1,0 +1,18 @@
+"""Reward functions of a user, found by the reward service as `toy_rewards:NAME`. They must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def digit_share(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """The share of characters of the response that are digits: any model scores a bit, and differs by row."""
+    return sum(character.isdigit() for character in response) / max(len(response), 1)
+
+
+def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
+    """Whatever the row's metadata tells: `verdict` is returned, `failure` is raised."""
+    if "failure" in metadata:
+        raise ValueError(metadata["failure"])
+    return metadata["verdict"]

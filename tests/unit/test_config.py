@@ -1,0 +1,104 @@
+"""A configuration is right, or one line says what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from controller.config import Config, load
+from rlhf.config import load_service
+from rlhf.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
+QUICKSTART = ROOT / "deploy" / "quickstart" / "quickstart.toml"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    config = load(path)
+    for name in config.services:
+        assert load_service(path, name) == config.services[name]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("run.step=3", r"run\.step: unknown key; did you mean 'steps'\?.*Known keys: .*seed"),
+        ("services.actor.modle='x'", r"services\.actor\.modle: unknown key; did you mean 'model'\?"),
+        ("services.actor.optimizer.lr=1", r"services\.actor\.optimizer\.lr: unknown key.*learning_rate"),
+        ("run.steps=0", r"run\.steps: .*greater than or equal to 1 \(given: 0\)"),
+        ("services.actor.role='worker'", r"services\.actor: .*'worker'.*'actor', 'critic'"),
+        ("services.actor.address='nowhere'", r"services\.actor\.address: 'nowhere' is not host:port"),
+        (
+            "services.critic.address='127.0.0.1:7101'",
+            r"services\.critic\.address: .* taken by services\.actor",
+        ),
+        ("algorithm.mini_batch_size=100", r"mini_batch_size: 100 does not divide the 512 rows"),
+        ("services.actor.ranks=3", r"mini_batch_size: .* do not divide over the 3 ranks of services\.actor"),
+        ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
+        ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
+        ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
+    ],
+)
+def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(QUICKSTART, (setting,))
+    assert re.search(expected, str(raised.value)), str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.toml: No such file"):
+        load(tmp_path / "nothing.toml")
+
+
+def test_what_is_not_toml_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not TOML: .*line 1"):
+        load(write(tmp_path / "c.toml", "run = = 3"))
+
+
+def test_settings_are_toml_values_or_text() -> None:
+    config = load(QUICKSTART, ("run.steps=7", "run.name=mine", "algorithm.whiten_advantages=false"))
+    assert (config.run.steps, config.run.name, config.algorithm.whiten_advantages) == (7, "mine", False)
+
+
+def test_a_service_reads_its_own_table_only(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "c.toml", '[services.reward]\nrole = "reward"\naddress = "localhost:1"\n[other]\nx = 1\n'
+    )
+    assert load_service(path, "reward").role == "reward"
+    with pytest.raises(ConfigError, match=r"no table \[services\.actor\]; there are: reward"):
+        load_service(path, "actor")
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load(QUICKSTART, ("run.steps=7",))
+    path = write(tmp_path / "c.toml", tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    assert load(path) == config
+    assert tomllib.loads(path.read_text())["run"]["steps"] == 7
+
+
+def test_every_field_has_a_sentence() -> None:
+    def fields(table: type) -> None:
+        for name, field in table.model_fields.items():
+            assert field.description, f"{table.__name__}.{name}"
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                fields(field.annotation)
+
+    fields(Config)
+
+
+def test_the_configuration_page_is_that_of_the_types() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))["render"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == page, "run docs/generate_configuration.py"

@@ -1,0 +1,66 @@
+"""Which prompts a step trains on is a function of seed and step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controller.data import PromptData
+from rlhf.errors import ConfigError
+
+
+def data_of(count: int) -> PromptData:
+    return PromptData([f"p{i}" for i in range(count)], [""] * count, ["{}"] * count)
+
+
+def test_every_pass_visits_every_row_once_in_an_order_of_its_own() -> None:
+    data = data_of(10)
+    passes = [np.concatenate([data.rows_of_step(s, 5, 0) for s in steps]) for steps in ((1, 2), (3, 4))]
+    for rows in passes:
+        assert sorted(rows.tolist()) == list(range(10))
+    assert passes[0].tolist() != passes[1].tolist()
+
+
+def test_a_step_across_the_end_of_a_pass_goes_on_with_the_next() -> None:
+    data = data_of(4)
+    rows = np.concatenate([data.rows_of_step(step, 3, 7) for step in range(1, 5)])
+    assert [sorted(part.tolist()) for part in np.split(rows, 3)] == [[0, 1, 2, 3]] * 3
+
+
+def test_a_step_can_be_asked_for_without_those_before_it() -> None:
+    data = data_of(50)
+    assert data.rows_of_step(9, 8, 3).tolist() == data_of(50).rows_of_step(9, 8, 3).tolist()
+    assert data.rows_of_step(9, 8, 3).tolist() != data.rows_of_step(9, 8, 4).tolist()
+
+
+def test_further_fields_are_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "ground_truth": 2, "level": {"hard": false}}\n\n')
+    data = PromptData.load(path, "data.train")
+    assert (data.prompts, data.ground_truths) == (["1+1="], ["2"])
+    assert json.loads(data.metadata[0]) == {"level": {"hard": False}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "has no rows"),
+        ('{"prompt": "a"}\n{"question": "b"}', "rows.jsonl:2: not a JSON object with a prompt"),
+        ("[1]", "rows.jsonl:1: not a JSON object"),
+        ('{"prompt": ""}', "prompt is not a text, or empty"),
+        ("nonsense", "rows.jsonl:1"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        PromptData.load(path, "data.train")
+
+
+def test_a_missing_file_is_named_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.heldout: .*gone\.jsonl: No such file"):
+        PromptData.load(tmp_path / "gone.jsonl", "data.heldout")

@@ -1,0 +1,67 @@
+"""Futures and placement: what waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from controller.dataflow import FutureBatch, Loop, Placement, resolved, then
+from nccl_transfer.batch import Column, LocalColumn
+from rlhf.errors import InvalidRequest
+
+TIMEOUT_S = 5
+
+
+def test_a_batch_of_futures_waits_for_nothing_until_asked() -> None:
+    pending: Future[Column] = Future()
+    batch = FutureBatch.of(prompt=["a", "b"]) | FutureBatch(2, {"values": pending})
+    doubled = batch.repeat(2).take(np.array([3, 0]))
+    pending.set_result(LocalColumn(np.array([1.0, 2.0])))
+    result = doubled.result(["prompt", "values"], TIMEOUT_S)
+    assert result["prompt"].values == ["b", "a"]  # type: ignore[union-attr]
+    assert result["values"].values.tolist() == [2.0, 1.0]  # type: ignore[union-attr]
+
+
+def test_an_error_passes_through_to_whoever_asks() -> None:
+    failed: Future[int] = Future()
+    failed.set_exception(InvalidRequest("no"))
+    with pytest.raises(InvalidRequest, match="no"):
+        then(failed, lambda x: x + 1).result(TIMEOUT_S)
+
+
+def test_batches_of_other_sizes_are_not_joined() -> None:
+    with pytest.raises(InvalidRequest, match="3 and 2 rows"):
+        _ = FutureBatch.of(x=["a", "b", "c"]) | FutureBatch.of(y=["a", "b"])
+
+
+def test_calls_on_a_common_device_go_in_call_order_and_others_at_the_same_time() -> None:
+    placement = Placement()
+    both, first, second = frozenset({"0", "1"}), frozenset({"0"}), frozenset({"1"})
+    before_actor, actor = placement.enter(both)
+    before_reference, reference = placement.enter(first)
+    before_reward, reward = placement.enter(second)
+    before_critic, _ = placement.enter(both)
+    assert before_actor == []
+    assert before_reference == [actor]
+    assert before_reward == [actor]
+    assert set(before_critic) == {reference, reward}
+
+
+def test_the_loop_runs_coroutines_for_other_threads_and_ends() -> None:
+    loop = Loop()
+
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 42
+
+    assert loop.run(answer(), TIMEOUT_S) == 42
+    never = loop.start(asyncio.Event().wait())
+    loop.close()
+    assert never.cancelled()
+
+
+def test_a_resolved_future_is_done() -> None:
+    assert resolved(3).result(0) == 3

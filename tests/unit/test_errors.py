@@ -1,0 +1,83 @@
+"""Errors cross the wire as what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from rlhf import errors
+from rlhf.errors import STATUS_KEY, RlhfError, from_rpc_error, to_status
+
+WHERE = {"service": "actor", "rank": "1", "method": "UpdateActor", "call_id": "c"}
+
+
+def tree(base: type[RlhfError]) -> Iterator[type[RlhfError]]:
+    yield base
+    for sub in base.__subclasses__():
+        yield from tree(sub)
+
+
+class Failed(grpc.RpcError):
+    """What a channel raises, with the status another process sent."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, details: bytes | None) -> None:
+        self._code, self._message, self._details = code, message, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._message
+
+    def trailing_metadata(self) -> list[tuple[str, bytes]]:
+        return [] if self._details is None else [(STATUS_KEY, self._details)]
+
+
+def over_the_wire(error: Exception) -> Failed:
+    status = to_status(error, WHERE)
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    return Failed(code, status.message, status.SerializeToString())
+
+
+@pytest.mark.parametrize("kind", list(tree(RlhfError)), ids=lambda kind: kind.__name__)
+def test_an_error_arrives_as_its_own_class_with_its_place_and_traceback(kind: type[RlhfError]) -> None:
+    try:
+        raise kind("what happened")
+    except RlhfError as error:
+        arrived = from_rpc_error(over_the_wire(error), "actor rank 1 (host:1) UpdateActor")
+    assert type(arrived) is kind
+    assert str(arrived) == "actor rank 1 (host:1) UpdateActor: what happened"
+    assert "test_errors.py" in arrived.remote_traceback
+
+
+def test_an_unforeseen_error_arrives_with_its_name() -> None:
+    arrived = from_rpc_error(over_the_wire(KeyError("x\ny")), "here")
+    assert type(arrived) is RlhfError
+    assert str(arrived) == "here: KeyError: 'x\\ny'"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequest),
+        (grpc.StatusCode.UNAVAILABLE, errors.ServiceLost),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.RlhfError),
+        (grpc.StatusCode.OUT_OF_RANGE, errors.TransferError),
+    ],
+)
+def test_a_foreign_server_is_understood_by_its_code(code: grpc.StatusCode, kind: type[RlhfError]) -> None:
+    assert type(from_rpc_error(Failed(code, "text", None), "here")) is kind
+
+
+def test_no_two_branches_share_a_code() -> None:
+    direct = [kind.code for kind in RlhfError.__subclasses__()]
+    assert len(direct) == len(set(direct))
+
+
+def test_the_tree_in_the_docstring_is_complete() -> None:
+    assert errors.__doc__ is not None
+    missing = [kind.__name__ for kind in tree(RlhfError) if kind.__name__ not in errors.__doc__]
+    assert missing == []
