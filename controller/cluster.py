@@ -78,13 +78,13 @@ class Cluster:
         }
 
     def running(self) -> dict[str, str]:
-        """Running calls by service, with their progress where known."""
+        """Running calls, "service.Method", and how far they are, such as "12/64"; empty where not known."""
         shown = {}
         for name, group in list(self.groups.items()):
+            status = self.statuses.get(name, {}).get(0)
             for method in list(group.running.values()):
-                status = self.statuses.get(name, {}).get(0)
-                known = status is not None and status.done_of and status.method == method
-                shown[name] = f"{method} {status.done}/{status.done_of}" if known and status else method
+                is_known = status is not None and status.done_of and status.method == method
+                shown[f"{name}.{method}"] = f"{status.done}/{status.done_of}" if status and is_known else ""
         return shown
 
     async def _connect(self) -> None:

@@ -28,7 +28,7 @@ _ACCURACY = "evaluation/accuracy"
 _REWARD = "reward/mean"
 _CURVES = (
     ("KL to the reference", "kl/mean", "KL, nats per token"),
-    ("Entropy", "entropy/mean", "entropy, nats per token"),
+    ("Entropy", "actor/entropy", "entropy, nats per token"),
     ("Response length", "response/length_mean", "tokens per response"),
     ("Throughput", "time/tokens_per_s", "tokens per second"),
     ("Critic loss", "critic/loss", "value loss"),

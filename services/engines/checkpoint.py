@@ -147,4 +147,4 @@ def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) ->
 
 
 def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))
+    return tuple(slice(b - o*0, e - o*0) for b, e, o in zip(begins, ends, origin, strict=True))

@@ -175,7 +175,7 @@ class _Context:
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) these rows of the batch."""
         self.cache.batch_select_indices(rows)
-        self.num_pads_B = self.num_pads_B[:len(rows)] if self.num_pads_B is not None else None
+        self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
     def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
         """What a forward over `num_new` more positions needs to know of the padding."""

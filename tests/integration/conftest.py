@@ -2,87 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import selectors
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from integration.harness import Cluster, Processes, Service, free_ports, wait_until, write_config
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from controller.config import Config
 from deploy.quickstart import Recipe
-from deploy.quickstart.build import build, make_tokenizer
-from integration.harness import Cluster, Processes, Service, free_ports, wait_until, write_config
+from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
 
 START_TIMEOUT_S = 110.0
 STOP_TIMEOUT_S = 40.0
-SUPERVISED_STEPS = 60
+SUPERVISED_STEPS = 40
 """Enough that the model ends its answers, so that responses have different lengths."""
 NUM_TRAIN, NUM_HELDOUT = 64, 16
 LEARNS = ("actor", "lone_actor", "critic", "cut_critic")
 
-# As a rank does: the oracles here compute with the thread count of the services.
+# As a rank does: oracles compute with the services' number of threads.
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the services are started with.
+    """The quickstart's task, supervised only a little, and models beside it.
 
     Attributes:
-        directory: The quickstart's task, supervised only a little.
-        model: The policy's model and tokenizer.
-        renumbered: The same model beside a tokenizer that gives other ids to the same characters.
+        directory: Prompts.
+        model: The policy and its tokenizer.
+        renumbered: The same policy with a tokenizer that gives other ids to the same characters.
         scorer, own_scorer: A reward model with the policy's tokenizer, and one with the other.
     """
 
     directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def renumbered(self) -> Path:
-        return self.directory / "renumbered"
-
-    @property
-    def scorer(self) -> Path:
-        return self.directory / "scorer"
-
-    @property
-    def own_scorer(self) -> Path:
-        return self.directory / "own_scorer"
+    model: Path
+    renumbered: Path
+    scorer: Path
+    own_scorer: Path
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    task = Task(tmp_path_factory.mktemp("task") / "arithmetic")
-    build(task.directory, Recipe(max_steps=SUPERVISED_STEPS))
+    directory = tmp_path_factory.mktemp("task") / "arithmetic"
+    build(directory, Recipe(max_steps=SUPERVISED_STEPS))
     for name, rows in (("train", NUM_TRAIN), ("heldout", NUM_HELDOUT)):
-        path = task.directory / f"{name}.jsonl"
+        path = directory / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:rows]))
-    tokenizer, renumbered = make_tokenizer(), _renumbered()
+    task = Task(directory, *(directory / name for name in ("model", "renumbered", "scorer", "own_scorer")))
+    task.renumbered.mkdir()
     for path in task.model.iterdir():
         if not path.name.startswith("tokenizer"):
-            task.renumbered.mkdir(exist_ok=True)
             (task.renumbered / path.name).symlink_to(path)
-    renumbered.save_pretrained(task.renumbered)
-    _write_scorer(task.scorer, tokenizer)
-    _write_scorer(task.own_scorer, renumbered)
+    _renumbered_tokenizer().save_pretrained(task.renumbered)
+    _write_scorer(task.scorer, make_tokenizer())
+    _write_scorer(task.own_scorer, _renumbered_tokenizer())
     return task
 
 
-def _renumbered() -> PreTrainedTokenizerFast:
-    """The quickstart's tokenizer with every id one higher, the last one first."""
-    tokenizer = make_tokenizer()
-    state = tokenizer.backend_tokenizer.to_str()
-    raise NotImplementedError(state)
+def _renumbered_tokenizer() -> PreTrainedTokenizerFast:
+    """The quickstart's tokenizer with every id one higher, and the last one 0."""
+    vocabulary = {chr(code): (code + 1) % 128 for code in range(128)}
+    backend: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+    backend.decoder = decoders.Fuse()
+    special = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-def _write_scorer(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def _write_scorer(directory: Path, tokenizer: Any) -> None:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=128,
@@ -99,3 +91,99 @@ def _write_scorer(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     )
     LlamaForSequenceClassification(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """All services that are up, with free ports; a run selects some of them."""
+    learner = {"model": task.model, "optimizer": {"learning_rate": 3e-4}}
+    cut = {"micro_batch_tokens": 48}
+    tables: dict[str, dict[str, Any]] = {
+        "actor": {"role": "actor", "ranks": 2, **learner},
+        "lone_actor": {"role": "actor", **learner, **cut},
+        "critic": {"role": "critic", **learner},
+        # Reads the same ids as the others, but its tokenizer says that it means something else by them.
+        "cut_critic": {"role": "critic", "ranks": 2, **learner, **cut, "model": task.renumbered},
+        "reference": {"role": "reference", "model": task.model},
+        "reward": {"role": "reward", "function": "toy_rewards:digit_share"},
+        "verdicts": {"role": "reward", "ranks": 1, "function": "toy_rewards:by_metadata"},
+        "tensor_scorer": {"role": "reward", "kind": "model", "model": task.scorer, "input": "tensor"},
+        "text_scorer": {"role": "reward", "kind": "model", "model": task.own_scorer, "input": "text"},
+    }
+    ports = iter(free_ports(len(tables)))
+    return Config.model_validate(
+        {
+            "run": {
+                "name": "test",
+                "directory": tmp_path_factory.mktemp("runs"),
+                "steps": 3,
+                "evaluate_every": 0,
+                "samples": 2,
+                "call_timeout_s": 60.0,
+            },
+            "data": {
+                "train": task.directory / "train.jsonl",
+                "heldout": task.directory / "heldout.jsonl",
+                "prompts_per_step": 16,
+            },
+            "rollout": {"samples_per_prompt": 2, "max_response_tokens": 6},
+            "algorithm": {"mini_batch_size": 16},
+            "services": {
+                name: {"address": f"127.0.0.1:{next(ports)}", **table} for name, table in tables.items()
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The services, up until the last test."""
+    directory = tmp_path_factory.mktemp("cluster")
+    path = write_config(config, directory / "cluster.toml")
+    processes, log = Processes(), directory / "launcher.log"
+    with log.open("w") as sink:
+        up = processes.start(
+            "rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"), stderr=sink
+        )
+    try:
+        _wait_until_ready(up, log)
+        yield Cluster(config, _save_all(config, directory))
+        up.terminate()
+        assert up.wait(STOP_TIMEOUT_S) == 0
+        assert not processes.living()
+    finally:
+        processes.kill()
+
+
+def _wait_until_ready(up: Any, log: Path) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(up.stdout, selectors.EVENT_READ)
+        assert selector.select(START_TIMEOUT_S), log.read_text()
+    assert up.stdout.readline() == "ready\n", log.read_text()
+
+
+def _save_all(config: Config, directory: Path) -> dict[str, Path]:
+    """A checkpoint of every service that learns, in the state it started in."""
+    saved = {}
+    for name in LEARNS:
+        service = Service(name, config.services[name].address)
+        saved[name] = directory / f"{name}-initial"
+        service.save(saved[name])
+        service.close()
+    return saved
+
+
+def _service_fixture(name: str) -> Any:
+    @pytest.fixture(name=name)
+    def service(cluster: Cluster) -> Iterator[Service]:
+        with cluster.service(name) as service:
+            yield service
+
+    return service
+
+
+actor = _service_fixture("actor")
+lone_actor = _service_fixture("lone_actor")
+critic = _service_fixture("critic")
+cut_critic = _service_fixture("cut_critic")
+reference = _service_fixture("reference")

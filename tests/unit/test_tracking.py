@@ -436,7 +436,7 @@ def step_metrics(step: int) -> dict[str, float]:
     return evaluation | {
         "reward/mean": 0.2 + step / 30,
         "kl/mean": step / 1000,
-        "entropy/mean": 1 / step,
+        "actor/entropy": 1 / step,
         "response/length_mean": 3.0,
         "time/step_s": 2.0,
         "time/generate_sequences_s": 0.5,
