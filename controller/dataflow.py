@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from nccl_transfer.batch import Batch, Column
 from nccl_transfer.columns import Jagged
-from rlhf.errors import InvalidRequest
+from rlhf.errors import DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")
 
@@ -122,13 +122,31 @@ class FutureBatch:
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
-    def result(self, names: Iterable[str], timeout_s: float) -> Batch:
-        """Waits for these columns."""
-        return Batch(self.rows, {name: self[name].result(timeout_s) for name in names})
+    def result(self, names: Iterable[str], timeout_s: float | None = None) -> Batch:
+        """Waits for these columns, as `results`."""
+        wanted = {name: self[name] for name in names}
+        return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
 
-    def records(self, timeout_s: float) -> list[CallRecord]:
-        """Waits for all calls, in call order."""
-        return [call.result(timeout_s) for call in self.calls]
+    def records(self, timeout_s: float | None = None) -> list[CallRecord]:
+        """Waits for all calls, as `results`; in call order."""
+        return results(self.calls, timeout_s)
+
+
+def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> list[T]:
+    """Waits for all of them, or until the first fails: its error is the cause of those that follow.
+
+    Args:
+        timeout_s: None: for as long as they take. Every call has a deadline of its own.
+
+    Raises:
+        DeadlineExceeded: Some are still pending after this time.
+    """
+    done, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if pending:
+        raise DeadlineExceeded(f"{len(pending)} of {len(futures)} results are not there after {timeout_s} s")
+    return [future.result() for future in futures]
 
 
 def resolved(value: T) -> Future[T]:

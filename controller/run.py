@@ -11,7 +11,7 @@ import numpy as np
 from controller.cluster import Cluster
 from controller.config import Config
 from controller.data import PromptData
-from controller.dataflow import CallRecord, FutureBatch
+from controller.dataflow import CallRecord, FutureBatch, results
 from controller.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
 from controller.recorder import Recorder
 from controller.tracking.metrics import Sample
@@ -121,19 +121,17 @@ class Step:
         metrics: What the algorithm measured; add to it.
     """
 
-    def __init__(self, run: Run, number: int, prompts: FutureBatch) -> None:
+    def __init__(self, number: int, prompts: FutureBatch) -> None:
         self.number = number
         self.prompts = prompts
         self.metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
         self.batch = prompts
-        self._run = run
 
     def finish(self, *batches: FutureBatch) -> None:
         """Waits for every call that made these batches; the first is the one the step trained on."""
         self.batch = batches[0]
-        calls = dict.fromkeys(call for batch in batches for call in batch.calls)
-        self.records = [call.result(self._run.timeout_s) for call in calls]
+        self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
 
 
 class Run:
@@ -153,7 +151,6 @@ class Run:
         self, config: Config, data: tuple[PromptData, PromptData], cluster: Cluster, recorder: Recorder
     ) -> None:
         self.config = config
-        self.timeout_s = config.run.call_timeout_s
         self.accuracies: list[float] = []
         self._cluster = cluster
         self._recorder = recorder
@@ -190,7 +187,7 @@ class Run:
             session.begin_step(number)
             before, started = session.controller_bytes, time.time()
             rows = self._train.rows_of_step(number, config.data.prompts_per_step, config.run.seed)
-            step = Step(self, number, self._train.batch(rows).repeat(config.rollout.samples_per_prompt))
+            step = Step(number, self._train.batch(rows).repeat(config.rollout.samples_per_prompt))
             yield step
             seconds = time.time() - started
             self._recorder.calls(number, step.records)
@@ -204,8 +201,8 @@ class Run:
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
         """Values of float columns on the controller: what `compute_advantage` reads. Waits for them."""
-        resolved = batch.result(names, self.timeout_s)
-        rows = self._fetcher.fetch(resolved, time.monotonic() + self.timeout_s)
+        resolved = batch.result(names)
+        rows = self._fetcher.fetch(resolved, time.monotonic() + self.config.run.call_timeout_s)
         remote = [c.nbytes for c in resolved.columns.values() if not isinstance(c, LocalColumn)]
         values = {name: _own(rows.values[name]) for name in names}
         rows.verify()
@@ -217,7 +214,7 @@ class Run:
         actor = self._group("actor", ActorGroup)
         directory = self._recorder.path.resolve() / "actor"
         saved = actor.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
-        record = saved.records(self.timeout_s)[0]
+        record = saved.records()[0]
         summary = {
             "accuracy_before": self.accuracies[0],
             "accuracy_after": self.accuracies[-1],
@@ -250,7 +247,7 @@ class Run:
             metrics |= {f"{record.service}/{name}": value for name, value in record.metrics.items()}
             key = f"time/{record.method}_s"
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s
-        batch = step.batch.result(step.batch.columns, self.timeout_s)
+        batch = step.batch.result(step.batch.columns)
         tokens = sum(_tokens(batch, name) for name in COUNTED)
         responses = _tokens(batch, "response_ids")
         self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, step.number
@@ -272,12 +269,12 @@ class Run:
         prompts = self._heldout.batch(np.arange(len(self._heldout)))
         responses = self.actor().generate_sequences(prompts, greedy=True)
         scored = self.reward().compute_reward(prompts | responses)
-        rewards = scored.result(["rewards"], self.timeout_s)["rewards"]
+        rewards = scored.result(["rewards"])["rewards"]
         assert isinstance(rewards, LocalColumn)
         scores = _row_scores(rewards)
         self.accuracies.append(float(np.mean(scores)))
         metrics = {"evaluation/accuracy": self.accuracies[-1], "time/evaluation_s": time.time() - started}
-        self._recorder.calls(step, (responses | scored).records(self.timeout_s))
+        self._recorder.calls(step, (responses | scored).records())
         self._sample(step, prompts, responses, scores)
         if log:
             self._cluster.release(step)
@@ -293,7 +290,7 @@ class Run:
             shown = first | responses.select(["response"]).take(np.arange(count))
         else:
             shown = first | self.actor().generate_sequences(first, greedy=True, return_text=True)
-        texts = shown.result(["prompt", "response", "ground_truth"], self.timeout_s).columns.values()
+        texts = shown.result(["prompt", "response", "ground_truth"]).columns.values()
         columns = [column.texts for column in texts if isinstance(column, LocalColumn)]
         rows = zip(*columns, scores[:count].tolist(), strict=True)
         self._recorder.samples(step, [Sample(*row) for row in rows])

@@ -175,12 +175,8 @@ class Fetcher:
             source: self._pool.submit(self._read, source, ranges, deadline)
             for source, ranges in wanted.items()
         }
-        try:
-            for future in as_completed(futures.values()):
-                future.result()  # the first failure ends the fetch
-        finally:
-            for future in futures.values():
-                future.cancel()
+        for future in as_completed(futures.values()):
+            future.result()  # the first failure ends the fetch; reads still under way end by the deadline
         return {source: future.result() for source, future in futures.items()}
 
     def _read(self, source: Endpoint, wanted: Sequence[ByteRange], deadline: float) -> _Found:

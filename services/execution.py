@@ -36,7 +36,7 @@ class Running:
     method: Method
     context: CallContext
     timing: common_pb2.Timing
-    task: asyncio.Task[Any] | None = None
+    response: asyncio.Future[Any] | None = None
 
 
 class CallQueue:
@@ -45,7 +45,7 @@ class CallQueue:
     Attributes:
         phase: What the rank is doing.
         running: The call in turn, None when idle.
-        changed: Notified at every change of the two.
+        changed: Set at the next change of the two; the one after has an event of its own.
     """
 
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
@@ -54,7 +54,7 @@ class CallQueue:
         self.fetcher = fetcher
         self.phase = worker_pb2.PHASE_IDLE
         self.running: Running | None = None
-        self.changed = asyncio.Condition()
+        self.changed = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
         self._transfer = ThreadPoolExecutor(1, "transfer")
         self._calls: OrderedDict[str, Running] = OrderedDict()
@@ -79,13 +79,13 @@ class CallQueue:
         known = self._calls.get(call.call_id)
         if known is None:
             known = self._admit(method, registration, request, timeout_s)
-        assert known.task is not None
-        return await asyncio.shield(known.task)
+        assert known.response is not None
+        return await asyncio.shield(known.response)
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
         known = self._calls.get(call_id)
-        if known is None or known.task is None or known.task.done():
+        if known is None or known.response is None or known.response.done():
             return False
         known.context.cancelled.set()
         return True
@@ -93,10 +93,10 @@ class CallQueue:
     async def drain(self) -> None:
         """Lets the running call end, refuses all others, and frees the threads."""
         self._draining = True
-        await self._set_phase(worker_pb2.PHASE_DRAINING, self.running)
-        tasks = [known.task for known in self._calls.values() if known.task and not known.task.done()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=GRACE_S)
+        self._set_phase(worker_pb2.PHASE_DRAINING, self.running)
+        awaited = [known.response for known in self._calls.values() if known.response is not None]
+        if awaited:
+            await asyncio.wait(awaited, timeout=GRACE_S)
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._transfer.shutdown(wait=False, cancel_futures=True)
 
@@ -122,9 +122,12 @@ class CallQueue:
         self._calls[call.call_id] = known
         while len(self._calls) > REMEMBERED_CALLS:
             self._calls.popitem(last=False)
-        known.task = asyncio.create_task(self._run(known, registration, request))
+        if registration.instant and self._has_turn(call):
+            known.response = self._answer(known, request)
+        else:
+            known.response = asyncio.create_task(self._run(known, registration, request))
         # A caller that gave up leaves nobody to look at the outcome.
-        known.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        known.response.add_done_callback(lambda response: response.cancelled() or response.exception())
         return known
 
     def _open_session(self, call: common_pb2.Call) -> None:
@@ -137,6 +140,19 @@ class CallQueue:
         self._abandoned.clear()
         self._wake()
 
+    def _has_turn(self, call: common_pb2.Call) -> bool:
+        return not self._busy and call.sequence in (0, self._next)
+
+    def _answer(self, known: Running, request: Any) -> asyncio.Future[Any]:
+        """An instant call whose turn it is needs no task, and is over before anyone could watch it."""
+        response = asyncio.get_running_loop().create_future()
+        try:
+            response.set_result(self._respond(known, self._call(known, NO_ROWS, request)))
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the response
+            response.set_exception(error)
+        self._end_turn(known)
+        return response
+
     async def _run(self, known: Running, registration: Registration, request: Any) -> Any:
         loop, context, timing = asyncio.get_running_loop(), known.context, known.timing
         started, fetch = time.monotonic(), None
@@ -147,23 +163,21 @@ class CallQueue:
             timing.queue_s = time.monotonic() - started
             if registration.instant:
                 return self._respond(known, self._call(known, NO_ROWS, request))
-            await self._set_phase(worker_pb2.PHASE_FETCHING, known)
+            self._set_phase(worker_pb2.PHASE_FETCHING, known)
             rows, failure = await self._fetched(fetch, timing)
-            await self._set_phase(worker_pb2.PHASE_COMPUTING, known)
+            self._set_phase(worker_pb2.PHASE_COMPUTING, known)
             work = loop.run_in_executor(
                 self._compute, self._execute, known, registration, request, rows, failure
             )
             return await self._guard(work, known)
         finally:
+            self._set_phase(worker_pb2.PHASE_DRAINING if self._draining else worker_pb2.PHASE_IDLE, None)
             self._end_turn(known)
-            await self._set_phase(
-                worker_pb2.PHASE_DRAINING if self._draining else worker_pb2.PHASE_IDLE, None
-            )
 
     async def _wait_for_turn(self, known: Running) -> None:
         call, context = known.context.call, known.context
         superseded = lambda: bool(call.sequence) and call.session != self._session  # noqa: E731
-        while self._busy or (call.sequence not in (0, self._next) and not superseded()):
+        while self._busy or not (self._has_turn(call) or superseded()):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
@@ -274,7 +288,7 @@ class CallQueue:
             os._exit(70)
         return work.result()
 
-    async def _set_phase(self, phase: worker_pb2.Phase, running: Running | None) -> None:
-        async with self.changed:
-            self.phase, self.running = phase, running
-            self.changed.notify_all()
+    def _set_phase(self, phase: worker_pb2.Phase, running: Running | None) -> None:
+        self.phase, self.running = phase, running
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()

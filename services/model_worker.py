@@ -19,7 +19,8 @@ from nccl_transfer.tensors import to_torch
 from rlhf.config import ModelTable, OptimizerTable, ServiceTable
 from rlhf.errors import CallCancelled, ConfigError, InvalidRequest, PeerFailed, RlhfError, UpdateRejected
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, PeerRankFailed, TrainEngine
+from services.engines.agreement import PeerRankFailed
+from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, TrainEngine
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch, assemble, split

@@ -7,6 +7,7 @@ Health, Describe, Watch, Cancel and Release at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -34,6 +35,9 @@ from services.worker import Registration, Worker, registered_methods
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a call whose client set none."""
 
+WATCH_PAUSE_S = 0.05
+"""Shortest time between two statuses: of short calls, Watch tells only some."""
+
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),
@@ -57,6 +61,7 @@ class RankServer:
         self.store = TensorStore(worker.table.arena_mb << 20)
         self.fetcher = Fetcher(host_id(), create_transports(), self.store)
         self._stop = asyncio.Event()
+        self._process = psutil.Process()
         self._ranks_info: list[worker_pb2.RankInfo] = []
 
     async def serve(self) -> None:
@@ -197,14 +202,12 @@ class RankServer:
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         interval_s = request.interval_s or 1.0
-        queue = self.queue
         while not self._stop.is_set():
+            changed = self.queue.changed
             yield self._status()
-            async with queue.changed:
-                try:
-                    await asyncio.wait_for(queue.changed.wait(), interval_s)
-                except TimeoutError:
-                    continue
+            await asyncio.sleep(min(WATCH_PAUSE_S, interval_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), interval_s - WATCH_PAUSE_S)
         raise ServiceLost("the service is shutting down")
 
     def _status(self) -> worker_pb2.WatchResponse:
@@ -212,7 +215,7 @@ class RankServer:
         status = worker_pb2.WatchResponse(
             epoch=self.worker.ranks.epoch,
             phase=self.queue.phase,
-            memory_bytes=psutil.Process().memory_info().rss,
+            memory_bytes=self._process.memory_info().rss,
             device_memory_bytes=self.worker.device_memory(),
             arena_bytes=self.store.stat().used_bytes,
             policy_version=self.worker.policy_version,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from services.engines.checkpoint import NO_SCALARS, Scalars
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch
 
@@ -26,10 +27,6 @@ LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 class NonFiniteGradient(ArithmeticError):
     """The gradient norm of a step is inf or nan. Raised on every rank alike, before any weight has moved."""
-
-
-class PeerRankFailed(RuntimeError):
-    """Another rank failed at something that all ranks do together; its own error says why."""
 
 
 @dataclass(frozen=True)
@@ -143,27 +140,31 @@ class TrainEngine(ABC):
         The directory appears whole or not at all, and replaces one of the same name.
 
         Raises:
-            OSError: it could not be written (rank 0; `PeerRankFailed` on the others).
+            OSError: it could not be written (rank 0; `agreement.PeerRankFailed` on the others).
         """
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         """Write weights and optimizer state as a sharded checkpoint that any number of ranks can load.
 
         The directory must be shared by all ranks. It appears whole or not at all, and replaces one of the same
         name.
 
+        Args:
+            scalars: kept beside the tensors, for the caller; the same on every rank.
+
         Raises:
-            OSError: it could not be written (`PeerRankFailed` on ranks that could).
+            OSError: it could not be written (`agreement.PeerRankFailed` on ranks that could).
         """
 
     @abstractmethod
-    def load(self, directory: Path) -> None:
-        """Read a checkpoint of `save` back, bit for bit. If any rank fails, every rank stays as it was.
+    def load(self, directory: Path) -> Scalars:
+        """Read a checkpoint of `save` back, bit for bit, and return its scalars. If any rank fails, every rank
+        stays as it was.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: it is of another model, or incomplete (`PeerRankFailed` on ranks that saw no error).
+            ValueError: it is of another model, or incomplete (`agreement.PeerRankFailed` on ranks that saw no error).
         """
 
     @abstractmethod

@@ -7,12 +7,10 @@ overlaps the boxes it needs, and the number of ranks may change between writing 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +22,7 @@ _FORMAT = 1
 _BOXES = "boxes"
 
 Scalars = Mapping[str, int | float]
+NO_SCALARS: Scalars = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,27 +101,6 @@ def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) ->
         )
 
 
-def partial_directory(directory: Path) -> Path:
-    """Where a checkpoint is written before it takes its name: a sibling, so that the rename is atomic."""
-    return directory.with_name(f".{directory.name}.partial")
-
-
-def create_partial(directory: Path) -> None:
-    """Make an empty `partial_directory`, whatever an earlier attempt left there."""
-    partial = partial_directory(directory)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def publish(directory: Path) -> None:
-    """Give a complete `partial_directory` its name; what had that name before is removed."""
-    previous = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    if directory.exists():
-        os.rename(directory, previous)
-    os.rename(partial_directory(directory), directory)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -147,4 +125,4 @@ def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) ->
 
 
 def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
-    return tuple(slice(b - o*0, e - o*0) for b, e, o in zip(begins, ends, origin, strict=True))
+    return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,20 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import (
     LossFn,
     NonFiniteGradient,
     OptimizerOptions,
-    PeerRankFailed,
     Snapshot,
     StepResult,
     TrainEngine,
 )
 from services.engines.checkpoint import (
+    NO_SCALARS,
+    Scalars,
     Shard,
-    create_partial,
-    partial_directory,
-    publish,
     read_manifest,
     read_shards,
     write_manifest,
@@ -39,13 +37,14 @@ from services.engines.checkpoint import (
 )
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch, blank
+from services.engines.offload import Parked, num_bytes, park, unpark
 from services.models import ValueModel, tensors_sha256, write_model
 
 Output = TypeVar("Output")
-_SHA256_BYTES = 32
 
-# A storage on the device, emptied, and the copy of it in host memory.
-Parked = tuple[torch.UntypedStorage, torch.UntypedStorage]
+NUM_STEPS = "engine.num_steps"
+"""Scalar of a checkpoint: optimizer steps done."""
+_SHA256_BYTES = 32
 
 
 class FSDPEngine(TrainEngine):
@@ -74,6 +73,7 @@ class FSDPEngine(TrainEngine):
         self.data_rank = dist.get_rank()
         self.data_size = dist.get_world_size()
         self._model = model
+        self._parked: list[Parked] = []
         if self.data_size > 1 or compute_dtype not in (None, next(model.parameters()).dtype):
             _shard(model, device, compute_dtype, reshard_after_forward)
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
@@ -88,7 +88,6 @@ class FSDPEngine(TrainEngine):
         self._options = optimizer
         self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
         self._num_steps = 0
-        self._parked: list[Parked] = []
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[MicroBatch], head: Head[Output]) -> list[Output]:
@@ -135,7 +134,7 @@ class FSDPEngine(TrainEngine):
         tied = self._tied_names()
         is_writer = self.data_rank == 0
         weights = {name: x.cpu() for name, x in self.full_tensors() if is_writer and name not in tied}
-        with self._new_directory(directory) as partial:
+        with new_directory(directory, self.device) as partial:
             if is_writer:
                 write_model(self._model, weights, partial, tokenizer)
         digest = bytes.fromhex(tensors_sha256(weights.items())) if is_writer else bytes(_SHA256_BYTES)
@@ -143,34 +142,36 @@ class FSDPEngine(TrainEngine):
         dist.broadcast(shared, src=0)
         return bytes(shared.tolist()).hex()
 
-    def save(self, directory: Path) -> None:
-        with self._new_directory(directory) as partial:
+    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        with new_directory(directory, self.device) as partial:
             write_shards(partial, self.data_rank, self._boxes(self._state()))
             if self.data_rank == 0:
-                write_manifest(partial, self.data_size, {"num_steps": self._num_steps})
+                write_manifest(partial, self.data_size, {**scalars, NUM_STEPS: self._num_steps})
 
-    def load(self, directory: Path) -> None:
-        with self._together(f"reading {directory}"):
+    def load(self, directory: Path) -> Scalars:
+        with all_or_none(f"reading {directory}", self.device):
             num_ranks, scalars = read_manifest(directory)
             tensors = {name: torch.empty_like(x, device="cpu") for name, x in self._state().items()}
             read_shards(directory, num_ranks, self._boxes(tensors))
-            loaded = Snapshot(int(scalars["num_steps"]), tensors)
+            loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
         self.restore(loaded)
+        return {name: value for name, value in scalars.items() if name != NUM_STEPS}
 
     def offload(self) -> int:
         if self.device.type == "cpu" or self._parked:
             return 0
-        self._parked = _park(self._state().values())
+        self._parked = park(self._state().values())
         torch.cuda.empty_cache()
-        return sum(copy.nbytes() for _, copy in self._parked)
+        return num_bytes(self._parked)
 
     def onload(self) -> int:
-        num_bytes = sum(copy.nbytes() for _, copy in self._parked)
-        _unpark(self._parked)
-        self._parked = []
-        return num_bytes
+        parked, self._parked = self._parked, []
+        unpark(parked)
+        return num_bytes(parked)
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
+        if self._parked:
+            raise RuntimeError("the engine is offloaded; bring it back first")
         output = self._model(
             input_ids=micro_batch.input_ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored
         )
@@ -287,38 +288,6 @@ class FSDPEngine(TrainEngine):
             if isinstance(self._model, FSDPModule):
                 self._model.reset_iter_state()
 
-    @contextmanager
-    def _new_directory(self, directory: Path) -> Iterator[Path]:
-        """Where all ranks write what becomes `directory` once every one of them has; of a failure nothing stays."""
-        partial = partial_directory(directory)
-        try:
-            with self._together(f"creating {directory}"):
-                if self.data_rank == 0:
-                    create_partial(directory)
-            with self._together(f"writing {directory}"):
-                yield partial
-            with self._together(f"publishing {directory}"):
-                if self.data_rank == 0:
-                    publish(directory)
-        finally:
-            if self.data_rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-
-    @contextmanager
-    def _together(self, action: str) -> Iterator[None]:
-        """A block that fails on one rank fails on all: no rank goes on to wait for one that gave up."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:  # noqa: BLE001 - it is raised below, once the others know of it
-            error = caught
-        failed = torch.tensor(int(error is not None), device=self.device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if error is not None:
-            raise error
-        if failed:
-            raise PeerRankFailed(f"{action} failed on another rank")
-
 
 def _shard(
     model: PreTrainedModel | ValueModel,
@@ -359,22 +328,6 @@ def _box(local: Tensor, parameter: Tensor) -> Shard:
             parameter.shape, parameter.device_mesh, parameter.placements
         )
     return Shard(local, tuple(offsets), tuple(parameter.shape))
-
-
-def _park(tensors: Iterable[Tensor]) -> list[Parked]:
-    """Copy the memory of tensors to the host and free it; tensors and views of them stay valid for `_unpark`."""
-    storages = {x.data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-    parked = [(storage, storage.clone().cpu()) for storage in storages.values()]
-    for storage, _ in parked:
-        storage.resize_(0)
-    return parked
-
-
-def _unpark(parked: Iterable[Parked]) -> None:
-    """Give the tensors their memory back, with the same bits."""
-    for storage, copy in parked:
-        storage.resize_(copy.nbytes())
-        storage.copy_(copy)
 
 
 @contextmanager

@@ -262,7 +262,7 @@ def test_rows_arrive_in_the_order_asked_for(fetcher, peer):
     array, lengths = random_array("int32", (40, 3)), np.arange(40, dtype=np.int64) % 5
     values = random_array("float32", (int(lengths.sum()),))
     columns = {"fixed": (array, "int32", None), "jagged": (values, "float32", lengths.tolist())}
-    rows = np.array([7, 7, 0, 39, 3, 4, 5, 6, 1, 7])
+    rows = np.array([7, 7, 0, 39, 3, 4, 5, 6, 7, 8, 1, 5])
     got = fetch(fetcher, peer.put_columns(columns).take(rows))
     assert_same_bits(got["fixed"], array[rows])
     ends = np.cumsum(lengths)

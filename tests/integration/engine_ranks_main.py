@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.columns import Jagged
-from services.engines.base import NonFiniteGradient, OptimizerOptions, PeerRankFailed
+from services.engines.agreement import PeerRankFailed
+from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head, PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split

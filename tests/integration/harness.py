@@ -297,7 +297,7 @@ class Processes:
         return subprocess.Popen(
             [str(Path(sys.executable).parent / command[0]), *command[1:]],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options},
-            env={**os.environ, "PYTHONPATH": str(HERE), self.MARK: self._id},
+            env={**os.environ, "PYTHONPATH": _path(HERE), self.MARK: self._id},
         )
 
     def living(self) -> list[psutil.Process]:
@@ -315,6 +315,10 @@ class Processes:
                 process.environ().get(self.MARK) == self._id and process.status() != psutil.STATUS_ZOMBIE
             )
         return False
+
+
+def _path(first: Path) -> str:
+    return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH")]))
 
 
 def shared_memory() -> set[str]:

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from nccl_transfer.columns import Jagged
 from services.engines import fsdp
 from services.engines.base import NonFiniteGradient, OptimizerOptions
-from services.engines.fsdp import FSDPEngine, _park, _unpark
+from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.offload import num_bytes, park, unpark
 from services.models import ValueModel, load_causal_lm, load_value_model, tensors_sha256
 
 CPU = torch.device("cpu")
@@ -377,9 +378,10 @@ def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
 def test_parked_memory_is_freed_and_comes_back_under_its_views():
     tensor = torch.randn(6)
     view, expected = tensor[2:].view(2, 2), tensor.clone()
-    parked = _park([tensor, tensor])
+    parked = park([tensor, view])
     assert tensor.untyped_storage().nbytes() == 0
-    _unpark(parked)
+    assert num_bytes(parked) == 6 * 4
+    unpark(parked)
     assert torch.equal(tensor, expected)
     assert torch.equal(view.flatten(), expected[2:])
 
