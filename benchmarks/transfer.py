@@ -86,8 +86,9 @@ class Source(transfer_pb2_grpc.TransferServiceServicer):
         self.store = TensorStore(sum(sizes) + 64 * MIB)
         self.arena_server = ArenaServer(self.store)
 
-    def Fetch(self, request: Any, context: Any) -> Any:
-        return serve_fetch(self.store, 1, request)
+    async def Fetch(self, request: Any, context: Any) -> Any:
+        async for response in serve_fetch(self.store, 1, request):
+            yield response
 
     async def serve(self, sizes: tuple[int, ...], parent: Connection) -> None:
         server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
@@ -105,8 +106,8 @@ class Source(transfer_pb2_grpc.TransferServiceServicer):
     def batches(self, sizes: tuple[int, ...]) -> Iterator[Batch]:
         """One of each size, then the jagged one."""
         rng, lease = np.random.default_rng(0), Lease("benchmark", 1)
-        for size in sizes:
-            column = rng.integers(0, 256, (16, size // 16), np.uint8)
+        for nbytes in sizes:
+            column = rng.integers(0, 256, (16, nbytes // 16), np.uint8)
             yield Batch(16, {"x": self.store.put_column(column, "uint8", lease)})
         columns = ppo_batch(rng)
         yield Batch(
@@ -227,15 +228,21 @@ def figures(part: str, nbytes: int, readers: int, seconds: Mapping[str, list[flo
     ]  # fmt: skip
 
 
+def size(nbytes: int) -> str:
+    return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / KIB:g} KiB"
+
+
 def show(taken: list[Figure]) -> None:
     """The table."""
-    table = Table(title="Rows from one process to others", caption="time until the last reader has its own copy")
-    for name in ("bytes", "readers", "way", "rounds", "median ms", "best ms", "GB/s", "over memcpy"):
+    table = Table(
+        title="Rows from one process to others", caption="time until the last reader has its own copy"
+    )
+    for name in ("size", "readers", "way", "rounds", "median ms", "best ms", "GB/s", "over memcpy"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for figure, following in zip(taken, [*taken[1:], None], strict=True):
         ratio = "" if figure.memcpy_ratio is None else f"{figure.memcpy_ratio:.1f} x"
         last = following is None or (following.nbytes, following.readers) != (figure.nbytes, figure.readers)
-        table.add_row(f"{figure.nbytes:,}", str(figure.readers), figure.way, str(figure.rounds),
+        table.add_row(size(figure.nbytes), str(figure.readers), figure.way, str(figure.rounds),
                       f"{figure.median_s * 1e3:.3f}", f"{figure.best_s * 1e3:.3f}", f"{figure.gb_per_s:.2f}",
                       ratio, end_section=last)  # fmt: skip
     Console().print(table)

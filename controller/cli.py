@@ -46,13 +46,16 @@ def main(algo: str, config_path: Path | None, launch: bool, settings: tuple[str,
     Without --config it builds the quickstart's model and data, launches the quickstart's services, and runs.
     """
     signal.signal(signal.SIGTERM, _terminated)
+    # An algorithm of the user's own may lie in the working directory.
+    sys.path.append(str(Path.cwd()))
     try:
         algorithm = algorithms.find_algorithm(algo)
         config = load(config_path, settings) if config_path else _quickstart(settings)
         run_directory, summary = run(algorithm, config, launch=launch or config_path is None)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0] if stopped.args else signal.SIGINT
+        click.echo(f"stopped by {signal.Signals(number).name}", err=True)
+        sys.exit(128 + number)
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
@@ -127,8 +130,9 @@ def _quickstart(settings: tuple[str, ...]) -> Config:
     return config
 
 
-def _terminated(*_: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)
+def _terminated(number: int, _: object) -> NoReturn:
+    """SIGTERM ends a run as Ctrl-C does."""
+    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
-from rlhf.errors import from_rpc_error
+from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
 
 
 class RankClient:
@@ -42,7 +42,7 @@ class RankClient:
         try:
             return await self._callable(method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, f"{self} {method.name}") from error
+            raise self._explain(error, method, timeout_s) from error
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
         """The responses of a streaming call, until the service ends it or the caller stops asking."""
@@ -54,6 +54,13 @@ class RankClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+    def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
+        explained = from_rpc_error(error, f"{self} {method.name}")
+        if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
+            # The rank has said nothing; this is gRPC's own clock.
+            return DeadlineExceeded(f"{self} {method.name}: no answer within {timeout_s:g} s")
+        return explained
 
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 
 import grpc
@@ -10,9 +11,9 @@ import grpc.aio
 
 from controller.client import WORKER, RankClient
 from controller.config import Config
-from controller.dataflow import Loop, Placement
+from controller.dataflow import Loop, Placement, results
 from controller.group import GROUPS, ActorGroup, RewardGroup, RoleGroup, Session
-from rlhf.errors import ConfigError, RlhfError, ServiceLost
+from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 
 RETRY_S = 0.2
@@ -67,8 +68,7 @@ class Cluster:
         """Frees the rows of finished steps on every rank."""
         ours = [group for group in self.groups.values() if group.description.epoch]
         releases = [group.release(through_step=through_step) for group in ours]
-        for release in releases:
-            release.result(self.session.timeout_s)
+        results(releases)
 
     def memory(self) -> dict[str, int]:
         """Resident and device memory by service, in bytes, added over ranks."""
@@ -103,33 +103,9 @@ class Cluster:
                 self._watches.extend(asyncio.ensure_future(self._watch(client)) for client in group.clients)
 
     async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """What rank 0 of a service says of it, as soon as it answers."""
+        """What a service says of itself, checked against the config."""
         table = self.config.services[name]
-        client = RankClient(name, 0, table.address)
-        try:
-            while True:
-                try:
-                    remaining = max(deadline - time.monotonic(), 0.1)
-                    description = await client.call(
-                        WORKER["Describe"], worker_pb2.DescribeRequest(), remaining
-                    )
-                    break
-                except ServiceLost as error:
-                    if time.monotonic() + RETRY_S > deadline:
-                        timeout_s = self.config.run.connect_timeout_s
-                        raise ServiceLost(
-                            f"services.{name}: nothing answers at {table.address} within {timeout_s:g} s: {error}"
-                        ) from None
-                    await asyncio.sleep(RETRY_S)
-                except RlhfError as error:
-                    if _is_unimplemented(error) and table.role == "reward":
-                        description = _foreign_reward(name, table.address)
-                        break
-                    raise ConfigError(
-                        f"services.{name}: no service of this cluster at {table.address}: {error}"
-                    ) from None
-        finally:
-            await client.close()
+        description = await self._describe(name, deadline)
         if description.role != table.role:
             raise ConfigError(
                 f"services.{name}.address: {table.address} is the {description.role} service "
@@ -140,6 +116,31 @@ class Cluster:
                 f"services.{name}.ranks is {table.ranks}, but the service has {len(description.ranks)}"
             )
         return description
+
+    async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
+        """What rank 0 of a service says of it, as soon as it answers."""
+        table, timeout_s = self.config.services[name], self.config.run.connect_timeout_s
+        client = RankClient(name, 0, table.address)
+        try:
+            while True:
+                remaining_s = max(deadline - time.monotonic(), RETRY_S)
+                try:
+                    return await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
+                except (ServiceLost, DeadlineExceeded) as error:
+                    if time.monotonic() + RETRY_S > deadline:
+                        raise ServiceLost(
+                            f"services.{name}: no service answers at {table.address} within {timeout_s:g} s: "
+                            f"{_connection_failure(error)}"
+                        ) from error
+                except RlhfError as error:
+                    if _is_unimplemented(error) and table.role == "reward":
+                        return _foreign_reward(name, table.address)
+                    raise ConfigError(
+                        f"services.{name}.address: {table.address} is no service of this cluster: {error}"
+                    ) from error
+                await asyncio.sleep(RETRY_S)
+        finally:
+            await client.close()
 
     async def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         clients = [
@@ -179,6 +180,13 @@ class Cluster:
         releases = (client.call(WORKER["Release"], request, CLOSE_S) for client in clients)
         await asyncio.gather(*releases, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in clients))
+
+
+def _connection_failure(error: RlhfError) -> str:
+    """What gRPC says last of a connection that did not come about, without the addresses it tried."""
+    cause = error.__cause__
+    details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
+    return re.sub(r".*ipv[46]:\S+: ", "", details or str(error))
 
 
 def _is_unimplemented(error: RlhfError) -> bool:

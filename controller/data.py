@@ -38,10 +38,14 @@ class PromptData:
             ConfigError: The file is missing, empty, or a line of it is not a row.
         """
         try:
-            lines = [line for line in path.read_text().splitlines() if line.strip()]
+            # Only \n ends a line: text in JSON may have other line separators in it.
+            lines = path.read_text(encoding="utf-8").split("\n")
         except OSError as error:
             raise ConfigError(f"{key}: {path}: {error.strerror}") from None
-        rows = [_row(line, f"{key}: {path}:{number}") for number, line in enumerate(lines, 1)]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{key}: {path}: not UTF-8: {error.reason} at byte {error.start}") from None
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        rows = [_row(line, f"{key}: {path}:{number}") for number, line in numbered]
         if not rows:
             raise ConfigError(f"{key}: {path} has no rows")
         return PromptData(*(list(column) for column in zip(*rows, strict=True)))

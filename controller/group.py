@@ -7,10 +7,11 @@ request to each rank, and collects references to what the ranks made. Tensors st
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from google.protobuf import json_format, struct_pb2
 
 from controller.client import WORKER, RankClient
-from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, then
+from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, awaited, then
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn
 from nccl_transfer.columns import Jagged
@@ -38,6 +39,7 @@ from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, reward_pb2, worker_pb2
 
 SETTLE_S = 2.0
 """After a rank has failed, how long to wait for what the others say: the culprit may answer last."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Session:
     timeout_s: float = 600.0
     controller_bytes: int = 0
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    call_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -66,8 +69,9 @@ class Session:
         """The header of the next call of a method, all but sequence and epoch."""
         ordinal = self.ordinals[service, method]
         self.ordinals[service, method] += 1
+        call_id = f"{self.name}/{next(self.call_numbers)}"
         return common_pb2.Call(
-            call_id=uuid.uuid4().hex, session=self.name, seed=self.seed, step=self.step, ordinal=ordinal
+            call_id=call_id, session=self.name, seed=self.seed, step=self.step, ordinal=ordinal
         )
 
 
@@ -148,8 +152,8 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         try:
             names = list(inputs.columns)
-            columns = await asyncio.gather(*(asyncio.wrap_future(inputs.columns[name]) for name in names))
-            await asyncio.gather(*(asyncio.wrap_future(future) for future in before))
+            columns = await awaited(inputs.columns[name] for name in names)
+            await awaited(before)
             self._sequence += 1
             header.sequence, header.epoch = self._sequence, self.description.epoch
             self.running[header.call_id] = method.name
@@ -189,30 +193,41 @@ class RoleGroup:
             asyncio.ensure_future(client.call(method, request, timeout_s))
             for client, request in zip(self.clients, requests, strict=True)
         ]
+        ended: list[asyncio.Future[Any]] = []
+        for call in calls:
+            call.add_done_callback(ended.append)
         try:
-            _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await self._cancel(requests[0].call.call_id)
-                await asyncio.wait(pending, timeout=SETTLE_S)
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(call.exception() for call in done):
+                return [call.result() for call in calls]
+            silent = await self._cancel(requests[0].call.call_id)
+            await asyncio.wait(calls, timeout=SETTLE_S)
         except asyncio.CancelledError:
             await self._cancel(requests[0].call.call_id)
             raise
         finally:
             for call in calls:
                 call.cancel()
-        errors = [e for call in calls if call.done() and not call.cancelled() and (e := call.exception())]
-        if errors:
-            raise min(errors, key=_blame)
-        return [call.result() for call in calls]
+        # Of two that are equally close to the cause, the one that failed first.
+        error = min((e for call in ended if (e := call.exception())), key=_blame)
+        if silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
+            raise DeadlineExceeded(
+                f"{silent[0]} {method.name}: no answer within {timeout_s:g} s, and none to Cancel: its process "
+                "is stopped or stuck"
+            ) from error
+        raise error
 
     async def cancel_all(self) -> None:
         """Asks the calls that are running to stop."""
         await asyncio.gather(*(self._cancel(call_id) for call_id in list(self.running)))
 
-    async def _cancel(self, call_id: str) -> None:
+    async def _cancel(self, call_id: str) -> list[RankClient]:
+        """Asks every rank to stop a call; returns those that do not answer, as a rank at work does at once."""
         request = worker_pb2.CancelRequest(call_id=call_id)
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
-        await asyncio.gather(*cancels, return_exceptions=True)
+        answers = await asyncio.gather(*cancels, return_exceptions=True)
+        answered = zip(self.clients, answers, strict=True)
+        return [client for client, answer in answered if isinstance(answer, DeadlineExceeded)]
 
     def _collect(
         self, method: Method, batch: Batch, responses: list[Any], started: float
@@ -382,12 +397,9 @@ def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
 
 def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
     """The verdicts as one column; every row has to have one of the same kind."""
-    failed = [
-        (row, score) for row, score in enumerate(scores) if score.WhichOneof("verdict") in (None, "error")
-    ]
+    failed = [(row, cause) for row, score in enumerate(scores) if (cause := _failure(score))]
     if failed:
-        row, score = failed[0]
-        cause = score.error or "no verdict"
+        row, cause = failed[0]
         raise RewardFailed(
             f"{service}: {len(failed)} of {len(scores)} rows could not be scored; row {row}: {cause}"
         )
@@ -398,6 +410,16 @@ def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Ja
     if kinds - {"score"}:
         raise RewardFailed(f"{service}: some rows have one score and others a score per token")
     return np.asarray([score.score for score in scores], np.float64)
+
+
+def _failure(score: reward_pb2.RowScore) -> str:
+    """Why a row has no reward to train on; empty where it has."""
+    verdict = score.WhichOneof("verdict")
+    if verdict in (None, "error"):
+        return score.error or "no verdict"
+    values = [score.score] if verdict == "score" else score.token_scores.scores
+    bad = [value for value in values if not abs(value) <= FLOAT32_MAX]
+    return f"score {bad[0]:g} is not a float32 number" if bad else ""
 
 
 def _merge_metrics(responses: Sequence[Any]) -> dict[str, float]:

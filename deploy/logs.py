@@ -16,12 +16,12 @@ _WORKER_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
 
 def explain_exit(code: int, log: Path) -> str:
-    """One line on why a service with this exit code and log ended: its last fatal line, or else how it ended
-    and the evidence."""
+    """One line on why a service with this exit code and log, NAME.log, ended: its last fatal line, or else how
+    it ended and the evidence."""
     lines = _tail(log)
     fatal = [line for line in lines if line.startswith(FATAL)]
     if fatal:
-        return fatal[-1].removeprefix(FATAL)
+        return fatal[-1].removeprefix(FATAL).removeprefix(f"{log.stem}: ")
     # torchrun reports the worker that failed first; what follows is its own traceback.
     for number, line in enumerate(lines):
         if failure := _WORKER_FAILURE.search(line):

@@ -36,11 +36,13 @@ def check_torch() -> None:
 
 
 def check_model(name: str, table: Service) -> None:
-    """Raises ConfigError where the service's model directory does not exist."""
+    """Raises ConfigError where the service's model directory does not exist, or is none of a model."""
     model = table.model if isinstance(table, ModelTable) or table.kind == "model" else None
-    if model is not None and not model.is_dir():
-        relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
-        raise ConfigError(f"services.{name}.model: there is no directory {model}{relative}")
+    if model is None or (model / "config.json").is_file():
+        return
+    relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
+    problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"
+    raise ConfigError(f"services.{name}.model: {problem}{relative}")
 
 
 def check_address(name: str, address: str) -> None:

@@ -108,7 +108,8 @@ class ArenaReader:
     """Reads an arena through its descriptor, in the process that owns it and in every other.
 
     Args:
-        fd: Descriptor of the memfd; owned from now on, and closed with the last reference to this reader.
+        fd: Descriptor of the memfd; owned from now on, and closed by `close` or with the last reference to this
+            reader.
         nbytes: Size of the arena.
         nonce: The arena's random name, which every header of it repeats.
     """
@@ -151,8 +152,8 @@ class Arena:
     """The owner's side: the only writable mapping, and the headers.
 
     The whole size is reserved at once, so that running out of memory is an error here and not a SIGBUS later. Its
-    pages are faulted in as they are first written: doing it at the start costs as much (0.3 to 0.7 GB/s on
-    the machines measured) and pays for pages that may never be used.
+    pages are faulted in as they are first written: doing it at the start costs as much (0.3 to 0.7 GB/s
+    where measured) and pays for pages that may never be used.
 
     Raises:
         OutOfSpace: The host has less memory than `nbytes` available.

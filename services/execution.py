@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, LocalColumn, RemoteColumn
@@ -20,6 +20,7 @@ from nccl_transfer.store import Lease, TensorStore
 from rlhf.contract import Method
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
+from services.ranks import OutOfStep
 from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
 
 REMEMBERED_CALLS = 256
@@ -27,6 +28,9 @@ REMEMBERED_CALLS = 256
 
 GRACE_S = 5.0
 """How long a call past its deadline, or a call in a drain, may take to notice."""
+
+ANSWER_S = 0.5
+"""Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
 
 
 @dataclass
@@ -200,6 +204,9 @@ class CallQueue:
             while self._next in self._abandoned:
                 self._abandoned.remove(self._next)
                 self._next += 1
+        elif call.sequence:
+            # It outlived its session: nobody else would free the rows it made.
+            self.store.release(call.session)
         self._wake()
 
     def _wake(self) -> None:
@@ -233,11 +240,12 @@ class CallQueue:
         if failure is None and context.stopping:
             failure = CallCancelled(f"call {context.call.call_id} was cancelled before it started")
         if registration.collective:
-            self.worker.ranks.agree(failure, context.deadline)
+            self.worker.ranks.agree(failure, context.deadline, context.call.call_id)
         elif failure is not None:
             raise failure
         result = self.worker.around(lambda: self._call(known, rows, request))
-        rows.fetched.verify()
+        if not result.verified:
+            rows.fetched.verify()
         known.timing.compute_s = time.monotonic() - started
         return self._respond(known, result)
 
@@ -272,21 +280,24 @@ class CallQueue:
     async def _guard(self, work: asyncio.Future[Any], known: Running) -> Any:
         """Waits for the compute thread. A call past its deadline is asked to stop; if it does not, it is
         stuck, and no thread of ours can free it: the rank exits, and its launcher may start a new epoch."""
-        remaining = known.context.deadline - time.monotonic()
+        call_id, remaining = known.context.call.call_id, known.context.deadline - time.monotonic()
         done, _ = await asyncio.wait([work], timeout=max(remaining, 0))
         if not done:
             known.context.cancelled.set()
             done, _ = await asyncio.wait([work], timeout=GRACE_S)
         if not done:
-            ranks = self.worker.ranks
-            print(
-                f"fatal: {self.worker.role} rank {ranks.rank}: {known.method.name} ({known.context.call.call_id}) is "
-                f"stuck {GRACE_S:g} s past its deadline; leaving",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(70)
+            self._leave(f"{known.method.name} ({call_id}) is stuck {GRACE_S:g} s past its deadline")
+        error = work.exception()
+        if isinstance(error, CallCancelled) and time.monotonic() > known.context.deadline:
+            raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
+        if isinstance(error, OutOfStep):
+            asyncio.get_running_loop().call_later(ANSWER_S, self._leave, str(error))
         return work.result()
+
+    def _leave(self, why: str) -> NoReturn:
+        ranks = self.worker.ranks
+        print(f"fatal: {self.worker.role} rank {ranks.rank}: {why}; leaving", file=sys.stderr, flush=True)
+        os._exit(70)
 
     def _set_phase(self, phase: worker_pb2.Phase, running: Running | None) -> None:
         self.phase, self.running = phase, running

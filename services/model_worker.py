@@ -28,7 +28,7 @@ from services.minibatch import deal
 from services.models import ValueModel, check_tokenizer, load_tokenizer, vocabulary_hash
 from services.ranks import Ranks
 from services.rollout.base import GenerationStopped
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.worker import CallContext, Result, Rows, Worker, register, require
 
 Output = TypeVar("Output")
 Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
@@ -181,11 +181,13 @@ class ModelWorker(Worker):
         before = self.engine.snapshot()
         try:
             metrics = self._steps(mini_batches, call, head, loss_for)
+            with self.ranks.together(call.deadline):
+                rows.fetched.verify()
         except BaseException:
             self.engine.restore(before)
             raise
         self.policy_version += 1
-        return Result(metrics=metrics)
+        return Result(metrics=metrics, verified=True)
 
     def _mini_batches(
         self, rows: Rows, schedule: actor_pb2.Schedule, call: CallContext, columns: Sequence[Jagged[Tensor]]
@@ -242,12 +244,12 @@ class ModelWorker(Worker):
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        if not request.calls or not request.directory:
-            raise InvalidRequest("profile: directory and a number of calls of at least 1 are required")
+        require(request, "directory", "calls")
         return Result(fields={"path": str(self._traces.arm(Path(request.directory), request.calls))})
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        require(request, "directory", "format")
         directory = Path(request.directory)
         match request.format:
             case worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE:
@@ -261,6 +263,7 @@ class ModelWorker(Worker):
 
     @register("ONE_TO_ALL")
     def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        require(request, "directory")
         extra = self.engine.load(Path(request.directory))
         self.policy_version = int(extra["policy_version"])
         return Result()

@@ -7,8 +7,10 @@ reward service of one rank runs without torch.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+class OutOfStep(PeerFailed):
+    """Ranks whose collectives do not match any more: one is at another call, did not come, or died. No later
+    collective of theirs could be trusted, so a rank that raises this has to leave."""
 
 
 @dataclass
@@ -97,7 +104,7 @@ class Ranks:
             deadline: `time.monotonic()` until which the peers may take.
 
         Raises:
-            PeerFailed: A peer did not come, or died.
+            OutOfStep: A peer did not come, or died.
         """
         if self.size == 1:
             return list(values)
@@ -110,12 +117,21 @@ class Ranks:
             assert work is not None
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise PeerFailed(f"a peer of rank {self.rank} did not join a collective: {error}") from error
+            raise OutOfStep(f"a peer of rank {self.rank} did not join a collective: {error}") from error
         return sums.tolist()
 
-    def agree(self, mine: Exception | None, deadline: float) -> None:
-        """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed."""
-        failed = self.total([float(self.rank == r and mine is not None) for r in range(self.size)], deadline)
+    def agree(self, mine: Exception | None, deadline: float, call_id: str = "") -> None:
+        """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed.
+
+        Raises:
+            OutOfStep: A peer did not come, or came with another call.
+        """
+        own = [float(r == self.rank) for r in range(self.size)]
+        fingerprint = zlib.crc32(call_id.encode())
+        sums = self.total([x * (mine is not None) for x in own] + [x * fingerprint for x in own], deadline)
+        failed, fingerprints = sums[: self.size], sums[self.size :]
+        if len(set(fingerprints)) > 1:
+            raise OutOfStep(f"rank {self.rank} is at call {call_id}, and not all of its peers are")
         if mine is not None:
             raise mine
         if any(failed):
@@ -139,7 +155,10 @@ class Ranks:
             return
         import torch.distributed as dist
 
-        work = dist.barrier(async_op=True)
-        if work is not None:
-            work.wait(timedelta(seconds=5))
-        dist.destroy_process_group()
+        try:
+            work = dist.barrier(async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=5))
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            logging.warning("left without the other ranks: %s", error)

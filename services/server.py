@@ -29,7 +29,7 @@ from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
 from rlhf.v1 import transfer_pb2, worker_pb2
-from services.execution import CallQueue
+from services.execution import ANSWER_S, CallQueue
 from services.worker import Registration, Worker, registered_methods
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -146,7 +146,7 @@ class RankServer:
 
         async def run(request: Any, context: Any) -> Any:
             remaining = context.time_remaining()
-            timeout_s = DEFAULT_TIMEOUT_S if remaining is None else remaining
+            timeout_s = DEFAULT_TIMEOUT_S if remaining is None else remaining - min(ANSWER_S, remaining / 10)
             return await self.queue.submit(method, registration, request, timeout_s)
 
         return run

@@ -122,11 +122,13 @@ class Result:
         columns: Output rows by column: numpy arrays, `Jagged`, torch tensors; lists of strings travel inline.
         metrics: (sum, count) by name; over ranks, sums and counts are added.
         fields: Further fields of the response message.
+        verified: Whether the method has verified its rows, as one that changes weights does before they count.
     """
 
     columns: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    verified: bool = False
 
 
 class Worker:
@@ -189,6 +191,14 @@ class Worker:
     def around(self, run: Callable[[], Result]) -> Result:
         """Runs a method; a role may wrap it, for example in a profiler."""
         return run()
+
+
+def require(request: Any, *names: str) -> None:
+    """Raises InvalidRequest where a field that the proto requires is not set."""
+    given = {field.name for field, _ in request.ListFields()}
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise InvalidRequest(f"{' and '.join(missing)} must be given")
 
 
 def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:

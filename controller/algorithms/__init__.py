@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 from rlhf.errors import ConfigError
 
@@ -13,7 +15,7 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find_algorithm(name: str):
+def find_algorithm(name: str) -> Callable[..., Any]:
     """The function of an algorithm, `function(run)`.
 
     Args:
@@ -28,6 +30,11 @@ def find_algorithm(name: str):
         raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(names())}, or module:function")
     path, attribute = (module, attribute) if colon else (f"{__name__}.{name}", name)
     try:
-        return getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algorithm {name!r} cannot be imported: {error}") from error
+        function = getattr(importlib.import_module(path), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"algorithm {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"algorithm {name!r} is not a function")
+    return function

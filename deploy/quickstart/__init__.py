@@ -19,9 +19,9 @@ class Recipe:
     """Chooses the held-out sums, the initial weights and the order of the training rows."""
     threads: int = 1
     """CPU threads of the supervised training; floating-point sums, hence the bits, depend on it."""
-    target_accuracy: float = 0.2
+    target_accuracy: float = 0.25
     """Supervised training stops once this share of its recent rows is answered exactly."""
-    max_steps: int = 1500
+    max_steps: int = 3000
     """Supervised training stops after this many optimizer steps in any case."""
 
 

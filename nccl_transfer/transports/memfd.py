@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,24 +176,22 @@ class MemfdTransport(Transport):
 
 
 def _connect(source: Endpoint, deadline: float) -> _Connection:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with ExitStack() as opened:
+        connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connection.settimeout(remaining_s(deadline, source))
-        connection.connect(f"\0{source.memfd_socket}")
-        if _peer_uid(connection) != os.geteuid():
-            raise Refused(
-                f"{source}: its arena belongs to user {_peer_uid(connection)}, this is {os.geteuid()}"
-            )
-        reader, epoch = _receive_arena(connection, source)
-        connection.setblocking(False)
-        return _Connection(reader, epoch, connection)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, TimeoutError):
+        try:
+            connection.connect(f"\0{source.memfd_socket}")
+            owner = _peer_uid(connection)
+            if owner != os.geteuid():
+                raise Refused(f"{source}: its arena belongs to user {owner}, this is {os.geteuid()}")
+            reader, epoch = _receive_arena(connection, source)
+        except TimeoutError as error:
             raise DeadlineExceeded(f"{source}: did not hand out its arena by the deadline") from error
-        if isinstance(error, OSError):
+        except OSError as error:
             raise ServiceLost(f"{source}: its arena cannot be reached: {error.strerror}") from error
-        raise
+        connection.setblocking(False)
+        opened.pop_all()
+        return _Connection(reader, epoch, connection)
 
 
 def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:

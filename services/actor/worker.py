@@ -21,7 +21,7 @@ from services.ranks import Ranks
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
-from services.worker import CallContext, Result, Rows, register
+from services.worker import CallContext, Result, Rows, register, require
 
 
 class ActorWorker(ModelWorker):
@@ -47,6 +47,7 @@ class ActorWorker(ModelWorker):
     def generate_sequences(
         self, rows: Rows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> Result:
+        require(request, "sampling")
         if self._rollout_version != self.policy_version:
             self.rollout.load_weights(self.engine.full_tensors())
             self._rollout_version = self.policy_version
@@ -98,6 +99,7 @@ class ActorWorker(ModelWorker):
 
     @register("3D_PROTO")
     def update_actor(self, rows: Rows, request: actor_pb2.UpdateActorRequest, call: CallContext) -> Result:
+        require(request, "loss", "schedule")
         config = _loss_config(request.loss)
         old_log_probs, advantages = self.column(rows, "log_probs"), self.column(rows, "advantages")
         reference = self.column(rows, "ref_log_probs") if "ref_log_probs" in rows else None

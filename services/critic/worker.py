@@ -15,7 +15,7 @@ from services.losses import aggregate, check_aggregation
 from services.model_worker import ModelWorker, per_token
 from services.models import load_value_model
 from services.ranks import Ranks
-from services.worker import CallContext, Result, Rows, register
+from services.worker import CallContext, Result, Rows, register, require
 
 
 class CriticWorker(ModelWorker):
@@ -36,6 +36,7 @@ class CriticWorker(ModelWorker):
 
     @register("3D_PROTO")
     def update_critic(self, rows: Rows, request: critic_pb2.UpdateCriticRequest, call: CallContext) -> Result:
+        require(request, "loss", "schedule")
         old_values, returns = self.column(rows, "values"), self.column(rows, "returns")
         options = request.loss
         aggregation = options.aggregation or "token-mean"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from integration.harness import Cluster, Processes, Service, free_ports, wait_until, write_config
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from controller.config import Config
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
+from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
 
 START_TIMEOUT_S = 110.0
 STOP_TIMEOUT_S = 40.0
@@ -140,26 +139,16 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """The services, up until the last test."""
     directory = tmp_path_factory.mktemp("cluster")
     path = write_config(config, directory / "cluster.toml")
-    processes, log = Processes(), directory / "launcher.log"
-    with log.open("w") as sink:
-        up = processes.start(
-            "rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"), stderr=sink
-        )
+    processes = Processes()
     try:
-        _wait_until_ready(up, log)
+        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
+        wait_for_line(up, "ready\n", START_TIMEOUT_S)
         yield Cluster(config, _save_all(config, directory))
         up.terminate()
         assert up.wait(STOP_TIMEOUT_S) == 0
         assert not processes.living()
     finally:
         processes.kill()
-
-
-def _wait_until_ready(up: Any, log: Path) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(up.stdout, selectors.EVENT_READ)
-        assert selector.select(START_TIMEOUT_S), log.read_text()
-    assert up.stdout.readline() == "ready\n", log.read_text()
 
 
 def _save_all(config: Config, directory: Path) -> dict[str, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -114,7 +115,9 @@ class Service:
         request: Any = method.request
         response: Any = method.response
         return kind(
-            method.path, request_serializer=request.SerializeToString, response_deserializer=response.FromString
+            method.path,
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
         )
 
     def channel(self, rank: int = 0) -> grpc.Channel:
@@ -284,6 +287,16 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any
     return held
 
 
+def wait_for_line(process: subprocess.Popen[str], line: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Waits until the process says this line as the first on its stdout."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        assert selector.select(timeout_s), f"nothing said within {timeout_s:g} s"
+    said = process.stdout.readline()
+    assert said == line, (said, process.communicate(timeout=timeout_s))
+
+
 class Processes:
     """Starts commands, and knows all that lives of them, children of children included: they inherit a mark."""
 
@@ -311,9 +324,7 @@ class Processes:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
-            return (
-                process.environ().get(self.MARK) == self._id and process.status() != psutil.STATUS_ZOMBIE
-            )
+            return process.environ().get(self.MARK) == self._id and process.status() != psutil.STATUS_ZOMBIE
         return False
 
 

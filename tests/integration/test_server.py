@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from transformers import AutoTokenizer
+
+from controller.config import Config
 from integration.conftest import Task
 from integration.harness import (
     POLICY_LOSS,
@@ -21,14 +25,15 @@ from integration.harness import (
     TWO_STEPS,
     Cluster,
     Pending,
+    Processes,
     Service,
+    free_ports,
     jagged,
-    wait_until,
+    wait_for_line,
+    write_config,
 )
-from transformers import AutoTokenizer
-
 from nccl_transfer.batch import Batch
-from rlhf.contract import SERVICES, group_methods
+from rlhf.contract import group_methods
 from rlhf.errors import (
     STATUS_KEY,
     CallCancelled,
@@ -36,7 +41,6 @@ from rlhf.errors import (
     InvalidRequest,
     PeerFailed,
     Refused,
-    RlhfError,
 )
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.models import vocabulary_hash
@@ -90,6 +94,37 @@ def start_update(service: Service) -> tuple[Pending, str]:
 
 
 Start = Callable[[Service], tuple[Pending, str]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A service of two ranks of its own, for tests that end it."""
+
+    service: Service
+    supervisor: subprocess.Popen[str]
+
+    def last_words(self) -> str:
+        """The error with which the supervisor ends."""
+        _, err = self.supervisor.communicate(timeout=SOON_S)
+        assert self.supervisor.returncode == 1
+        return err.splitlines()[-1]
+
+
+@pytest.fixture
+def pair(config: Config, tmp_path: Path) -> Iterator[Pair]:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    table = config.services["reward"].model_copy(update={"address": address, "ranks": 2})
+    path = write_config(config.model_copy(update={"services": {"pair": table}}), tmp_path / "pair.toml")
+    processes = Processes()
+    try:
+        supervisor = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(tmp_path / "logs"))
+        wait_for_line(supervisor, "ready\n")
+        service = Service("pair", address)
+        yield Pair(service, supervisor)
+        service.close()
+        assert not processes.living()
+    finally:
+        processes.kill()
 
 
 def test_describe_says_who_and_where_every_rank_is(actor: Service, task: Task) -> None:
@@ -347,12 +382,44 @@ def test_a_row_that_one_rank_cannot_compute_fails_the_call_on_all(actor: Service
     actor.call("compute_log_prob", rows, temperature=1.0)
 
 
-def test_a_call_that_one_rank_never_gets_ends_at_its_deadline(actor: Service) -> None:
-    requests = actor.requests("offload")
+def test_rows_released_during_an_update_change_it_on_all_ranks_or_on_none(
+    actor: Service, tmp_path: Path
+) -> None:
+    versions, sha256 = actor.versions, actor.export(tmp_path / "before")
+    rows = actor.rows("generate_sequences", prompts(8), sampling=SAMPLING)
+    rows |= actor.rows("compute_log_prob", rows, temperature=1.0)
+    rows |= Batch.of(advantages=actor.values(rows, "log_probs"))
+    schedule = actor_pb2.Schedule(epochs=20, mini_batches=1)
+    options = {"loss": POLICY_LOSS, "schedule": schedule, "temperature": 1.0}
+    inputs = rows.select(["prompt_ids", "response_ids", "log_probs", "advantages"])
+    pending = actor.start("update_actor", inputs, **options)
+    actor.watch_until(lambda status: status.done >= 2)
+    actor.ask("Release", 1, session=actor.session, all_steps=True)
+    assert [type(outcome) for outcome in pending.outcomes()] == [PeerFailed, Refused]
+    assert actor.versions == versions
+    assert actor.export(tmp_path / "after") == sha256
+
+
+def test_a_call_that_one_rank_never_gets_ends_the_service_at_its_deadline(pair: Pair) -> None:
+    service = pair.service
+    requests = service.requests("offload")
     began = time.monotonic()
-    (outcome,) = actor.send("offload", {1: requests[1]}, timeout_s=2.0).outcomes()
-    assert isinstance(outcome, RlhfError)
+    (outcome,) = service.send("offload", {1: requests[1]}, timeout_s=2.0).outcomes()
+    assert isinstance(outcome, PeerFailed)
+    assert "did not join" in str(outcome)
     assert time.monotonic() - began < 2.5
+    assert "pair: reward rank 1" in pair.last_words()
+
+
+def test_ranks_that_are_at_different_calls_do_not_compute_together(pair: Pair) -> None:
+    """A controller that died while it sent a call left it with one rank only; the next one comes."""
+    stale = pair.service
+    stale.send("offload", {0: stale.requests("offload")[0]})
+    stale.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
+    next_one = Service("pair", stale.addresses[0])
+    first = next_one.send("offload", {1: next_one.requests("offload")[1]})
+    assert [type(outcome) for outcome in first.outcomes()] == [PeerFailed]
+    assert "not all of its peers" in pair.last_words()
 
 
 def test_errors_carry_who_where_and_the_remote_traceback(actor: Service) -> None:

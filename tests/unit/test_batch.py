@@ -138,6 +138,17 @@ def test_rows_that_lie_side_by_side_are_one_run(made, data):
         assert len(list(remote(whole, name).runs())) == 1
 
 
+@pytest.mark.parametrize("kind", ["remote", "remote jagged"])
+@given(data=st.data())
+@settings(deadline=None)
+def test_rows_of_two_ranks_stay_apart_where_one_goes_on_where_the_other_stops(kind, data):
+    world = World()
+    (a, a_rows), (b, b_rows) = (world.column(kind, 6, data.draw) for _ in range(2))
+    cut = data.draw(st.integers(0, 6))
+    parts = [Batch(6, {"x": a}).take(np.arange(cut)), Batch(6, {"x": b}).take(np.arange(cut, 6))]
+    assert_same(world, Batch.concat(parts), {"x": a_rows[:cut] + b_rows[cut:]})
+
+
 @given(batches(columns=("local", "text")), batches(columns=("remote", "local jagged")))
 @settings(deadline=None)
 def test_joining_takes_the_columns_of_both(left, right):
