@@ -25,11 +25,10 @@ import grpc
 import grpc.aio
 import numpy as np
 import tomli_w
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ports import free_port
-from benchmarks.report import circumstances, json_option, write_json
+from benchmarks.report import circumstances, console, json_option, write_json
 from controller.cluster import Cluster
 from controller.config import Config
 from controller.dataflow import Loop
@@ -296,15 +295,22 @@ def show(figures: list[Figure], without_ray: str) -> None:
     for figure in figures:
         against = None if figure.system == CLUSTER else ratio(figures, figure.ranks, figure.system)
         shown = f"{against[0]:.2f} ({against[1]:.2f} to {against[2]:.2f})" if against else ""
-        table.add_row(str(figure.ranks), figure.system, str(figure.calls), f"{figure.p50_ms:.2f}",
-                      f"{figure.p99_ms:.2f}", shown, end_section=figure.system == _last(figures, figure.ranks))  # fmt: skip
-    console = Console()
-    console.print(table)
+        table.add_row(
+            str(figure.ranks),
+            figure.system,
+            str(figure.calls),
+            f"{figure.p50_ms:.2f}",
+            f"{figure.p99_ms:.2f}",
+            shown,
+            end_section=figure.system == _last(figures, figure.ranks),
+        )
+    screen = console()
+    screen.print(table)
     most = max(figure.ranks for figure in figures)
     for anchor, aim in ((RAW, MOST_OF_RAW), (RAY, MOST_OF_RAY)):
         if against := ratio(figures, most, anchor):
             verdict = "met" if against[0] <= aim else "missed"
-            console.print(f"{most} ranks over {anchor}: {against[0]:.2f}, aim at most {aim:g}: {verdict}")
+            screen.print(f"{most} ranks over {anchor}: {against[0]:.2f}, aim at most {aim:g}: {verdict}")
 
 
 def _last(figures: list[Figure], ranks: int) -> str:
@@ -312,9 +318,13 @@ def _last(figures: list[Figure], ranks: int) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--ranks", "sizes", multiple=True, type=click.IntRange(1), default=(1, 2, 4, 8), show_default=True)
+@click.option(
+    "--ranks", "sizes", multiple=True, type=click.IntRange(1), default=(1, 2, 4, 8), show_default=True
+)
 @click.option("--calls", default=400, show_default=True, type=click.IntRange(1), help="Per system and ranks.")
-@click.option("--blocks", default=8, show_default=True, type=click.IntRange(1), help="Turns they are split into.")
+@click.option(
+    "--blocks", default=8, show_default=True, type=click.IntRange(1), help="Turns they are split into."
+)
 @json_option
 def main(sizes: tuple[int, ...], calls: int, blocks: int, json_path: Path | None) -> None:
     """Time a no-op call through a role group beside raw gRPC and Ray."""

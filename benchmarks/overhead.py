@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import statistics
@@ -30,7 +31,7 @@ from rich.table import Table
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.ports import free_port
-from benchmarks.report import circumstances, json_option, write_json
+from benchmarks.report import circumstances, console, json_option, write_json
 from controller.algorithms.ppo import ppo
 from controller.cluster import Cluster
 from controller.config import Config, load
@@ -102,7 +103,9 @@ class Torchrun:
     """`benchmarks.overhead_plain` on so many ranks, which does blocks of iterations when told to. A context
     manager: no process of it outlives the context."""
 
-    def __init__(self, name: str, ranks: int, threads: int, config: Config, config_path: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, ranks: int, threads: int, config: Config, config_path: Path, log: Path
+    ) -> None:
         self.name = name
         self.seconds: list[list[float]] = []
         self.computing_s = 0.0
@@ -257,7 +260,9 @@ def measure(config: Config, directory: Path, warm_up: int, iterations: int, bloc
         paced, sha256 = _run_cluster(config, turns)
         measured = Measured(sha256={CLUSTER: sha256, **{o.name: o.sha256() for o in others}})
     done = [i.ended_s - i.started_s for i in paced.iterations[: starts[-1] - 1]]
-    measured.seconds[CLUSTER] = [done[s - 1 : s - 1 + n] for s, n in zip(starts[1:-1], sizes[1:-1], strict=True)]
+    measured.seconds[CLUSTER] = [
+        done[s - 1 : s - 1 + n] for s, n in zip(starts[1:-1], sizes[1:-1], strict=True)
+    ]
     for other in others:
         measured.seconds[other.name] = other.seconds[1:-1]
     counted = [attribute(i) for i in paced.iterations[warm_up : starts[-1] - 1]]
@@ -268,27 +273,33 @@ def measure(config: Config, directory: Path, warm_up: int, iterations: int, bloc
 
 def _run_cluster(config: Config, turns: Mapping[int, Callable[[], None]]) -> tuple[PacedRun, str]:
     """The whole run, with all that `rlhf-controller` does; returns it and the sha256 of the actor's weights."""
-    data = (PromptData.load(config.data.train, "data.train"), PromptData.load(config.data.heldout, "data.heldout"))
+    data = (
+        PromptData.load(config.data.train, "data.train"),
+        PromptData.load(config.data.heldout, "data.heldout"),
+    )
     directory = RunDirectory.create(config.run.directory, config.run.name)
     progress = Progress(Console(file=io.StringIO()))
     cluster = Cluster(config, Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s))
     with contextlib.closing(cluster):
         cluster.connect()
         progress.begin(config.run.steps)
-        with Recorder(directory, progress) as recorder, recorder.following(cluster.running, cluster.memory):
-            with contextlib.closing(PacedRun(config, data, cluster, recorder, turns=turns)) as run:
-                ppo(run)
-                return run, run.finish()["actor_sha256"]
+        with (
+            Recorder(directory, progress) as recorder,
+            recorder.following(cluster.running, cluster.memory),
+            contextlib.closing(PacedRun(config, data, cluster, recorder, turns=turns)) as run,
+        ):
+            ppo(run)
+            return run, run.finish()["actor_sha256"]
 
 
 def show(measured: Measured) -> None:
     """The tables."""
-    console = Console()
+    screen = console()
     table = Table(title="One PPO iteration, seconds")
     for name in ("system", "iterations", "mean", "median", "medians of blocks", "over plain (blocks)"):
         table.add_column(name, justify="left" if name == "system" else "right")
     for name, blocks in measured.seconds.items():
-        every, medians = sum(blocks, []), [statistics.median(block) for block in blocks]
+        every, medians = _flat(blocks), [statistics.median(block) for block in blocks]
         against = over_plain(measured, name)
         table.add_row(
             name,
@@ -298,32 +309,40 @@ def show(measured: Measured) -> None:
             f"{min(medians):.3f} to {max(medians):.3f}",
             "" if name == PLAIN else f"{against[0]:+.1%} ({against[1]:+.1%} to {against[2]:+.1%})",
         )
-    console.print(table)
+    screen.print(table)
     shares = Table(title="Where the time of an iteration goes, mean in milliseconds")
     for name in ("", CLUSTER, PLAIN):
         shares.add_column(name, justify="right" if name else "left")
-    plain_s = statistics.mean(sum(measured.seconds[PLAIN], []))
+    plain_s = statistics.mean(_flat(measured.seconds[PLAIN]))
     plain = {COMPUTING: measured.plain_computing_s, REST: plain_s - measured.plain_computing_s}
     for name, seconds in measured.shares.items():
         shares.add_row(name, f"{seconds * 1e3:.1f}", f"{plain[name] * 1e3:.1f}" if name in plain else "")
-    console.print(shares)
+    screen.print(shares)
     same = measured.sha256[CLUSTER] == measured.sha256[PLAIN]
-    console.print(f"the actor's weights after the last step are {'the same' if same else 'NOT the same'} in both")
+    screen.print(
+        f"the actor's weights after the last step are {'the same' if same else 'NOT the same'} in both"
+    )
     overhead = over_plain(measured, CLUSTER)[0]
     verdict = "met" if overhead <= MOST_OVERHEAD else "missed"
-    console.print(f"cluster over plain torchrun: {overhead:+.1%}, aim at most {MOST_OVERHEAD:+.0%}: {verdict}")
+    screen.print(f"cluster over plain torchrun: {overhead:+.1%}, aim at most {MOST_OVERHEAD:+.0%}: {verdict}")
 
 
 def over_plain(measured: Measured, name: str) -> tuple[float, float, float]:
     """More time than plain torchrun, as a fraction: of the medians, and the least and most of a block."""
     ours, plain = measured.seconds[name], measured.seconds[PLAIN]
     of_blocks = [statistics.median(a) / statistics.median(b) - 1 for a, b in zip(ours, plain, strict=True)]
-    whole = statistics.median(sum(ours, [])) / statistics.median(sum(plain, [])) - 1
+    whole = statistics.median(_flat(ours)) / statistics.median(_flat(plain)) - 1
     return whole, min(of_blocks), max(of_blocks)
 
 
+def _flat(blocks: list[list[float]]) -> list[float]:
+    return list(itertools.chain.from_iterable(blocks))
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--warm-up", default=3, show_default=True, type=click.IntRange(1), help="Iterations not counted.")
+@click.option(
+    "--warm-up", default=3, show_default=True, type=click.IntRange(1), help="Iterations not counted."
+)
 @click.option("--iterations", default=4, show_default=True, type=click.IntRange(1), help="In a block.")
 @click.option("--blocks", default=6, show_default=True, type=click.IntRange(1), help="Turns of each system.")
 @json_option

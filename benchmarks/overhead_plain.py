@@ -25,12 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from controller.advantage import ppo_advantage
@@ -93,9 +88,7 @@ class Model:
         self.tokenizer: Any = load_tokenizer(table.model)
         self.engine = engine
 
-    def forward(
-        self, sequences: Sequences, head: Head[Output], read: Callable[[Output], Tensor]
-    ) -> Column:
+    def forward(self, sequences: Sequences, head: Head[Output], read: Callable[[Output], Tensor]) -> Column:
         """One number per response token."""
         micro_batches = self._split(sequences)
         outputs = self.engine.infer(micro_batches, head)
@@ -262,14 +255,14 @@ class Reward:
         )
 
     def advantages(
-        self, log_probs: Arrays, ref_log_probs: Arrays, values: Arrays, scores: np.ndarray
+        self, log_probs: Column, ref_log_probs: Column, values: Column, scores: np.ndarray
     ) -> tuple[Column, Column]:
         """Advantages and returns."""
         algorithm = self._config.algorithm
         result = ppo_advantage(
-            log_probs,
-            ref_log_probs,
-            values,
+            _to_numpy(log_probs),
+            _to_numpy(ref_log_probs),
+            _to_numpy(values),
             scores,
             beta=algorithm.kl_reward_coefficient,
             kl_kind=algorithm.kl_reward_estimator,
@@ -284,7 +277,7 @@ class World:
     """All five ranks: what goes from role to role."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._group = ProcessGroupGloo(PrefixStore("world", store), rank, RANKS, DEADLINE)
+        self._group: Any = ProcessGroupGloo(PrefixStore("world", store), rank, RANKS, DEADLINE)
 
     def barrier(self) -> None:
         self._group.barrier().wait()
@@ -394,9 +387,10 @@ def reward_iteration(reward: Reward, task: Task, world: World, work: Work) -> It
         responses = world.receive_texts(ACTORS)
         with work.computing():
             scores = reward.scores(task.data, prompts, responses)
-        columns = [world.receive_all(ranks, torch.float32) for ranks in (ACTORS, (REFERENCE,), (CRITIC,))]
+        log_probs = world.receive_all(ACTORS, torch.float32)
+        ref_log_probs, values = world.receive(REFERENCE, torch.float32), world.receive(CRITIC, torch.float32)
         with work.computing():
-            advantages, returns = reward.advantages(*map(_to_numpy, columns), scores)
+            advantages, returns = reward.advantages(log_probs, ref_log_probs, values, scores)
         world.send(returns, CRITIC)
         begin = 0
         for rank, numbers in zip(ACTORS, split_rows(len(prompts), len(ACTORS)), strict=True):
@@ -418,8 +412,7 @@ def lone_iteration(config: Config, actor: Actor, task: Task, work: Work) -> Iter
             log_probs, values = actor.log_probs(sequences), critic.values(sequences)
             ref_log_probs = reference.log_probs(sequences)
             scores = reward.scores(task.data, prompts, responses)
-            columns = map(_to_numpy, (log_probs, ref_log_probs, values))
-            advantages, returns = reward.advantages(*columns, scores)
+            advantages, returns = reward.advantages(log_probs, ref_log_probs, values, scores)
             critic.learn(step, numbers, sequences, values, returns)
             actor.learn(step, numbers, sequences, log_probs, advantages)
 

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 PACKAGES = ("grpcio", "numpy", "protobuf", "ray", "torch", "transformers")
 
 json_option = click.option(
-    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Also write the figures here."
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the figures here.",
 )
+
+
+def console() -> Console:
+    """Standard output; in a file or a pipe wide enough for the tables."""
+    shown = Console()
+    return shown if shown.is_terminal else Console(width=120)
 
 
 def circumstances() -> dict[str, Any]:

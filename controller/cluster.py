@@ -129,7 +129,7 @@ class Cluster:
                 except (ServiceLost, DeadlineExceeded) as error:
                     if time.monotonic() + RETRY_S > deadline:
                         raise ServiceLost(
-                            f"services.{name}: no service answers at {table.address} within {timeout_s:g} s: "
+                            f"services.{name}: no service answers at {table.address} within {timeout_s:g} s"
                             f"{_connection_failure(error)}"
                         ) from error
                 except RlhfError as error:
@@ -183,10 +183,11 @@ class Cluster:
 
 
 def _connection_failure(error: RlhfError) -> str:
-    """What gRPC says last of a connection that did not come about, without the addresses it tried."""
+    """`: REASON`, as gRPC has it without the addresses it tried; nothing where nobody said anything."""
     cause = error.__cause__
-    details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
-    return re.sub(r".*ipv[46]:\S+: ", "", details or str(error))
+    if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
+        return ""
+    return ": " + re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
 
 
 def _is_unimplemented(error: RlhfError) -> bool:

@@ -153,5 +153,7 @@ def _decode_inline(
     expected = leading * int(np.prod(row_shape, dtype=np.int64)) * ITEM_BYTES[dtype]
     if len(message.inline) != expected:
         raise InvalidRequest(f"column {message.name!r} has {len(message.inline)} bytes, expected {expected}")
+    if dtype not in np.sctypeDict:
+        raise InvalidRequest(f"column {message.name!r}: {dtype} cannot travel inline")
     array = np.frombuffer(message.inline, dtype).reshape(leading, *row_shape)
     return LocalColumn(array if lengths is None else Jagged(array, lengths))

@@ -9,7 +9,7 @@ RlhfError                      INTERNAL             something failed that has no
 ├── CallCancelled              CANCELLED            somebody asked it to stop
 ├── PeerFailed                 ABORTED              another rank of the group failed; look there
 ├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
-├── RewardFailed               UNKNOWN              rows that could not be scored
+├── RewardFailed               INTERNAL             rows that could not be scored
 └── TransferError              OUT_OF_RANGE         a transfer went wrong
     └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
 """
@@ -83,8 +83,6 @@ class UpdateRejected(RlhfError):
 
 class RewardFailed(RlhfError):
     """Rows that could not be scored; never a zero."""
-
-    code = grpc.StatusCode.UNKNOWN
 
 
 class TransferError(RlhfError):
