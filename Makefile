@@ -19,7 +19,7 @@ $(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 	$(BIN)/pip install --quiet --editable '.[cpu,test,lint]'
 	touch $@
 
-quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 3 minutes on 2 cores.
+quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 2 minutes on 2 cores.
 	$(BIN)/rlhf-controller --algo ppo
 
 test: setup ## Run all tests that need no GPU, fast ones first.

@@ -69,7 +69,7 @@ class LaunchedServices:
         except subprocess.TimeoutExpired:
             return error
         said = self._last_error()
-        return ServiceLost(f"{error} ({said})") if said else error
+        return ServiceLost(f"{error}; {said}") if said else error
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None

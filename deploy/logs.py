@@ -25,9 +25,8 @@ def explain_exit(code: int, log: Path) -> str:
     # torchrun reports the worker that failed first; what follows is its own traceback.
     for number, line in enumerate(lines):
         if failure := _WORKER_FAILURE.search(line):
-            how = f"rank {failure[2]} {_how_it_ended(int(failure[1]))}"
-            return f"{how}{_evidence(lines[:number], log)}"
-    return f"{_how_it_ended(code)}{_evidence(lines, log)}"
+            return f"rank {failure[2]} {_how_it_ended(int(failure[1]), lines[:number], log)}"
+    return _how_it_ended(code, lines, log)
 
 
 def evidence(log: Path) -> str:
@@ -47,5 +46,9 @@ def _tail(log: Path) -> list[str]:
         return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
 
 
-def _how_it_ended(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+def _how_it_ended(code: int, lines: list[str], log: Path) -> str:
+    if code >= 0:
+        return f"exited with code {code}{_evidence(lines, log)}"
+    # What is killed says nothing; the last line is of another rank, or of a better time.
+    said = [] if code == -signal.SIGKILL else lines
+    return f"was killed by {signal.Signals(-code).name}{_evidence(said, log)}"

@@ -1,4 +1,4 @@
-"""The quickstart task: a tiny language model that PPO teaches two-digit addition on this very machine.
+"""The quickstart task: a tiny language model that PPO teaches to add numbers below 100.
 
 This module is the torch-free half: what a build is made of and how to tell a finished one.
 `python -m deploy.quickstart.build` makes it.
@@ -27,8 +27,5 @@ class Recipe:
 
 def is_complete(directory: Path, recipe: Recipe) -> bool:
     """Whether `directory` holds a finished build of exactly this recipe."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-    except FileNotFoundError:
-        return False
-    return manifest["recipe"] == asdict(recipe)
+    manifest = directory / MANIFEST
+    return manifest.is_file() and json.loads(manifest.read_text()).get("recipe") == asdict(recipe)

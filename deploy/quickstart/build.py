@@ -5,7 +5,6 @@ it the rest. Held-out sums appear in neither training, not even with their opera
 """
 
 import json
-import os
 import random
 import shutil
 import tempfile
@@ -18,7 +17,8 @@ import click
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from deploy.quickstart import MANIFEST, Recipe, is_complete
 
@@ -27,10 +27,10 @@ NUM_HELDOUT_PAIRS = 256
 MAX_LENGTH = 64
 # The vocabulary is the ASCII table, and its own control characters serve as the special tokens.
 PAD, BOS, EOS, UNK = "\x00", "\x02", "\x03", "\x1a"
-PAD_ID, BOS_ID, EOS_ID = ord(PAD), ord(BOS), ord(EOS)
 IGNORED_LABEL = -100
 
-# Small, noisy steps at a constant rate: the model stops short of what it has understood, and PPO starts from there.
+# Small batches at a constant rate keep the weights noisy, so the model answers worse than it has understood.
+# PPO learns several times faster from there than from a smoothly trained model of the same accuracy.
 BATCH_SIZE = 8
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
@@ -82,26 +82,26 @@ def make_model(seed: int) -> LlamaForCausalLM:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
         initializer_range=0.1,  # a narrow model learns sooner from 0.1 than from the usual 0.02
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
+        pad_token_id=ord(PAD),
+        bos_token_id=ord(BOS),
+        eos_token_id=ord(EOS),
     )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID
-    )
-    return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
 
 
 def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (rows, longest text); the labels cover the answer and its EOS only."""
+    """Token ids and labels, both (rows, longest text); the labels cover the answer and its EOS only.
+
+    Rows are padded on the right, where a causal model needs no attention mask.
+    """
     prompts = [tokenizer.encode(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(row["ground_truth"] + EOS) for row in rows]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-    ids = torch.full((len(rows), width), PAD_ID)
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(rows), width), ord(PAD))
     labels = torch.full((len(rows), width), IGNORED_LABEL)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
@@ -109,9 +109,9 @@ def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[to
 
 
 def exact_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which rows greedy decoding answers exactly, (rows,), from teacher-forced logits (rows, width, vocabulary).
+    """Which rows greedy decoding answers exactly, (rows,), from logits (rows, width, vocabulary) on the truth.
 
-    Greedy decoding is right exactly if every token of the answer is the most likely one after the right prefix.
+    Greedy decoding is right if and only if each token of the answer is the likeliest after the true prefix.
     """
     predicted, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
     return ((predicted == wanted) | (wanted == IGNORED_LABEL)).all(-1)
@@ -182,7 +182,7 @@ def build(out: Path, recipe: Recipe) -> None:
     if is_complete(out, recipe):
         click.echo(f"{out} is up to date")
         return
-    if out.exists() and not (out / MANIFEST).exists():
+    if out.exists() and not (out / MANIFEST).is_file():
         raise click.ClickException(f"{out} exists and is not a quickstart build")
     out.parent.mkdir(parents=True, exist_ok=True)
     click.echo(f"building the quickstart task in {out}")
@@ -193,25 +193,22 @@ def build(out: Path, recipe: Recipe) -> None:
             staging = Path(temporary) / "build"
             staging.mkdir()
             write_build(staging, recipe)
-            shutil.rmtree(out, ignore_errors=True)
-            os.rename(staging, out)
+            if out.exists():
+                shutil.rmtree(out)
+            staging.rename(out)
     finally:
         torch.set_num_threads(num_threads)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to create.")
-@click.option("--seed", default=Recipe.seed, show_default=True, help="Data split, initial weights, row order.")
-@click.option("--threads", default=Recipe.threads, show_default=True, help="CPU threads; they decide the bits.")
-@click.option(
-    "--target-accuracy",
-    default=Recipe.target_accuracy,
-    show_default=True,
-    help="Stop the supervised training at this accuracy on recent training rows.",
-)
-@click.option("--max-steps", default=Recipe.max_steps, show_default=True, help="Bound on supervised steps.")
+@click.option("--seed", default=Recipe.seed, help="Chooses the held-out sums and the training.")
+@click.option("--threads", default=Recipe.threads, help="CPU threads; they decide the bits.")
+@click.option("--target-accuracy", default=Recipe.target_accuracy, help="Where supervised training stops.")
+@click.option("--max-steps", default=Recipe.max_steps, help="Bound on supervised training.")
 def main(out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int) -> None:
     """Build the data, tokenizer and supervised model of the quickstart task."""
+    logging.disable_progress_bar()
     build(out, Recipe(seed, threads, target_accuracy, max_steps))
 
 

@@ -53,6 +53,8 @@ class ActorWorker(ModelWorker):
             self._rollout_version = self.policy_version
         options = self._sampling(request.sampling)
         prompts = self._prompt_ids(rows.texts("prompt"))
+        if not prompts:
+            return Result()
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
         generation = self.rollout.generate(
             prompts,

@@ -1,4 +1,4 @@
-"""The cluster's own programs, run so that they fail: what they say, how they end, and what they leave behind."""
+"""The cluster's own programs, made to fail: what they say, how they end, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+import tomli_w
 
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
@@ -26,51 +28,7 @@ HERE = Path(__file__).parent
 MARK = "RLHF_CHAOS"
 """Environment variable by which a site finds every process that was started in it."""
 TIMEOUT_S = 60.0
-SERVICES = ("actor", "critic", "reference", "reward")
-RANKS = {"actor": 2}
-CONFIG = """\
-[run]
-name = "chaos"
-directory = "runs"
-steps = 1000
-evaluate_every = 0
-samples = 0
-call_timeout_s = 60
-connect_timeout_s = 2
-
-[data]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-prompts_per_step = 64
-
-[rollout]
-samples_per_prompt = 2
-max_response_tokens = 48
-
-[algorithm]
-mini_batch_size = 32
-
-[services.actor]
-role = "actor"
-address = "127.0.0.1:{actor}"
-ranks = 2
-model = "model"
-
-[services.critic]
-role = "critic"
-address = "127.0.0.1:{critic}"
-model = "model"
-
-[services.reference]
-role = "reference"
-address = "127.0.0.1:{reference}"
-model = "model"
-
-[services.reward]
-role = "reward"
-address = "127.0.0.1:{reward}"
-function = "chaos_plugins:score"
-"""
+ROLES = ("actor", "critic", "reference", "reward")
 
 
 @dataclass(frozen=True)
@@ -82,7 +40,7 @@ class Ended:
     err: str
 
     @property
-    def error(self) -> str:
+    def line(self) -> str:
         """The one line on stderr."""
         lines = self.err.splitlines()
         assert len(lines) == 1, f"not one line on stderr:\n{self.err}"
@@ -109,7 +67,8 @@ class Program:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Sends the program, and nobody else, a signal."""
         self._process.send_signal(number)
 
     def until_it_says(self, text: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -118,93 +77,113 @@ class Program:
         assert text in self.output, f"ended with {self._process.returncode}:\n{self.output}"
 
     def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """Waits for the end of a program."""
+        """Waits for the end of the program."""
         code = self._process.wait(timeout_s)
         return Ended(code, self._out.read_text(), self._err.read_text())
 
 
 class Site:
-    """A directory with a config, and what it names, in which the cluster's programs run.
+    """A directory with a config, and all that the config names, in which the cluster's programs run.
 
     Attributes:
-        addresses: Address by service.
+        config: Tables of the config file; call `write_config` after a change.
     """
 
-    def __init__(self, directory: Path, model: Path | None, ports: Mapping[str, int]) -> None:
+    def __init__(self, directory: Path, ports: Mapping[str, int] | None = None) -> None:
         self.directory = directory
-        self.addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        ports = ports or {role: free_port() for role in ROLES}
+        tables: dict[str, dict[str, Any]] = {
+            role: {"role": role, "address": f"127.0.0.1:{port}"} for role, port in ports.items()
+        }
+        for role in ("actor", "critic", "reference"):
+            tables[role]["model"] = "model"
+        tables["actor"]["ranks"] = 2
+        tables["reward"]["function"] = "chaos_plugins:score"
+        self.config: dict[str, Any] = {
+            "run": {"name": "chaos", "directory": "runs", "steps": 1000, "evaluate_every": 0, "samples": 0,
+                    "call_timeout_s": TIMEOUT_S, "connect_timeout_s": 2.0},
+            "data": {"train": "train.jsonl", "heldout": "heldout.jsonl", "prompts_per_step": 64},
+            "rollout": {"samples_per_prompt": 2, "max_response_tokens": 48},
+            "algorithm": {"mini_batch_size": 32},
+            "services": tables,
+        }  # fmt: skip
+        self.write_config()
+        self.write_rows("train.jsonl", [""] * 64)
+        self.write_rows("heldout.jsonl", [""] * 8)
         self._mark = uuid.uuid4().hex
         self._temporary = directory / "tmp"
         self._temporary.mkdir()
-        (directory / "chaos.toml").write_text(CONFIG.format(**ports))
-        if model is not None:
-            (directory / "model").symlink_to(model)
-        self.write_rows("train.jsonl", ["8"] * 64)
-        self.write_rows("heldout.jsonl", ["8"] * 8)
+
+    def write_config(self) -> None:
+        (self.directory / "chaos.toml").write_text(tomli_w.dumps(self.config))
 
     def write_rows(self, name: str, ground_truths: list[str]) -> None:
-        """Writes a data file; the reward of `chaos_plugins` does what the ground truths ask for."""
+        """Writes prompts; the reward of `chaos_plugins` does what their ground truths ask for."""
         rows = [{"prompt": f"{number}+1=", "ground_truth": text} for number, text in enumerate(ground_truths)]
         (self.directory / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
+    def address(self, service: str) -> str:
+        return self.config["services"][service]["address"]
+
     def start(self, program: str, *arguments: str) -> Program:
         """Starts an installed program."""
-        path = Path(sys.executable).with_name(program)
-        environment = {
-            **os.environ,
-            MARK: self._mark,
-            "TMPDIR": str(self._temporary),
-            "PYTHONPATH": str(HERE),
-            "HF_HUB_OFFLINE": "1",
-        }
-        return Program([str(path), *arguments], self.directory, environment)
+        command = [str(Path(sys.executable).with_name(program)), *arguments]
+        return Program(command, self.directory, self._environment())
 
     def controller(self, *settings: str, algorithm: str = "ppo", launch: bool = False) -> Program:
-        """rlhf-controller with the config of the site and these settings."""
+        """Starts rlhf-controller with the config and these settings."""
         flags = ["--launch"] * launch + [part for setting in settings for part in ("--set", setting)]
         return self.start("rlhf-controller", "--algo", algorithm, "--config", "chaos.toml", *flags)
 
-    def deploy_up(self, *arguments: str) -> Program:
-        """rlhf-deploy up with the config of the site."""
-        return self.start("rlhf-deploy", "up", "chaos.toml", *arguments)
+    def torchrun(self, service: str, *arguments: str) -> Program:
+        """Starts a service by hand, as the README does."""
+        table = self.config["services"][service]
+        ranks, module = f"--nproc-per-node={table.get('ranks', 1)}", f"services.{table['role']}"
+        named = ("--config", "chaos.toml", "--name", service)
+        return self.start("torchrun", "--standalone", ranks, "-m", module, *named, *arguments)
 
-    def torchrun(self, role: str, *arguments: str) -> Program:
-        """A service as the README starts it by hand."""
-        ranks = f"--nproc-per-node={RANKS.get(role, 1)}"
-        module = ("-m", f"services.{role}", "--config", "chaos.toml")
-        return self.start("torchrun", "--standalone", ranks, *module, *arguments)
-
-    def processes(self) -> list[psutil.Process]:
-        """What lives of all that was started here."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """What lives of all that was started here, and has these words on its command line."""
+        found = []
+        for process in psutil.process_iter():
+            # A process may end while it is looked at, or belong to somebody else.
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and set(words) <= set(process.cmdline()):
+                    found.append(process)
+        return found
 
     def is_quiet(self) -> bool:
-        """Whether nothing that was started here lives."""
+        """Whether nothing that was started here lives any more."""
         return not self.processes()
 
+    def temporary_files(self) -> list[Path]:
+        """What is left in the directory for temporary files."""
+        return [path for path in self._temporary.rglob("*") if not path.is_dir()]
+
     def close(self) -> None:
-        """Kills what still lives."""
-        for process in self.processes():
+        """Kills what still lives; raises AssertionError where something did."""
+        left = self.processes()
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         wait_until(self.is_quiet, TIMEOUT_S)
+        assert not left, "processes are left behind"
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):
-            return process.environ().get(MARK) == self._mark
-        return False
+    def _environment(self) -> dict[str, str]:
+        own = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": str(HERE)}
+        return {**os.environ, **own}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     """Polls a condition until it holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        assert time.monotonic() < deadline, f"the condition does not hold after {timeout_s:g} s"
         time.sleep(0.02)
 
 
 def free_port() -> int:
-    """A port that no other process will be given: below those the kernel gives out itself."""
+    """A port of loopback that nobody is given by chance: it is below those the kernel hands out."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -213,19 +192,20 @@ def free_port() -> int:
 
 
 def wait_for_call(address: str, method: str) -> None:
-    """Returns while the service at an address computes a method."""
+    """Returns when the service at an address has begun to compute a method."""
     with grpc.insecure_channel(address) as channel:
         watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch
-        for status in watch(worker_pb2.WatchRequest(interval_s=0.05), timeout=TIMEOUT_S):
+        for status in watch(worker_pb2.WatchRequest(interval_s=0.1), timeout=TIMEOUT_S):
             if status.method == method and status.phase == worker_pb2.PHASE_COMPUTING:
                 return
 
 
-def rank_pid(address: str, rank: int) -> int:
-    """Process id of a rank of the service at an address."""
+def describe(address: str) -> worker_pb2.DescribeResponse:
+    """What the rank at an address says of itself and its peers."""
     with grpc.insecure_channel(address) as channel:
-        describe = worker_pb2_grpc.WorkerServiceStub(channel).Describe
-        return describe(worker_pb2.DescribeRequest(), timeout=TIMEOUT_S).ranks[rank].pid
+        return worker_pb2_grpc.WorkerServiceStub(channel).Describe(
+            worker_pb2.DescribeRequest(), timeout=TIMEOUT_S
+        )
 
 
 @pytest.fixture(scope="session")
@@ -235,8 +215,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(task), "--max-steps", "1"]
     subprocess.run(build, check=True, capture_output=True, timeout=TIMEOUT_S)
     return task / "model"
-
-
-@pytest.fixture
-def ports() -> dict[str, int]:
-    return {name: free_port() for name in SERVICES}
