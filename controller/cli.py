@@ -124,9 +124,10 @@ def _quickstart(settings: tuple[str, ...]) -> Config:
     ) as path:
         config = load(path, settings)
     command = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
-    built = subprocess.run(command, check=False)
+    built = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if built.returncode:
-        raise ConfigError(f"the quickstart's model could not be built: exit code {built.returncode}")
+        cause = built.stderr.strip().rpartition("\n")[2] or f"exit code {built.returncode}"
+        raise ConfigError(f"the quickstart's model could not be built: {cause}")
     return config
 
 

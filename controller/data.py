@@ -79,8 +79,10 @@ class PromptData:
 def _row(line: str, where: str) -> tuple[str, str, str]:
     try:
         row: dict[str, Any] = json.loads(line)
+        # Half a surrogate pair and NaN pass for JSON, but not on the wire.
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         prompt = row.pop("prompt")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: not a JSON object with a prompt: {error}") from None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: prompt is not a text, or empty: {prompt!r}")

@@ -156,6 +156,13 @@ def resolved(value: T) -> Future[T]:
     return future
 
 
+def promise() -> Future[Any]:
+    """A future to be resolved here: who waits for it may give up, but cannot cancel it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
     """Their results; one that is there already costs no turn of the loop."""
     return [f.result() if f.done() else await asyncio.wrap_future(f) for f in futures]
@@ -163,7 +170,7 @@ async def awaited(futures: Iterable[Future[T]]) -> list[T]:
 
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
     """The future of `function(result)`; an error passes through."""
-    following: Future[Any] = Future()
+    following = promise()
 
     def pass_on(done: Future[T]) -> None:
         try:
@@ -188,6 +195,6 @@ class Placement:
             What has to end before the call may start, and the future to resolve when the call has ended.
         """
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
-        ended: Future[None] = Future()
+        ended = promise()
         self._last.update(dict.fromkeys(devices, ended))
         return before, ended

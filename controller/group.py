@@ -69,7 +69,7 @@ class Session:
         """The header of the next call of a method, all but sequence and epoch."""
         ordinal = self.ordinals[service, method]
         self.ordinals[service, method] += 1
-        call_id = f"{self.name}/{next(self.call_numbers)}"
+        call_id = f"{self.name}_{next(self.call_numbers)}"
         return common_pb2.Call(
             call_id=call_id, session=self.name, seed=self.seed, step=self.step, ordinal=ordinal
         )
@@ -384,15 +384,15 @@ class RewardGroup(RoleGroup):
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    columns = {name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)}
-    rows = [reward_pb2.TextRow() for _ in range(part.rows)]
-    for name, texts in columns.items():
-        for row, text in zip(rows, texts, strict=True):
-            if name == "metadata":
-                json_format.Parse(text, row.metadata)
-            else:
-                setattr(row, name, text)
-    return rows
+    columns: dict[str, list[Any]] = {
+        name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
+    }
+    if "metadata" in columns:
+        # The samples of a prompt share its metadata: each distinct text is parsed once.
+        parsed = {text: json_format.Parse(text, struct_pb2.Struct()) for text in set(columns["metadata"])}
+        columns["metadata"] = [parsed[text] for text in columns["metadata"]]
+    rows = zip(*columns.values(), strict=True)
+    return [reward_pb2.TextRow(**dict(zip(columns, values, strict=True))) for values in rows]
 
 
 def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:

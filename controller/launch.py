@@ -61,7 +61,7 @@ class LaunchedServices:
         self._stop()
 
     def explain(self, error: RlhfError) -> RlhfError:
-        """The launcher's own words for a lost service, if it has any: it sees exit codes and logs."""
+        """A lost service in the launcher's own words, where it has any: it sees exit codes and logs."""
         if not isinstance(error, ServiceLost):
             return error
         try:
@@ -69,7 +69,7 @@ class LaunchedServices:
         except subprocess.TimeoutExpired:
             return error
         said = self._last_error()
-        return ServiceLost(f"{error}; {said}") if said else error
+        return ServiceLost(f"{said}; {error}") if said else error
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None

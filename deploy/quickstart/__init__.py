@@ -1,14 +1,19 @@
 """The quickstart task: a tiny language model that PPO teaches to add numbers below 100.
 
-This module is the torch-free half: what a build is made of and how to tell a finished one.
+This module is the half that needs no torch: the sums, the recipe of a build and how to tell a finished one.
 `python -m deploy.quickstart.build` makes it.
 """
 
 import json
+import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST = "quickstart.json"
+OPERANDS = range(1, 100)
+NUM_HELDOUT_PAIRS = 256
+
+Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -29,3 +34,20 @@ def is_complete(directory: Path, recipe: Recipe) -> bool:
     """Whether `directory` holds a finished build of exactly this recipe."""
     manifest = directory / MANIFEST
     return manifest.is_file() and json.loads(manifest.read_text()).get("recipe") == asdict(recipe)
+
+
+def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
+    """All sums of two operands as (training rows, held-out rows), shuffled by `seed`.
+
+    A sum is held out in both orders: a training row never gives a held-out answer away.
+    """
+    generator = random.Random(seed)
+    distinct = [(a, b) for a in OPERANDS for b in OPERANDS if a < b]
+    held_out = set(generator.sample(distinct, NUM_HELDOUT_PAIRS))
+    sums = [(a, b) for a in OPERANDS for b in OPERANDS]
+    generator.shuffle(sums)
+    train, heldout = [], []
+    for a, b in sums:
+        row = {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "arithmetic"}
+        (heldout if (min(a, b), max(a, b)) in held_out else train).append(row)
+    return train, heldout

@@ -5,7 +5,6 @@ it the rest. Held-out sums appear in neither training, not even with their opera
 """
 
 import json
-import random
 import shutil
 import tempfile
 import time
@@ -17,13 +16,13 @@ import click
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from deploy.quickstart import MANIFEST, Recipe, is_complete
+from deploy.quickstart import MANIFEST, Recipe, Row, is_complete, make_rows
 
-OPERANDS = range(1, 100)
-NUM_HELDOUT_PAIRS = 256
 MAX_LENGTH = 64
 # The vocabulary is the ASCII table, and its own control characters serve as the special tokens.
 PAD, BOS, EOS, UNK = "\x00", "\x02", "\x03", "\x1a"
@@ -35,22 +34,6 @@ BATCH_SIZE = 8
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
 RECENT_STEPS = 80
-
-Row = dict[str, str]
-
-
-def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
-    """All sums of two operands as (training rows, held-out rows), shuffled by `seed`."""
-    generator = random.Random(seed)
-    distinct = [(a, b) for a in OPERANDS for b in OPERANDS if a < b]
-    held_out = set(generator.sample(distinct, NUM_HELDOUT_PAIRS))
-    sums = [(a, b) for a in OPERANDS for b in OPERANDS]
-    generator.shuffle(sums)
-    train, heldout = [], []
-    for a, b in sums:
-        row = {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "arithmetic"}
-        (heldout if (min(a, b), max(a, b)) in held_out else train).append(row)
-    return train, heldout
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -70,7 +53,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
-    """A float32 Llama of about 0.3 million parameters whose every dimension divides by eight ranks."""
+    """A float32 Llama of about 0.3 million parameters with random weights."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -98,20 +81,19 @@ def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[to
     """
     prompts = [tokenizer.encode(row["prompt"]) for row in rows]
     answers = [tokenizer.encode(row["ground_truth"] + EOS) for row in rows]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(rows), width), ord(PAD))
-    labels = torch.full((len(rows), width), IGNORED_LABEL)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
+    texts = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    targets = [
+        torch.tensor([IGNORED_LABEL] * len(prompt) + answer)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    ids = pad_sequence(texts, batch_first=True, padding_value=ord(PAD))
+    return ids, pad_sequence(targets, batch_first=True, padding_value=IGNORED_LABEL)
 
 
 def exact_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which rows greedy decoding answers exactly, (rows,), from logits (rows, width, vocabulary) on the truth.
+    """Which rows greedy decoding answers exactly, (rows,), given logits (rows, width, vocabulary).
 
-    Greedy decoding is right if and only if each token of the answer is the likeliest after the true prefix.
+    Greedy decoding is right if and only if each answer token is the likeliest after the true ones before it.
     """
     predicted, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
     return ((predicted == wanted) | (wanted == IGNORED_LABEL)).all(-1)
@@ -131,7 +113,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, reci
         )
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
         recent.append(exact_answers(logits.detach(), labels[rows]).float().mean().item())
@@ -154,20 +136,18 @@ def write_build(directory: Path, recipe: Recipe) -> None:
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     num_steps = train(model, *encode_rows(tokenizer, train_rows), recipe)
+    score = accuracy(model, *encode_rows(tokenizer, heldout_rows))
     manifest = {
         "recipe": asdict(recipe),
         "num_parameters": model.num_parameters(),
-        "num_train": len(train_rows),
-        "num_heldout": len(heldout_rows),
         "supervised_steps": num_steps,
-        "accuracy": accuracy(model, *encode_rows(tokenizer, heldout_rows)),
+        "accuracy": score,
     }
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     click.echo(
-        f"supervised training: {num_steps} steps in {time.monotonic() - started:.0f} s, "
-        f"greedy held-out accuracy {manifest['accuracy']:.1%}"
+        f"{num_steps} supervised steps, {time.monotonic() - started:.0f} s, held-out accuracy {score:.1%}"
     )
 
 

@@ -164,8 +164,8 @@ class RewardWorker(Worker):
     def compute_reward(
         self, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
     ) -> Result:
-        if request.text_rows and rows.count:
+        if not request.HasField("batch"):
+            return Result(fields={"scores": self.scorer.score_texts(request.text_rows, call)})
+        if request.text_rows:
             raise InvalidRequest("compute_reward: give text_rows or a batch, not both")
-        if rows.count:
-            return Result(fields={"scores": self.scorer.score_tokens(rows, call)})
-        return Result(fields={"scores": self.scorer.score_texts(request.text_rows, call)})
+        return Result(fields={"scores": self.scorer.score_tokens(rows, call)})

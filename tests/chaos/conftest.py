@@ -191,13 +191,12 @@ def free_port() -> int:
             return port
 
 
-def wait_for_call(address: str, method: str) -> None:
-    """Returns when the service at an address has begun to compute a method."""
+def watch_until(address: str, condition: Callable[[worker_pb2.WatchResponse], bool]) -> None:
+    """Returns when the rank at an address has a status that meets the condition."""
     with grpc.insecure_channel(address) as channel:
         watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch
-        for status in watch(worker_pb2.WatchRequest(interval_s=0.1), timeout=TIMEOUT_S):
-            if status.method == method and status.phase == worker_pb2.PHASE_COMPUTING:
-                return
+        statuses = watch(worker_pb2.WatchRequest(interval_s=0.1), timeout=TIMEOUT_S)
+        next(status for status in statuses if condition(status))
 
 
 def describe(address: str) -> worker_pb2.DescribeResponse:

@@ -21,6 +21,8 @@ FILES = {
     "cut.jsonl": b'{"prompt": "1+1="}\n{"prompt": \n',
     "gap.jsonl": b'{"prompt": "1+1="}\n\n{"prompt": 2}\n',
     "list.jsonl": b"[1]\n",
+    "nan.jsonl": b'{"prompt": "1+1=", "weight": NaN}\n',
+    "half.jsonl": b'{"prompt": "1+1="}\n{"prompt": "\\ud800"}\n',
     "latin.jsonl": b'{"prompt": "\xe9"}\n',
     "empty.jsonl": b"\n",
     "broken.py": b"1 / 0\n",
@@ -37,23 +39,22 @@ CASES = {
     f"{PPO} --set algorithm.dual_clip=0.5": "algorithm.dual_clip must be above 1, or 0 for off (given: 0.5)",
     f"{PPO} --set steps": "setting 'steps': expected key.path=value",
     f"{PPO} --set services.actor.pool=a": "services.actor.pool: no pool 'a'; known: none",
-    f"{PPO} --set services.critic.address=here": "'here' is not host:port with a port from 1 to 65535",
     # Batch sizes
     f"{PPO} --set data.prompts_per_step=65": "algorithm.mini_batch_size: 32 does not divide the 130 rows of a step "
     "(data.prompts_per_step 65 x rollout.samples_per_prompt 2)",
     f"{UP} --set services.actor.ranks=3": "algorithm.mini_batch_size: 32 rows do not divide over the 3 ranks of "
     "services.actor",
-    f"{UP} --set services.critic.ranks=5": "over the 5 ranks of services.critic",
     # Files
     "rlhf-controller --algo ppo --config no.toml": "config no.toml: No such file or directory",
     "rlhf-deploy up no.toml": "config no.toml: No such file or directory",
     "rlhf-controller --algo ppo --config broken.toml": "config broken.toml: not TOML: ",
     f"{PPO} --set data.train=no.jsonl": "data.train: no.jsonl: No such file or directory",
-    f"{PPO} --set data.heldout=runs": "data.heldout: runs: No such file or directory",
     f"{PPO} --set data.heldout=model": "data.heldout: model: Is a directory",
     f"{PPO} --set data.train=cut.jsonl": "data.train: cut.jsonl:2: not a JSON object with a prompt: ",
     f"{PPO} --set data.train=gap.jsonl": "data.train: gap.jsonl:3: prompt is not a text, or empty: 2",
     f"{PPO} --set data.train=list.jsonl": "data.train: list.jsonl:1: not a JSON object with a prompt: ",
+    f"{PPO} --set data.train=nan.jsonl": "data.train: nan.jsonl:1: not a JSON object with a prompt: Out of range float",
+    f"{PPO} --set data.train=half.jsonl": "data.train: half.jsonl:2: not a JSON object with a prompt: 'utf-8' codec",
     f"{PPO} --set data.train=latin.jsonl": "data.train: latin.jsonl: not UTF-8: ",
     f"{PPO} --set data.train=empty.jsonl": "data.train: empty.jsonl has no rows",
     f"{LAUNCH} --set services.actor.model=no": "services.actor.model: there is no directory no",
@@ -110,7 +111,20 @@ def test_a_port_in_use_is_told_by_its_key_before_anything_starts(site: Site, com
     address = site.address("reference")
     with listening(address):
         ended = site.start(*command.split()).end(TIMEOUT_S)
-    assert (ended.code, ended.line) == (USAGE_ERROR, f"error: services.reference.address: {address} is in use")
+    assert (ended.code, ended.line) == (
+        USAGE_ERROR,
+        f"error: services.reference.address: {address} is in use",
+    )
+    assert_nothing_was_started(site)
+
+
+def test_a_quickstart_that_cannot_be_built_is_told_with_the_cause(site: Site) -> None:
+    (site.directory / "runs" / "arithmetic").mkdir(parents=True)
+    ended = site.start("rlhf-controller", "--algo", "ppo").end(TIMEOUT_S)
+    assert (ended.code, ended.line) == (
+        USAGE_ERROR,
+        "error: the quickstart's model could not be built: Error: runs/arithmetic exists and is not a quickstart build",
+    )
     assert_nothing_was_started(site)
 
 
@@ -128,9 +142,7 @@ def test_an_address_where_nothing_listens_is_told_with_its_service(site: Site) -
     [
         ("services.actor.rank=1", "services.actor.rank: unknown key; did you mean 'ranks'?"),
         ("services.actor.model=no", "services.actor.model: directory no does not exist"),
-        ("services.actor.model=bare", "services.actor.model: directory bare has no config.json"),
         ("services.actor.ranks=4", "services.actor.ranks is 4, but torchrun started 2"),
-        ("services.actor.role=critic", "services.actor.role is critic, but this is services.actor"),
     ],
 )
 def test_a_service_started_by_hand_says_one_fatal_line_on_each_rank(

@@ -281,12 +281,6 @@ def test_a_rank_without_rows_takes_part_in_everything(actor: Service, lone_actor
     np.testing.assert_allclose(*losses, rtol=TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def fresh_updates() -> dict[str, str]:
-    """By service, the sha256 after one good update, as first seen."""
-    return {}
-
-
 BAD = {"actor": "advantages", "lone_actor": "advantages", "cut_critic": "returns", "critic": "returns"}
 
 
@@ -298,8 +292,8 @@ def test_an_update_that_is_not_finite_is_rejected_on_every_rank_and_leaves_no_tr
 ) -> None:
     """One bad token in one row of one rank; where it is in the second mini-batch, the first has stepped already."""
     service: Service = request.getfixturevalue(name)
-    rows, header = make_rows(), service.header()
-    versions, before = service.versions, service.export(tmp_path / "before")
+    rows, versions, before = make_rows(), service.versions, service.export(tmp_path / "before")
+    header = service.header()
     key = (header.seed, header.step, header.ordinal, 0)
     mini_batches = deal(np.arange(NUM_ROWS), 2, key)
     poisoned = poison(rows, BAD[name], int(mini_batches[where == "second"][0]), value)

@@ -12,7 +12,8 @@ def digit_share(prompt: str, response: str, ground_truth: str, metadata: Mapping
 
 
 def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
-    """Whatever the row's metadata tells: `verdict` is returned, `failure` is raised."""
+    """Whatever the row's metadata tells: `verdict` is returned, also `number`, as text that JSON may lack a number
+    for, and `failure` is raised."""
     if "failure" in metadata:
         raise ValueError(metadata["failure"])
-    return metadata["verdict"]
+    return float(metadata["number"]) if "number" in metadata else metadata["verdict"]

@@ -1,0 +1,519 @@
+"""What goes wrong in a run: it ends in time, with one line that names the culprit, and leaves nothing behind.
+
+Services are started by hand, as in the README, once for all tests; what a test has killed the next one starts
+again. What a run or rlhf-deploy launches itself is only as much as the test needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import socketserver
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from chaos.conftest import ROLES, Program, Site, describe, free_port, wait_until, watch_until
+
+from deploy import health
+from rlhf.v1 import worker_pb2
+
+START_TIMEOUT_S = 100.0
+ENDS_WITHIN_S = 20.0
+"""Longest a run may take from a failure to its end, connecting to its services included."""
+CALL_TIMEOUT_S = 4
+STUCK_LEAVES_WITHIN_S = 10.0
+"""Longest a rank with a stuck call lives on after the call's deadline."""
+LAUNCHER_STOPS_WITHIN_S = 20.0
+"""Longest the services live on that a killed program launched."""
+USAGE_ERROR = 2
+ROLLOUTS = "chaos_plugins:rollouts"
+
+
+class Services:
+    """The services of a site, each under a torchrun of its own."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.torchruns: dict[str, Program] = {}
+
+    def start(self, *names: str) -> None:
+        """Starts those that are not running."""
+        for name in names:
+            if name not in self.torchruns or self.torchruns[name].has_ended:
+                self.torchruns[name] = self.site.torchrun(name)
+
+    def wait(self, *names: str) -> None:
+        """Waits until these serve."""
+        for name in names:
+            wait_until(lambda name=name: self._serves(name), START_TIMEOUT_S)
+
+    def address(self, name: str) -> str:
+        return self.site.address(name)
+
+    def rank(self, name: str, rank: int) -> worker_pb2.RankInfo:
+        return describe(self.address(name)).ranks[rank]
+
+    def stop(self) -> None:
+        """Stops all, as Ctrl-C in every terminal would."""
+        for torchrun in self.torchruns.values():
+            if not torchrun.has_ended:
+                torchrun.send(signal.SIGTERM)
+        for torchrun in self.torchruns.values():
+            torchrun.end()
+
+    def _serves(self, name: str) -> bool:
+        assert not self.torchruns[name].has_ended, self.torchruns[name].output
+        return health.ask(self.address(name)).state == health.SERVING
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Services]:
+    """Services started by hand, and beside the critic one with another vocabulary."""
+    site = Site(tmp_path_factory.mktemp("services"))
+    (site.directory / "model").symlink_to(model)
+    with_vocabulary(model, site.directory / "other_model", lambda ids: ids.update(a=ids["b"], b=ids["a"]))
+    other = {
+        **site.config["services"]["critic"],
+        "address": f"127.0.0.1:{free_port()}",
+        "model": "other_model",
+    }
+    site.config["services"]["other_critic"] = other
+    site.write_config()
+    services = Services(site)
+    services.start(*ROLES, "other_critic")
+    yield services
+    services.stop()
+    site.close()
+
+
+@pytest.fixture
+def cluster(services: Services) -> Services:
+    """The services, all of them serving."""
+    services.start(*ROLES)
+    services.wait(*ROLES)
+    return services
+
+
+@pytest.fixture
+def site(tmp_path: Path, model: Path) -> Iterator[Site]:
+    """A site where nothing runs yet."""
+    site = Site(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def client(site: Site, cluster: Services) -> Site:
+    """A site whose config names the services that were started by hand."""
+    site.config["services"] = {role: cluster.site.config["services"][role] for role in ROLES}
+    site.write_config()
+    return site
+
+
+@pytest.fixture
+def small(site: Site) -> Site:
+    """A site with no more services than `chaos_plugins.rollouts` needs."""
+    for role in ("critic", "reference"):
+        del site.config["services"][role]
+    site.write_config()
+    return site
+
+
+def with_vocabulary(model: Path, directory: Path, change: Callable[[dict[str, int]], None]) -> Path:
+    """A copy of a model whose tokenizer has another vocabulary."""
+    shutil.copytree(model, directory)
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    change(tokenizer["model"]["vocab"])
+    file.write_text(json.dumps(tokenizer))
+    return directory
+
+
+def wait_for_call(run: Program, address: str, method: str) -> None:
+    """Returns in the middle of a call of a training step."""
+    run.until_it_says("step 0/", START_TIMEOUT_S)
+    watch_until(address, lambda s: s.method == method and s.phase == worker_pb2.PHASE_COMPUTING)
+
+
+def assert_nothing_is_left(site: Site) -> None:
+    assert site.is_quiet()
+    assert site.temporary_files() == []
+
+
+# Connecting
+
+
+def test_a_service_that_is_not_there_is_named(client: Site) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    ended = client.controller(f"services.critic.address={nobody}").end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert ended.line == (
+        f"error: services.critic: no service answers at {nobody} within 2 s: "
+        "Failed to connect to remote host: Connection refused"
+    )
+
+
+def test_a_service_of_another_role_is_told_from_the_one_wanted(client: Site) -> None:
+    critic, reference = client.address("critic"), client.address("reference")
+    swapped = (f"services.critic.address={reference}", f"services.reference.address={critic}")
+    ended = client.controller(*swapped).end(ENDS_WITHIN_S)
+    assert ended.code == USAGE_ERROR
+    assert ended.line == (
+        f"error: services.critic.address: {reference} is the reference service 'reference', but role is critic"
+    )
+
+
+def test_a_service_with_another_number_of_ranks_is_refused(client: Site) -> None:
+    ended = client.controller("services.critic.ranks=2").end(ENDS_WITHIN_S)
+    assert (ended.code, ended.line) == (
+        USAGE_ERROR,
+        "error: services.critic.ranks is 2, but the service has 1",
+    )
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """A server that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+class Web(socketserver.BaseRequestHandler):
+    """Answers as an HTTP/1.1 server does that was sent something else."""
+
+    def handle(self) -> None:
+        self.request.recv(1024)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+@contextlib.contextmanager
+def web() -> Iterator[str]:
+    """A web server."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def other_grpc() -> Iterator[str]:
+    """A gRPC server that knows nothing of this cluster."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(grace=None).wait()
+
+
+@pytest.mark.parametrize(
+    ("stranger", "code", "message"),
+    [
+        (silent, 1, r"services\.critic: no service answers at {address} within 2 s"),
+        (web, 1, r"services\.critic: no service answers at {address} within 2 s: .*HTTP.*"),
+        (
+            other_grpc,
+            USAGE_ERROR,
+            r"services\.critic\.address: {address} is no service of this cluster: .* Method not found!",
+        ),
+    ],
+)
+def test_something_else_at_an_address_is_no_service(
+    client: Site, stranger: Callable[[], contextlib.AbstractContextManager[str]], code: int, message: str
+) -> None:
+    with stranger() as address:
+        ended = client.controller(f"services.critic.address={address}").end(ENDS_WITHIN_S)
+    assert ended.code == code
+    assert re.fullmatch(f"error: {message.format(address=re.escape(address))}", ended.line)
+
+
+def test_a_critic_with_another_vocabulary_is_refused(client: Site, cluster: Services) -> None:
+    cluster.wait("other_critic")
+    address = cluster.address("other_critic")
+    ended = client.controller(f"services.critic.address={address}").end(ENDS_WITHIN_S)
+    assert ended.code == USAGE_ERROR
+    assert ended.line.startswith(
+        "error: services.critic.model: its tokenizer is not that of services.actor: "
+    )
+
+
+def test_an_algorithm_that_needs_a_service_the_config_lacks_names_it(client: Site) -> None:
+    del client.config["services"]["critic"]
+    client.write_config()
+    ended = client.controller().end(ENDS_WITHIN_S)
+    assert ended.code == USAGE_ERROR
+    assert ended.line == (
+        "error: the algorithm needs a service 'critic'; the config has ['actor', 'reference', 'reward']"
+    )
+
+
+# Results that cannot be trained on
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "cause"),
+    [
+        ("raise", "chaos_plugins:score raised ZeroDivisionError: no score for 63+1="),
+        ("nan", "score is not finite: nan"),
+        ("huge", "score 1e+40 is not a float32 number"),
+    ],
+)
+def test_a_reward_that_fails_for_a_row_stops_the_run_with_the_cause(
+    client: Site, ground_truth: str, cause: str
+) -> None:
+    client.write_rows("train.jsonl", [*[""] * 63, ground_truth])
+    ended = client.controller().end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert re.fullmatch(
+        rf"error: reward: 2 of 128 rows could not be scored; row \d+: {re.escape(cause)}", ended.line
+    )
+
+
+def test_an_update_that_is_not_finite_names_the_service_and_changes_no_rank(
+    client: Site, cluster: Services
+) -> None:
+    ranks = [cluster.rank("actor", rank).endpoint.address for rank in (0, 1)]
+    versions = [describe(address).policy_version for address in ranks]
+    ended = client.controller("algorithm.entropy_coefficient=1e39").end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert re.fullmatch(
+        r"error: actor rank [01] \(127\.0\.0\.1:\d+\) UpdateActor: gradient norm is nan at optimizer step \d+; "
+        rf"every rank is back on policy version {versions[0]}",
+        ended.line,
+    )
+    assert [describe(address).policy_version for address in ranks] == versions
+
+
+# A full disk
+
+
+@pytest.fixture
+def full_disk(client: Site) -> Iterator[Path]:
+    """The parent of run directories, on a file system of their own that is nearly full."""
+    runs = client.directory / "runs"
+    runs.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(runs)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("may not mount a file system")
+    yield runs
+    subprocess.run(["umount", str(runs)], check=True)
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_directory_and_file(client: Site, full_disk: Path) -> None:
+    run = client.controller("data.prompts_per_step=16")
+    run.until_it_says("step 0/")
+    with contextlib.suppress(OSError), (full_disk / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    ended = run.end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert re.fullmatch(
+        r"error: run directory runs/chaos-[\d-]+: no space left on device while writing \S+", ended.line
+    )
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_is_no_success(client: Site) -> None:
+    run = client.controller("run.steps=1", "data.prompts_per_step=16")
+    run.until_it_says("run directory: ")
+    (directory,) = client.directory.glob("runs/chaos-*")
+    (directory / ".summary.json.tmp").symlink_to("/dev/full")
+    ended = run.end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    where = directory.relative_to(client.directory)
+    assert ended.line == f"error: run directory {where}: no space left on device while writing summary.json"
+
+
+# Somebody stops the run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_stop_stops_its_calls_and_frees_its_rows(
+    client: Site, number: signal.Signals
+) -> None:
+    run = client.controller()
+    wait_for_call(run, client.address("actor"), "UpdateActor")
+    run.send(number)
+    ended = run.end(ENDS_WITHIN_S)
+    assert (ended.code, ended.line) == (128 + number, f"stopped by {number.name}")
+    watch_until(client.address("actor"), lambda s: s.phase == worker_pb2.PHASE_IDLE and not s.arena_bytes)
+
+
+# A service fails in the middle of a call
+
+
+def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
+    client: Site, cluster: Services
+) -> None:
+    client.write_rows("train.jsonl", ["hang"] * 64)
+    address = client.address("reward")
+    ended = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}").end(CALL_TIMEOUT_S + ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert (
+        ended.line == f"error: reward rank 0 ({address}) ComputeReward: no answer within {CALL_TIMEOUT_S} s"
+    )
+    torchrun = cluster.torchruns["reward"].end(STUCK_LEAVES_WITHIN_S)
+    assert re.search(
+        r"^fatal: reward rank 0: ComputeReward \(\S+\) is stuck 5 s past its deadline; leaving$",
+        torchrun.err,
+        re.MULTILINE,
+    )
+
+
+def test_a_killed_rank_is_named_with_its_method_and_its_service_ends(client: Site, cluster: Services) -> None:
+    rank = cluster.rank("actor", 1)
+    run = client.controller()
+    wait_for_call(run, client.address("actor"), "GenerateSequences")
+    os.kill(rank.pid, signal.SIGKILL)
+    ended = run.end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert ended.line.startswith(
+        f"error: actor rank 1 ({rank.endpoint.address}) GenerateSequences: cannot be reached or died: "
+    )
+    assert cluster.torchruns["actor"].end(ENDS_WITHIN_S).code == 1
+    assert not cluster.site.processes("services.actor")
+
+
+def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services) -> None:
+    address = client.address("reference")
+    run = client.controller()
+    wait_for_call(run, address, "ComputeRefLogProb")
+    cluster.torchruns["reference"].send(signal.SIGKILL)
+    ended = run.end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert ended.line.startswith(
+        f"error: reference rank 0 ({address}) ComputeRefLogProb: cannot be reached or died: "
+    )
+    wait_until(lambda: not cluster.site.processes("services.reference"), ENDS_WITHIN_S)
+
+
+def test_a_stopped_rank_is_named_at_the_deadline_and_its_peer_leaves(client: Site, cluster: Services) -> None:
+    peer, rank = cluster.rank("actor", 0), psutil.Process(cluster.rank("actor", 1).pid)
+    address = cluster.rank("actor", 1).endpoint.address
+    run = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}")
+    wait_for_call(run, client.address("actor"), "UpdateActor")
+    rank.suspend()
+    ended = run.end(CALL_TIMEOUT_S + ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert ended.line == (
+        f"error: actor rank 1 ({address}) UpdateActor: no answer within {CALL_TIMEOUT_S} s, and none to Cancel: "
+        "its process is stopped or stuck"
+    )
+    wait_until(lambda: not psutil.pid_exists(peer.pid), STUCK_LEAVES_WITHIN_S)
+    rank.kill()
+
+
+# The same where the run launched its services
+
+
+@pytest.mark.parametrize(
+    ("victim", "cause"),
+    [
+        ("rank", "rank 1 was killed by SIGKILL"),
+        ("torchrun", "was killed by SIGKILL"),
+    ],
+)
+def test_a_killed_process_of_a_launched_service_ends_the_run_and_all_services(
+    small: Site, victim: str, cause: str
+) -> None:
+    run = small.controller(algorithm=ROLLOUTS, launch=True)
+    wait_for_call(run, small.address("actor"), "GenerateSequences")
+    if victim == "rank":
+        os.kill(describe(small.address("actor")).ranks[1].pid, signal.SIGKILL)
+    else:
+        small.processes("torch.distributed.run", "services.actor")[0].kill()
+    ended = run.end(ENDS_WITHIN_S)
+    assert ended.code == 1
+    assert re.fullmatch(
+        rf"error: service actor: {cause} \(log: \S+/logs/actor\.log\); "
+        r"actor rank [01] \(\S+\) GenerateSequences: cannot be reached or died: .*",
+        ended.line,
+    )
+    assert_nothing_is_left(small)
+
+
+def test_a_stopped_rank_of_a_launched_service_does_not_survive_the_run(small: Site) -> None:
+    run = small.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", algorithm=ROLLOUTS, launch=True)
+    wait_for_call(run, small.address("actor"), "GenerateSequences")
+    psutil.Process(describe(small.address("actor")).ranks[1].pid).suspend()
+    ended = run.end(CALL_TIMEOUT_S + ENDS_WITHIN_S + LAUNCHER_STOPS_WITHIN_S)
+    assert ended.code == 1
+    assert re.fullmatch(
+        rf"error: actor rank 1 \(\S+\) GenerateSequences: no answer within {CALL_TIMEOUT_S} s, and none to Cancel: "
+        "its process is stopped or stuck",
+        ended.line,
+    )
+    assert_nothing_is_left(small)
+
+
+def test_sigterm_in_the_middle_of_a_call_stops_the_launched_services(small: Site) -> None:
+    run = small.controller(algorithm=ROLLOUTS, launch=True)
+    wait_for_call(run, small.address("actor"), "GenerateSequences")
+    run.send(signal.SIGTERM)
+    ended = run.end(ENDS_WITHIN_S)
+    assert (ended.code, ended.line) == (128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert_nothing_is_left(small)
+
+
+def test_launched_services_end_with_a_run_that_is_killed(small: Site) -> None:
+    run = small.controller(algorithm=ROLLOUTS, launch=True)
+    wait_for_call(run, small.address("actor"), "GenerateSequences")
+    run.send(signal.SIGKILL)
+    wait_until(small.is_quiet, LAUNCHER_STOPS_WITHIN_S)
+    assert small.temporary_files() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_stopped_while_its_services_start_stops_them(small: Site, number: signal.Signals) -> None:
+    run = small.controller(algorithm=ROLLOUTS, launch=True)
+    wait_for_ranks(small, "services.actor", 2)
+    run.send(number)
+    ended = run.end(ENDS_WITHIN_S)
+    assert (ended.code, ended.line) == (128 + number, f"stopped by {number.name}")
+    assert_nothing_is_left(small)
+
+
+def test_services_that_start_end_with_a_run_that_is_killed(small: Site) -> None:
+    run = small.controller(algorithm=ROLLOUTS, launch=True)
+    wait_for_ranks(small, "services.actor", 2)
+    run.send(signal.SIGKILL)
+    wait_until(small.is_quiet, LAUNCHER_STOPS_WITHIN_S)
+
+
+def test_services_end_with_an_rlhf_deploy_that_is_killed(site: Site) -> None:
+    launcher = site.start("rlhf-deploy", "up", "chaos.toml", "--only", "reward")
+    launcher.until_it_says("ready\n", START_TIMEOUT_S)
+    launcher.send(signal.SIGKILL)
+    wait_until(site.is_quiet, LAUNCHER_STOPS_WITHIN_S)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_rlhf_deploy(site: Site, model: Path) -> None:
+    with_vocabulary(model, site.directory / "large", lambda ids: ids.update({"ab": 128, "cd": 129}))
+    launcher = site.start(
+        *("rlhf-deploy", "up", "chaos.toml", "--only", "critic", "--set", "services.critic.model=large")
+    )
+    ended = launcher.end(START_TIMEOUT_S)
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == (
+        "error: service critic: model: tokenizer and model do not match: the tokenizer large has 130 token ids, "
+        "the model large has 128 embeddings"
+    )
+    assert_nothing_is_left(site)
+
+
+def wait_for_ranks(site: Site, module: str, count: int) -> None:
+    """Waits until torchrun has started the ranks of a service, which takes them seconds more to serve."""
+    wait_until(
+        lambda: len(site.processes(module)) - len(site.processes(module, "torch.distributed.run")) >= count,
+        START_TIMEOUT_S,
+    )
