@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-full test-gpu lint format bench clean
+.PHONY: help setup quickstart test test-full lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -27,9 +27,6 @@ test: setup ## Run all tests that need no GPU, fast ones first.
 
 test-full: setup ## Run them with the large matrices too.
 	$(PYTEST) -m "not gpu" tests
-
-test-gpu: setup ## Run the tests that need an NVIDIA GPU.
-	$(PYTEST) -m gpu tests
 
 lint: setup ## Check style, types and protos.
 	$(BIN)/ruff check .

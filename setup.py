@@ -12,9 +12,8 @@ PROTO_ROOT = Path("protos")
 
 def generate_stubs(out: Path) -> list[str]:
     """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py of every proto below `out`; returns their paths."""
-    from grpc_tools import protoc
-
     import grpc_tools
+    from grpc_tools import protoc
 
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     protos = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.rglob("*.proto"))

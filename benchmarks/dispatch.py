@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import importlib.util
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -160,6 +162,7 @@ def _bare_servers(count: int) -> Iterator[list[str]]:
 
 def _serve_bare(parent: Connection) -> None:
     """Serves a method that does nothing, until the other end of the pipe closes, however that happens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     timing = common_pb2.Timing(arrived_unix_s=time.time(), queue_s=1e-5, store_s=1e-5)
     response = worker_pb2.SynchronizeResponse(outcome=common_pb2.Outcome(timing=timing))
 
@@ -182,8 +185,7 @@ def _serve_bare(parent: Connection) -> None:
             await asyncio.to_thread(parent.recv)
         await server.stop(None)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+    asyncio.run(serve())
 
 
 SYSTEMS: Mapping[str, Callable[[int], AbstractContextManager[Mapping[str, Calls]]]] = {
@@ -229,7 +231,10 @@ def _receive(connection: Connection) -> Any:
 
 
 def _obey(system: str, ranks: int, pipe: Connection) -> None:
-    with contextlib.suppress(KeyboardInterrupt, EOFError), SYSTEMS[system](ranks) as measured:
+    with (
+        contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError),
+        SYSTEMS[system](ranks) as measured,
+    ):
         pipe.send(list(measured))
         while True:
             name, count = pipe.recv()
@@ -331,6 +336,8 @@ def main(sizes: tuple[int, ...], calls: int, blocks: int, json_path: Path | None
     with_ray = importlib.util.find_spec("ray") is not None
     without_ray = "" if with_ray else "Ray is not installed, so its rows are missing: pip install ray"
     systems = [name for name in SYSTEMS if name != "ray" or with_ray]
+    # At the end, gRPC would tell of every connection that closes.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     before, figures = circumstances(), []
     try:
         for ranks in sizes:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from controller.config import MAX_KL_ERROR
 from nccl_transfer.columns import Jagged
 
 FloatColumn = Jagged[np.ndarray]
@@ -20,7 +21,6 @@ EPS = 1e-8
 KL_KINDS = ("k1", "k2", "k3")
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
-_MAX_KL_ERROR = 0.2
 
 
 def kl_estimate(log_probs: FloatColumn, ref_log_probs: FloatColumn, kind: str) -> FloatColumn:
@@ -223,9 +223,9 @@ class AdaptiveKL:
         Raises:
             ValueError: a batch so much larger than the horizon that the price could turn negative.
         """
-        if _MAX_KL_ERROR * num_sequences >= self.horizon:
+        if MAX_KL_ERROR * num_sequences >= self.horizon:
             raise ValueError(f"{num_sequences} responses are too many for a KL horizon of {self.horizon}")
-        error = float(np.clip(kl / self.target - 1, -_MAX_KL_ERROR, _MAX_KL_ERROR))
+        error = float(np.clip(kl / self.target - 1, -MAX_KL_ERROR, MAX_KL_ERROR))
         self.beta *= 1 + error * num_sequences / self.horizon
 
 

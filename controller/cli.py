@@ -111,8 +111,6 @@ def _run_connected(
                 return run.finish()
             finally:
                 run.close()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     finally:
         cluster.close()
 

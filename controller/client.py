@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
+from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
 
 
@@ -19,13 +19,16 @@ class RankClient:
         service: Name of the service in the config.
         rank: Rank within it.
         address: host:port.
+        is_ours: Whether a server of this package answers there, which expects pings.
     """
 
-    def __init__(self, service: str, rank: int, address: str) -> None:
+    def __init__(self, service: str, rank: int, address: str, *, is_ours: bool = False) -> None:
         self.service = service
         self.rank = rank
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(
+            address, options=CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS
+        )
         self._callables: dict[str, Any] = {}
 
     def __str__(self) -> str:

@@ -115,6 +115,12 @@ class Cluster:
             raise ConfigError(
                 f"services.{name}.ranks is {table.ranks}, but the service has {len(description.ranks)}"
             )
+        longest = self.config.rollout.max_response_tokens
+        if description.max_tokens and description.max_tokens <= longest:
+            raise ConfigError(
+                f"rollout.max_response_tokens: {longest} leave no room for a prompt in services.{name}, which takes "
+                f"{description.max_tokens} tokens in all (its model's positions, or micro_batch_tokens)"
+            )
         return description
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
@@ -144,7 +150,8 @@ class Cluster:
 
     async def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         clients = [
-            RankClient(name, rank, info.endpoint.address) for rank, info in enumerate(description.ranks)
+            RankClient(name, rank, info.endpoint.address, is_ours=bool(description.epoch))
+            for rank, info in enumerate(description.ranks)
         ]
         kind = GROUPS[description.role]
         devices = self.config.devices(name)

@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 
 from rlhf.config import ActorTable, CriticTable, Positive, Service, Strict, override, read_toml, validate
 
+MAX_KL_ERROR = 0.2
+"""An adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -79,7 +82,7 @@ class AlgorithmTable(Strict):
     """Weight of longer returns (lambda in GAE)."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a batch to mean 0 and variance 1."""
-    clip_low: NotNegative = 0.2
+    clip_low: Fraction = 0.2
     """The probability ratio is clipped at 1 minus this."""
     clip_high: NotNegative = 0.2
     """The probability ratio is clipped at 1 plus this."""
@@ -148,6 +151,13 @@ class Config(Strict):
         self._check_pools()
         self._check_addresses()
         self._check_batch()
+        self._check_kl()
+        truncates = self.rollout.top_k or self.rollout.top_p < 1
+        if truncates and not self.algorithm.recompute_log_probs:
+            raise ValueError(
+                "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
+                "log-probabilities are those of the truncated distribution, the update's are not"
+            )
         if self.algorithm.dual_clip and self.algorithm.dual_clip <= 1:
             raise ValueError(
                 f"algorithm.dual_clip must be above 1, or 0 for off (given: {self.algorithm.dual_clip})"
@@ -159,9 +169,25 @@ class Config(Strict):
             if table.pool and table.pool not in self.pools:
                 known = ", ".join(sorted(self.pools)) or "none"
                 raise ValueError(f"services.{name}.pool: no pool {table.pool!r}; known: {known}")
-        for name, devices in self.pools.items():
-            if not devices:
-                raise ValueError(f"pools.{name}: a pool has at least one device")
+            if table.pool and len(self.pools[table.pool]) < table.ranks:
+                raise ValueError(
+                    f"services.{name}.pool: {table.pool!r} has {len(self.pools[table.pool])} devices for "
+                    f"{table.ranks} ranks"
+                )
+
+    def _check_kl(self) -> None:
+        algorithm = self.algorithm
+        if not algorithm.kl_target:
+            return
+        if not algorithm.kl_reward_coefficient:
+            raise ValueError(
+                "algorithm.kl_reward_coefficient: an adaptive one (kl_target) has to start above 0"
+            )
+        if algorithm.kl_horizon <= self.rows_per_step * MAX_KL_ERROR:
+            raise ValueError(
+                f"algorithm.kl_horizon: {algorithm.kl_horizon} is too short for {self.rows_per_step} rows a step; "
+                f"more than {MAX_KL_ERROR:g} times as many are needed"
+            )
 
     def _check_addresses(self) -> None:
         seen: dict[str, str] = {}
@@ -182,7 +208,8 @@ class Config(Strict):
         for name, table in self.services.items():
             if isinstance(table, ActorTable | CriticTable) and size % table.ranks:
                 raise ValueError(
-                    f"algorithm.mini_batch_size: {size} rows do not divide over the {table.ranks} ranks of services.{name}"
+                    f"algorithm.mini_batch_size: {size} rows do not divide over the {table.ranks} ranks "
+                    f"of services.{name}"
                 )
 
 

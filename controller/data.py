@@ -86,4 +86,8 @@ def _row(line: str, where: str) -> tuple[str, str, str]:
         raise ConfigError(f"{where}: not a JSON object with a prompt: {error}") from None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: prompt is not a text, or empty: {prompt!r}")
-    return prompt, str(row.pop("ground_truth", "")), json.dumps(row)
+    return prompt, _text(row.pop("ground_truth", None)), json.dumps(row)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

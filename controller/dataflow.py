@@ -105,6 +105,14 @@ class FutureBatch:
         """Only these columns."""
         return FutureBatch(self.rows, {name: self[name] for name in names}, self.calls)
 
+    def rename(self, **names: str) -> FutureBatch:
+        """Columns under other names: `costs.rename(rewards="costs")`, so that two rewards fit into one batch."""
+        missing = sorted(set(names) - set(self.columns))
+        if missing:
+            raise InvalidRequest(f"the batch has no columns {missing}; it has {sorted(self.columns)}")
+        renamed = {names.get(name, name): column for name, column in self.columns.items()}
+        return FutureBatch(self.rows, renamed, self.calls)
+
     def take(self, rows: np.ndarray) -> FutureBatch:
         """These rows in this order."""
         taken = {name: then(column, lambda c: c.take(rows)) for name, column in self.columns.items()}
@@ -180,6 +188,15 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
 
     future.add_done_callback(pass_on)
     return following
+
+
+def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:
+    """Resolves a future once all those before it are: a call that failed early still keeps its place in the order."""
+    left = [other for other in before if not other.done()]
+    if not left:
+        future.set_result(None)
+        return
+    left[0].add_done_callback(lambda _: resolve_after(left[1:], future))
 
 
 class Placement:

@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf import json_format, struct_pb2
 
 from controller.client import WORKER, RankClient
-from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, awaited, then
+from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, awaited, resolve_after, then
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn
 from nccl_transfer.columns import Jagged
@@ -54,6 +54,7 @@ class Session:
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started_unix_ns: int = field(default_factory=time.time_ns)
     seed: int = 0
     step: int = 0
     timeout_s: float = 600.0
@@ -71,7 +72,12 @@ class Session:
         self.ordinals[service, method] += 1
         call_id = f"{self.name}_{next(self.call_numbers)}"
         return common_pb2.Call(
-            call_id=call_id, session=self.name, seed=self.seed, step=self.step, ordinal=ordinal
+            call_id=call_id,
+            session=self.name,
+            session_started_unix_ns=self.started_unix_ns,
+            seed=self.seed,
+            step=self.step,
+            ordinal=ordinal,
         )
 
 
@@ -154,16 +160,17 @@ class RoleGroup:
             names = list(inputs.columns)
             columns = await awaited(inputs.columns[name] for name in names)
             await awaited(before)
-            self._sequence += 1
-            header.sequence, header.epoch = self._sequence, self.description.epoch
-            self.running[header.call_id] = method.name
+            header.sequence, header.epoch = self._sequence + 1, self.description.epoch
             batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
+            requests = self._requests(method, batch, header, options)
+            self._sequence += 1
+            self.running[header.call_id] = method.name
             started = time.time()
-            responses = await self._send(method, self._requests(method, batch, header, options))
+            responses = await self._send(method, requests)
             return self._collect(method, batch, responses, started)
         finally:
             self.running.pop(header.call_id, None)
-            ended.set_result(None)
+            resolve_after(before, ended)
 
     def _requests(
         self, method: Method, batch: Batch, header: common_pb2.Call, options: dict[str, Any]
@@ -234,7 +241,7 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
-        made = self._made(method, collected, protocol.splits)
+        made = self._made(method, collected, batch.rows)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,
@@ -246,8 +253,8 @@ class RoleGroup:
         )
         return made, record
 
-    def _made(self, method: Method, collected: list[Any], splits: bool) -> Batch:
-        if not method.outputs or not splits:
+    def _made(self, method: Method, collected: list[Any], rows: int) -> Batch:
+        if not method.outputs:
             return Batch(0, {})
         made = Batch.concat([batch for r in collected if (batch := wire.from_proto(r.batch)).columns])
         self._count(made)
@@ -374,9 +381,13 @@ class RewardGroup(RoleGroup):
         self._count(part)
         return method.request(call=header, text_rows=_text_rows(part), **options)
 
-    def _made(self, method: Method, collected: list[Any], splits: bool) -> Batch:
+    def _made(self, method: Method, collected: list[Any], rows: int) -> Batch:
         if method.name != "ComputeReward":
-            return super()._made(method, collected, splits)
+            return super()._made(method, collected, rows)
+        parts = get_protocol(method.spec.transfer_protocol).distribute(rows, self.mesh)  # type: ignore[union-attr]
+        for client, part, response in zip(self.clients, parts, collected, strict=True):
+            if len(response.scores) != len(part):
+                raise RewardFailed(f"{client}: {len(response.scores)} verdicts for {len(part)} rows")
         scores = [score for response in collected for score in response.scores]
         batch = Batch(len(scores), {"rewards": LocalColumn(_rewards(scores, self.name))})
         self._count(batch)

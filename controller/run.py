@@ -19,7 +19,7 @@ from nccl_transfer.batch import Batch, LocalColumn
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
 Algorithm = Callable[["Run"], None]
@@ -189,6 +189,8 @@ class Run:
             rows = self._train.rows_of_step(number, config.data.prompts_per_step, config.run.seed)
             step = Step(number, self._train.batch(rows).repeat(config.rollout.samples_per_prompt))
             yield step
+            if not step.records:
+                raise InvalidRequest(f"the algorithm did not call step.finish in step {number}")
             seconds = time.time() - started
             self._recorder.calls(number, step.records)
             metrics = self._step_metrics(step, seconds, session.controller_bytes - before)
@@ -211,6 +213,8 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Exports the actor and writes the summary; returns its figures."""
+        if not self._steps:
+            raise InvalidRequest("the algorithm finished no step")
         actor = self._group("actor", ActorGroup)
         directory = self._recorder.path.resolve() / "actor"
         saved = actor.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)

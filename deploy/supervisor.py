@@ -63,7 +63,11 @@ class Supervisor:
                 raise ConfigError(f"no service {name!r}; there are: {', '.join(config.services)}")
         self._config = config
         self._deployment = deployment
-        self._names = [name for name in config.services if not only or name in only]
+        self._names = [
+            name
+            for name, table in config.services.items()
+            if not table.external and (not only or name in only)
+        ]
         self._launcher = launcher or Launcher()
         self._say = say
         self._log_dir = Path(deployment.log_dir)

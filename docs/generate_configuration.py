@@ -47,7 +47,7 @@ def render() -> str:
         about = (table.__doc__ or "").strip()
         parts.append("\n".join([f"## `{title}`\n\n{about}\n\n{head}", *_rows(fields)]) + "\n")
     pools = Config.model_fields["pools"].description
-    parts.append(f"## `[pools]`\n\n{pools} For example `shared = [\"cpu:0\", \"cpu:1\"]`.\n")
+    parts.append(f'## `[pools]`\n\n{pools} For example `shared = ["cpu:0", "cpu:1"]`.\n')
     return "\n".join(parts)
 
 

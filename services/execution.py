@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,9 +19,17 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.protocols import get_protocol
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.contract import Method
-from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused, ServiceLost
+from rlhf.errors import (
+    CallCancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerFailed,
+    Refused,
+    ServiceLost,
+    UpdateRejected,
+)
 from rlhf.v1 import common_pb2, worker_pb2
-from services.ranks import OutOfStep
+from services.ranks import OutOfStep, is_known_to_all
 from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
 
 REMEMBERED_CALLS = 256
@@ -63,6 +72,7 @@ class CallQueue:
         self._transfer = ThreadPoolExecutor(1, "transfer")
         self._calls: OrderedDict[str, Running] = OrderedDict()
         self._session = ""
+        self._session_started = 0
         self._next = 1
         self._busy = False
         self._waiting: list[asyncio.Future[None]] = []
@@ -92,6 +102,7 @@ class CallQueue:
         if known is None or known.response is None or known.response.done():
             return False
         known.context.cancelled.set()
+        self._wake()
         return True
 
     async def drain(self) -> None:
@@ -124,8 +135,7 @@ class CallQueue:
         timing = common_pb2.Timing(arrived_unix_s=time.time())
         known = Running(method, CallContext(call, time.monotonic() + timeout_s), timing)
         self._calls[call.call_id] = known
-        while len(self._calls) > REMEMBERED_CALLS:
-            self._calls.popitem(last=False)
+        self._forget_old_calls()
         if registration.instant and self._has_turn(call):
             known.response = self._answer(known, request)
         else:
@@ -134,13 +144,24 @@ class CallQueue:
         known.response.add_done_callback(lambda response: response.cancelled() or response.exception())
         return known
 
+    def _forget_old_calls(self) -> None:
+        over = len(self._calls) - REMEMBERED_CALLS
+        ended = [
+            i for i, known in self._calls.items() if known.response is not None and known.response.done()
+        ]
+        for call_id in ended[: max(over, 0)]:
+            del self._calls[call_id]
+
     def _open_session(self, call: common_pb2.Call) -> None:
+        if call.session_started_unix_ns < self._session_started:
+            raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
         if call.sequence != 1:
             raise Refused(f"session {call.session!r} is not the current one ({self._session!r})")
         for known in self._calls.values():
             known.context.cancelled.set()
         self.store.release(self._session)
         self._session, self._next = call.session, 1
+        self._session_started = call.session_started_unix_ns
         self._abandoned.clear()
         self._wake()
 
@@ -180,34 +201,48 @@ class CallQueue:
 
     async def _wait_for_turn(self, known: Running) -> None:
         call, context = known.context.call, known.context
-        superseded = lambda: bool(call.sequence) and call.session != self._session  # noqa: E731
-        while self._busy or not (self._has_turn(call) or superseded()):
+        while self._busy or not self._has_turn(call):
+            if call.sequence and call.session != self._session:
+                raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
+            # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
+            if context.cancelled.is_set() and self.worker.ranks.size == 1:
+                self._abandon(call)
+                raise CallCancelled(f"call {call.call_id} was cancelled before it started")
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
                 await asyncio.wait_for(turn, max(context.deadline - time.monotonic(), 0))
             except TimeoutError:
-                self._abandoned.add(call.sequence)
+                self._abandon(call)
                 running = self.running.method.name if self.running else f"call {self._next}, which never came"
                 raise DeadlineExceeded(
                     f"{known.method.name} (sequence {call.sequence}) waited past its deadline behind {running}"
                 ) from None
-        if superseded():
+        if call.sequence and call.session != self._session:
             raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
         self._busy = True
+
+    def _abandon(self, call: common_pb2.Call) -> None:
+        """The call will not take its turn: later ones do not wait for it."""
+        if call.sequence and call.session == self._session:
+            self._abandoned.add(call.sequence)
+            self._skip_abandoned()
+
+    def _skip_abandoned(self) -> None:
+        while self._next in self._abandoned:
+            self._abandoned.remove(self._next)
+            self._next += 1
+        self._wake()
 
     def _end_turn(self, known: Running) -> None:
         self._busy = False
         call = known.context.call
         if call.sequence and call.session == self._session:
             self._next = call.sequence + 1
-            while self._next in self._abandoned:
-                self._abandoned.remove(self._next)
-                self._next += 1
         elif call.sequence:
             # It outlived its session: nobody else would free the rows it made.
             self.store.release(call.session)
-        self._wake()
+        self._skip_abandoned()
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -230,7 +265,9 @@ class CallQueue:
     def _fetch(self, message: common_pb2.Batch, context: CallContext) -> tuple[Rows, int]:
         batch = wire.from_proto(message)
         inline = sum(column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
-        return Rows(self.fetcher.fetch(batch, context.deadline), wire.row_numbers(message)), inline
+        # What is left of the deadline is for the ranks to agree that it failed.
+        deadline = context.deadline - min(ANSWER_S, (context.deadline - time.monotonic()) / 10)
+        return Rows(self.fetcher.fetch(batch, deadline), wire.row_numbers(message)), inline
 
     def _execute(
         self, known: Running, registration: Registration, request: Any, rows: Rows, failure: Exception | None
@@ -243,11 +280,27 @@ class CallQueue:
             self.worker.ranks.agree(failure, context.deadline, context.call.call_id)
         elif failure is not None:
             raise failure
-        result = self.worker.around(lambda: self._call(known, rows, request))
+        result = self._compute_together(known, registration, lambda: self._call(known, rows, request))
         if not result.verified:
             rows.fetched.verify()
         known.timing.compute_s = time.monotonic() - started
         return self._respond(known, result)
+
+    def _compute_together(
+        self, known: Running, registration: Registration, run: Callable[[], Result]
+    ) -> Result:
+        """Runs a method. A rank that fails alone in the middle of one leaves: its peers are waiting in a collective
+        that its next call would silently complete. A wrong request fails on all ranks alike."""
+        ranks = self.worker.ranks
+        try:
+            return self.worker.around(run)
+        except (InvalidRequest, UpdateRejected, PeerFailed, CallCancelled):
+            raise
+        except Exception as error:
+            if not registration.collective or ranks.size == 1 or is_known_to_all(error):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise OutOfStep(f"rank {ranks.rank} failed alone in {known.method.name}: {what}") from error
 
     def _call(self, known: Running, rows: Rows, request: Any) -> Result:
         return getattr(self.worker, known.method.snake_name)(rows, request, known.context)

@@ -20,7 +20,7 @@ from rlhf.config import ModelTable, OptimizerTable, ServiceTable
 from rlhf.errors import CallCancelled, ConfigError, InvalidRequest, PeerFailed, RlhfError, UpdateRejected
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.engines.agreement import PeerRankFailed
-from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, TrainEngine
+from services.engines.base import InferenceStopped, LossFn, NonFiniteGradient, OptimizerOptions, TrainEngine
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch, assemble, split
@@ -127,7 +127,7 @@ class ModelWorker(Worker):
             ) from error
         except PeerRankFailed as error:
             raise PeerFailed(str(error)) from error
-        except GenerationStopped as error:
+        except (GenerationStopped, InferenceStopped) as error:
             raise CallCancelled(str(error)) from error
         except (ValueError, FileNotFoundError) as error:
             raise InvalidRequest(str(error)) from error
@@ -147,18 +147,30 @@ class ModelWorker(Worker):
 
     def micro_batches(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
         """Rows cut by the token budget; none where there are no rows."""
+        for ids in sequences:
+            self._check_tokens(ids.values)
         if not (sequences[0].rows if rows is None else len(rows)):
             return []
         budget = self.table.micro_batch_tokens
         return split(*sequences, token_budget=budget, pad_id=self.pad_id, rows=rows)
 
+    def _check_tokens(self, ids: Tensor) -> None:
+        known = self.model_config.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise InvalidRequest(f"token ids reach from {ids.min()} to {ids.max()}; the model has {known}")
+
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """What the head reads off every micro-batch of the rows, without gradients."""
-        with self.ranks.together(call.deadline):
+        with self.ranks.together(call.peers_deadline):
             micro_batches = self.micro_batches(sequences)
-        call.progress(0, len(micro_batches))
-        outputs = self.engine.infer(micro_batches, head)
-        call.progress(len(micro_batches), len(micro_batches))
+        total = len(micro_batches)
+        call.progress(0, total)
+        outputs = self.engine.infer(
+            micro_batches,
+            head,
+            should_stop=lambda: call.stopping,
+            progress=lambda done: call.progress(done, total),
+        )
         return list(zip(micro_batches, outputs, strict=True))
 
     def update(
@@ -176,12 +188,12 @@ class ModelWorker(Worker):
             loss_for: From the response tokens and rows of a whole mini-batch, over all ranks, to its loss.
             columns: What the loss reads, one value per response token.
         """
-        with self.ranks.together(call.deadline):
+        with self.ranks.together(call.peers_deadline):
             mini_batches = self._mini_batches(rows, schedule, call, columns)
         before = self.engine.snapshot()
         try:
             metrics = self._steps(mini_batches, call, head, loss_for)
-            with self.ranks.together(call.deadline):
+            with self.ranks.together(call.peers_deadline):
                 rows.fetched.verify()
         except BaseException:
             self.engine.restore(before)
@@ -220,9 +232,13 @@ class ModelWorker(Worker):
         sums: dict[str, float] = {}
         for done, mine in enumerate(mini_batches):
             share = [mine.tokens, mine.rows, call.stopping]
-            num_tokens, num_rows, stopping = self.ranks.total(share, call.deadline)
+            num_tokens, num_rows, stopping = self.ranks.total(share, call.peers_deadline)
             if stopping:
                 raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
+            if not num_rows:
+                raise InvalidRequest(
+                    f"a mini-batch of {len(mini_batches)} has no rows: schedule.mini_batches is too large"
+                )
             step = self.engine.step(mine.micro_batches, head, loss_for(int(num_tokens), int(num_rows)))
             measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
             for name, value in measured.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.protocols import Mesh
@@ -24,12 +24,33 @@ from rlhf.errors import PeerFailed
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+E = TypeVar("E", bound=BaseException)
+
 RENDEZVOUS_TIMEOUT_S = 120.0
+
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Above any deadline of a call. gloo ends a collective at the shorter of this and the wait's own timeout, so it
+must not be what ends one: the call's deadline is."""
 
 
 class OutOfStep(PeerFailed):
     """Ranks whose collectives do not match any more: one is at another call, did not come, or died. No later
     collective of theirs could be trusted, so a rank that raises this has to leave."""
+
+
+def known_to_all(error: E) -> E:
+    """Notes that every rank of the group has heard of an error, so that none waits for another."""
+    error.known_to_all = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known_to_all(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, was noted by `known_to_all`."""
+    while error is not None:
+        if getattr(error, "known_to_all", False):
+            return True
+        error = error.__cause__
+    return False
 
 
 @dataclass
@@ -80,7 +101,11 @@ class Ranks:
         store = PrefixStore("rlhf-cluster", base)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
-            backend, store=PrefixStore("default", base), rank=rank, world_size=size, timeout=timeout
+            backend,
+            store=PrefixStore("default", base),
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
         )
         if rank == 0:
             store.set("epoch", str(epoch))
@@ -133,10 +158,10 @@ class Ranks:
         if len(set(fingerprints)) > 1:
             raise OutOfStep(f"rank {self.rank} is at call {call_id}, and not all of its peers are")
         if mine is not None:
-            raise mine
+            raise known_to_all(mine)
         if any(failed):
             culprits = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
-            raise PeerFailed(f"rank {self.rank} did not start, because rank {culprits} failed")
+            raise known_to_all(PeerFailed(f"rank {self.rank} did not start, because rank {culprits} failed"))
 
     @contextmanager
     def together(self, deadline: float) -> Iterator[None]:

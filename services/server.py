@@ -201,7 +201,7 @@ class RankServer:
         return answer
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        interval_s = request.interval_s or 1.0
+        interval_s = max(request.interval_s or 1.0, WATCH_PAUSE_S)
         while not self._stop.is_set():
             changed = self.queue.changed
             yield self._status()

@@ -19,6 +19,9 @@ from services.ranks import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+NOTICE_S = 4.0
+"""How long a computing rank may take to notice that its deadline has passed; see `execution.GRACE_S`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -98,6 +101,11 @@ class CallContext:
     cancelled: Event = field(default_factory=Event)
     done: int = 0
     done_of: int = 0
+
+    @property
+    def peers_deadline(self) -> float:
+        """Until when to wait for ranks that are in the call too: they may need a while to notice that time is up."""
+        return self.deadline + NOTICE_S
 
     @property
     def stopping(self) -> bool:

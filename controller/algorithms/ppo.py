@@ -6,6 +6,7 @@ from controller.advantage import AdaptiveKL, FixedKL, KlController, ppo_advantag
 from controller.config import AlgorithmTable
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
+from rlhf.errors import InvalidRequest
 
 
 def ppo(run: Run) -> None:
@@ -27,17 +28,20 @@ def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController
     that the controller reads."""
     algorithm = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards")
-    result = ppo_advantage(
-        columns["log_probs"],
-        columns["ref_log_probs"],
-        columns["values"],
-        columns["rewards"],
-        beta=kl.beta,
-        kl_kind=algorithm.kl_reward_estimator,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        whiten_advantages=algorithm.whiten_advantages,
-    )
+    try:
+        result = ppo_advantage(
+            columns["log_probs"],
+            columns["ref_log_probs"],
+            columns["values"],
+            columns["rewards"],
+            beta=kl.beta,
+            kl_kind=algorithm.kl_reward_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            whiten_advantages=algorithm.whiten_advantages,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"compute_advantage, step {step.number}: {error}") from error
     step.metrics |= {**result.metrics, "kl/coefficient": kl.beta}
     kl.update(result.metrics["kl/sequence_mean"], batch.rows)
     return FutureBatch.of(advantages=result.advantages, returns=result.returns)

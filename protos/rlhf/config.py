@@ -47,6 +47,8 @@ class ServiceTable(Strict):
 
     address: str
     """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
+    external: bool = False
+    """Somebody else starts the service, for example one in another language: the launcher leaves it alone."""
     ranks: Positive = 1
     """Processes of the service, one per device."""
     pool: str = ""
@@ -65,6 +67,10 @@ class ServiceTable(Strict):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
+        if host in ("0.0.0.0", "[::]", "*"):
+            raise ValueError(
+                f"{address!r}: the address is also where other ranks connect to; name one of this host"
+            )
         return address
 
 

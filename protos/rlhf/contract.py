@@ -14,17 +14,24 @@ from rlhf.v1 import common_pb2
 
 MODULES = ("actor", "critic", "reference", "reward", "transfer", "worker")
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+PLAIN_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 1 << 30),
     ("grpc.max_send_message_length", 1 << 30),
+    ("grpc.absolute_max_metadata_size", 64 << 10),
+    ("grpc.enable_http_proxy", 0),
+)
+"""Options of a channel to any server: messages beyond the 4 MiB default, tracebacks beyond the 16 KiB of metadata,
+and no pings, which a stock server takes for an attack."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *PLAIN_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.enable_http_proxy", 0),
 )
-"""Options both ends of every channel use: messages beyond the 4 MiB default, and pings that notice a
-stopped peer within 20 s while a busy one, whose transport answers by itself, stays connected."""
+"""Options both ends of a channel between our own processes use: also pings, which notice a stopped peer within
+20 s while a busy one, whose transport answers by itself, stays connected."""
 
 
 @dataclass(frozen=True, slots=True)

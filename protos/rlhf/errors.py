@@ -26,6 +26,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "rlhf-cluster"
 STATUS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE = 1000
+MAX_TRACEBACK = 4000
+"""Characters of an error that cross the wire: gRPC drops statuses of more than about 8 KiB."""
 
 
 class RlhfError(Exception):
@@ -111,9 +114,13 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         code, message = error.code, str(error)
     else:
         code, message = grpc.StatusCode.INTERNAL, f"{reason}: {error}"
+    message = message.replace("\n", " ")
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
+    trace = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(where))
-    debug = error_details_pb2.DebugInfo(stack_entries=traceback.format_exception(error))
-    status = status_pb2.Status(code=code.value[0], message=message.replace("\n", " "))
+    debug = error_details_pb2.DebugInfo(stack_entries=[trace])
+    status = status_pb2.Status(code=code.value[0], message=message)
     for detail in (info, debug):
         packed = any_pb2.Any()
         packed.Pack(detail)

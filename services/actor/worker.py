@@ -53,16 +53,17 @@ class ActorWorker(ModelWorker):
             self._rollout_version = self.policy_version
         options = self._sampling(request.sampling)
         prompts = self._prompt_ids(rows.texts("prompt"))
-        if not prompts:
-            return Result()
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
-        generation = self.rollout.generate(
-            prompts,
-            options,
-            seeds,
-            should_stop=lambda: call.stopping,
-            progress=lambda finished, tokens: call.progress(finished, rows.count),
-        )
+        with self.ranks.together(call.peers_deadline):
+            generation = prompts and self.rollout.generate(
+                prompts,
+                options,
+                seeds,
+                should_stop=lambda: call.stopping,
+                progress=lambda finished, tokens: call.progress(finished, rows.count),
+            )
+        if not generation:
+            return Result()
         columns: dict[str, Any] = {
             "prompt_ids": _jagged(prompts),
             "response_ids": generation.responses,
@@ -86,7 +87,7 @@ class ActorWorker(ModelWorker):
 
     @register("3D_PROTO")
     def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
-        with self.ranks.together(call.deadline):
+        with self.ranks.together(call.peers_deadline):
             ids = [self._pretraining_ids(text) for text in rows.texts("text")]
         # The first token of a text is given; every later one is predicted.
         sequences = _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])

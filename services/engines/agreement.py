@@ -16,6 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from services.ranks import known_to_all
+
+REPLACEABLE = ("manifest.json", "config.json")
+"""Files that mark a directory as a checkpoint or a model, which a new one may replace."""
+
 
 class PeerRankFailed(RuntimeError):
     """Another rank failed at something that all ranks do together; its own error says why."""
@@ -40,9 +45,9 @@ def all_or_none(action: str, device: torch.device) -> Iterator[None]:
     num_failed = torch.tensor(int(error is not None), device=device)
     dist.all_reduce(num_failed)
     if error is not None:
-        raise error
+        raise known_to_all(error)
     if num_failed:
-        raise PeerRankFailed(f"{action} failed on another rank")
+        raise known_to_all(PeerRankFailed(f"{action} failed on another rank"))
 
 
 @contextmanager
@@ -50,6 +55,9 @@ def new_directory(directory: Path, device: torch.device) -> Iterator[Path]:
     """Where all ranks write what becomes `directory` once every one of them has, in place of what had that name.
 
     Whoever reads `directory` sees the old one or the new one, never a part. Of a failure nothing stays.
+
+    Raises:
+        ValueError: what has that name is neither a checkpoint nor a model, nor empty.
     """
     is_keeper = dist.get_rank() == 0
     # A sibling, so that it lies on the same file system and taking the name is one rename.
@@ -57,6 +65,7 @@ def new_directory(directory: Path, device: torch.device) -> Iterator[Path]:
     try:
         with all_or_none(f"creating {partial}", device):
             if is_keeper:
+                _refuse_foreign(directory)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         with all_or_none(f"writing {partial}", device):
@@ -67,6 +76,14 @@ def new_directory(directory: Path, device: torch.device) -> Iterator[Path]:
     finally:
         if is_keeper:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Raises ValueError where `directory` holds something else than an earlier checkpoint or model."""
+    if not directory.exists() or any((directory / name).is_file() for name in REPLACEABLE):
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ValueError(f"{directory} exists and is neither a checkpoint nor a model, so it is not replaced")
 
 
 def _replace(directory: Path, replacement: Path) -> None:

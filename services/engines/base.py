@@ -29,6 +29,10 @@ class NonFiniteGradient(ArithmeticError):
     """The gradient norm of a step is inf or nan. Raised on every rank alike, before any weight has moved."""
 
 
+class InferenceStopped(RuntimeError):
+    """`should_stop` said so on some rank. Raised on every rank alike."""
+
+
 @dataclass(frozen=True)
 class OptimizerOptions:
     """AdamW (Loshchilov and Hutter 2019) on all parameters, with linear warm-up to a constant learning rate.
@@ -95,10 +99,24 @@ class TrainEngine(ABC):
     num_parameters: int
 
     @abstractmethod
-    def infer(self, micro_batches: Sequence[MicroBatch], head: Head[Output]) -> list[Output]:
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda num_done: None,
+    ) -> list[Output]:
         """Run the model without gradients and return what `head` reads, per micro-batch.
 
         Ranks may have different numbers of micro-batches, and of different shapes.
+
+        Args:
+            should_stop: asked before every micro-batch; if any rank's says so, all stop there.
+            progress: told how many micro-batches are done.
+
+        Raises:
+            InferenceStopped: `should_stop` returned True, here or on another rank.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import (
+    InferenceStopped,
     LossFn,
     NonFiniteGradient,
     OptimizerOptions,
@@ -90,13 +91,22 @@ class FSDPEngine(TrainEngine):
         self._num_steps = 0
 
     @torch.no_grad()
-    def infer(self, micro_batches: Sequence[MicroBatch], head: Head[Output]) -> list[Output]:
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda num_done: None,
+    ) -> list[Output]:
         with self._resharding():
             outputs = []
             for micro_batch, is_ours in self._evened(micro_batches):
+                self._stop_together(should_stop())
                 raw = self._forward(micro_batch)
                 if is_ours:
                     outputs.append(head(raw, micro_batch))
+                    progress(len(outputs))
             return outputs
 
     def step(
@@ -188,6 +198,12 @@ class FSDPEngine(TrainEngine):
             yield micro_batch.to(self.device), True
         for _ in range(int(most) - len(micro_batches)):
             yield blank().to(self.device), False
+
+    def _stop_together(self, stop: bool) -> None:
+        stopping = torch.tensor(stop, dtype=torch.int64, device=self.device)
+        dist.all_reduce(stopping)
+        if stopping:
+            raise InferenceStopped("inference was stopped between micro-batches")
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ HERE = Path(__file__).parent
 MARK = "RLHF_CHAOS"
 """Environment variable by which a site finds every process that was started in it."""
 TIMEOUT_S = 60.0
+START_TIMEOUT_S = 100.0
+"""Longest that services take to start beside each other."""
+ENDS_WITHIN_S = 20.0
+"""Longest that a run takes to end once something has gone wrong; where it does so at once, from its start."""
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -89,11 +94,10 @@ class Site:
         config: Tables of the config file; call `write_config` after a change.
     """
 
-    def __init__(self, directory: Path, ports: Mapping[str, int] | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        ports = ports or {role: free_port() for role in ROLES}
         tables: dict[str, dict[str, Any]] = {
-            role: {"role": role, "address": f"127.0.0.1:{port}"} for role, port in ports.items()
+            role: {"role": role, "address": f"127.0.0.1:{free_port()}"} for role in ROLES
         }
         for role in ("actor", "critic", "reference"):
             tables[role]["model"] = "model"
@@ -207,6 +211,22 @@ def describe(address: str) -> worker_pb2.DescribeResponse:
         )
 
 
+def wait_for_call(run: Program, address: str, method: str) -> None:
+    """Returns in the middle of a call of a training step."""
+    run.until_it_says("step 0/", START_TIMEOUT_S)
+    watch_until(address, lambda s: s.method == method and s.phase == worker_pb2.PHASE_COMPUTING)
+
+
+def with_vocabulary(model: Path, directory: Path, change: Callable[[dict[str, int]], None]) -> Path:
+    """A copy of a model whose tokenizer has another vocabulary."""
+    shutil.copytree(model, directory)
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    change(tokenizer["model"]["vocab"])
+    file.write_text(json.dumps(tokenizer))
+    return directory
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny untrained Llama and its tokenizer."""
@@ -214,3 +234,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(task), "--max-steps", "1"]
     subprocess.run(build, check=True, capture_output=True, timeout=TIMEOUT_S)
     return task / "model"
+
+
+@pytest.fixture
+def site(tmp_path: Path, model: Path) -> Iterator[Site]:
+    """A site where nothing runs yet."""
+    site = Site(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    yield site
+    site.close()

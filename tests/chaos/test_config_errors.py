@@ -29,7 +29,6 @@ FILES = {
     "broken.toml": b"[run\n",
 }
 CASES = {
-    # Keys and values
     f"{PPO} --set run.step=3": "config chaos.toml: run.step: unknown key; did you mean 'steps'?",
     f"{UP} --set algorithm.gama=1": "config chaos.toml: algorithm.gama: unknown key; did you mean 'gamma'?",
     f"{PPO} --set servces.actor.ranks=1": "config chaos.toml: servces: unknown key; did you mean 'services'?",
@@ -39,12 +38,10 @@ CASES = {
     f"{PPO} --set algorithm.dual_clip=0.5": "algorithm.dual_clip must be above 1, or 0 for off (given: 0.5)",
     f"{PPO} --set steps": "setting 'steps': expected key.path=value",
     f"{PPO} --set services.actor.pool=a": "services.actor.pool: no pool 'a'; known: none",
-    # Batch sizes
     f"{PPO} --set data.prompts_per_step=65": "algorithm.mini_batch_size: 32 does not divide the 130 rows of a step "
     "(data.prompts_per_step 65 x rollout.samples_per_prompt 2)",
     f"{UP} --set services.actor.ranks=3": "algorithm.mini_batch_size: 32 rows do not divide over the 3 ranks of "
     "services.actor",
-    # Files
     "rlhf-controller --algo ppo --config no.toml": "config no.toml: No such file or directory",
     "rlhf-deploy up no.toml": "config no.toml: No such file or directory",
     "rlhf-controller --algo ppo --config broken.toml": "config broken.toml: not TOML: ",
@@ -63,7 +60,6 @@ CASES = {
     f"{UP} --set services.reference.model=bare": "services.reference.model: directory bare has no config.json",
     f"{PPO} --set run.directory=chaos.toml": "run directory chaos.toml: file exists",
     f"{PPO} --set run.name=a/b": "run name 'a/b' cannot be part of a directory's name",
-    # Plug-ins
     "rlhf-controller --algo pp0 --config chaos.toml": "unknown algorithm 'pp0'; known: ppo, or module:function",
     "rlhf-controller --algo no:f --config chaos.toml": "algorithm 'no:f' cannot be imported: "
     "ModuleNotFoundError: No module named 'no'",
@@ -72,7 +68,6 @@ CASES = {
     "rlhf-controller --algo broken:f --config chaos.toml": "algorithm 'broken:f' cannot be imported: "
     "ZeroDivisionError: division by zero",
     "rlhf-controller --algo os:name --config chaos.toml": "algorithm 'os:name' is not a function",
-    # Services
     f"{UP} --only reference,reward": "no service 'reference,reward'; there are: actor, critic, reference, reward",
     f"{UP} --set services.reward.address=192.0.2.1:7000": "services.reward.address: 192.0.2.1:7000 is not an address "
     "of this host",

@@ -1,16 +1,14 @@
-"""What goes wrong in a run: it ends in time, with one line that names the culprit, and leaves nothing behind.
+"""What goes wrong in a run over services that were started by hand: it ends in time, with one line that names the
+culprit.
 
-Services are started by hand, as in the README, once for all tests; what a test has killed the next one starts
-again. What a run or rlhf-deploy launches itself is only as much as the test needs.
+The services are started once for all tests, as in the README; what a test has killed the next one starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import socketserver
@@ -23,21 +21,27 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from chaos.conftest import ROLES, Program, Site, describe, free_port, wait_until, watch_until
+from chaos.conftest import (
+    ENDS_WITHIN_S,
+    ROLES,
+    START_TIMEOUT_S,
+    Program,
+    Site,
+    describe,
+    free_port,
+    wait_for_call,
+    wait_until,
+    watch_until,
+    with_vocabulary,
+)
 
 from deploy import health
 from rlhf.v1 import worker_pb2
 
-START_TIMEOUT_S = 100.0
-ENDS_WITHIN_S = 20.0
-"""Longest a run may take from a failure to its end, connecting to its services included."""
 CALL_TIMEOUT_S = 4
 STUCK_LEAVES_WITHIN_S = 10.0
-"""Longest a rank with a stuck call lives on after the call's deadline."""
-LAUNCHER_STOPS_WITHIN_S = 20.0
-"""Longest the services live on that a killed program launched."""
+"""Longest a rank with a stuck call lives on after the run that called it has ended."""
 USAGE_ERROR = 2
-ROLLOUTS = "chaos_plugins:rollouts"
 
 
 class Services:
@@ -92,9 +96,11 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
     site.write_config()
     services = Services(site)
     services.start(*ROLES, "other_critic")
-    yield services
-    services.stop()
-    site.close()
+    try:
+        yield services
+        services.stop()
+    finally:
+        site.close()
 
 
 @pytest.fixture
@@ -106,53 +112,11 @@ def cluster(services: Services) -> Services:
 
 
 @pytest.fixture
-def site(tmp_path: Path, model: Path) -> Iterator[Site]:
-    """A site where nothing runs yet."""
-    site = Site(tmp_path)
-    (tmp_path / "model").symlink_to(model)
-    yield site
-    site.close()
-
-
-@pytest.fixture
 def client(site: Site, cluster: Services) -> Site:
     """A site whose config names the services that were started by hand."""
     site.config["services"] = {role: cluster.site.config["services"][role] for role in ROLES}
     site.write_config()
     return site
-
-
-@pytest.fixture
-def small(site: Site) -> Site:
-    """A site with no more services than `chaos_plugins.rollouts` needs."""
-    for role in ("critic", "reference"):
-        del site.config["services"][role]
-    site.write_config()
-    return site
-
-
-def with_vocabulary(model: Path, directory: Path, change: Callable[[dict[str, int]], None]) -> Path:
-    """A copy of a model whose tokenizer has another vocabulary."""
-    shutil.copytree(model, directory)
-    file = directory / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    change(tokenizer["model"]["vocab"])
-    file.write_text(json.dumps(tokenizer))
-    return directory
-
-
-def wait_for_call(run: Program, address: str, method: str) -> None:
-    """Returns in the middle of a call of a training step."""
-    run.until_it_says("step 0/", START_TIMEOUT_S)
-    watch_until(address, lambda s: s.method == method and s.phase == worker_pb2.PHASE_COMPUTING)
-
-
-def assert_nothing_is_left(site: Site) -> None:
-    assert site.is_quiet()
-    assert site.temporary_files() == []
-
-
-# Connecting
 
 
 def test_a_service_that_is_not_there_is_named(client: Site) -> None:
@@ -258,9 +222,6 @@ def test_an_algorithm_that_needs_a_service_the_config_lacks_names_it(client: Sit
     )
 
 
-# Results that cannot be trained on
-
-
 @pytest.mark.parametrize(
     ("ground_truth", "cause"),
     [
@@ -293,9 +254,6 @@ def test_an_update_that_is_not_finite_names_the_service_and_changes_no_rank(
         ended.line,
     )
     assert [describe(address).policy_version for address in ranks] == versions
-
-
-# A full disk
 
 
 @pytest.fixture
@@ -334,9 +292,6 @@ def test_a_summary_that_does_not_fit_on_the_disk_is_no_success(client: Site) -> 
     assert ended.line == f"error: run directory {where}: no space left on device while writing summary.json"
 
 
-# Somebody stops the run
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_told_to_stop_stops_its_calls_and_frees_its_rows(
     client: Site, number: signal.Signals
@@ -347,9 +302,6 @@ def test_a_run_that_is_told_to_stop_stops_its_calls_and_frees_its_rows(
     ended = run.end(ENDS_WITHIN_S)
     assert (ended.code, ended.line) == (128 + number, f"stopped by {number.name}")
     watch_until(client.address("actor"), lambda s: s.phase == worker_pb2.PHASE_IDLE and not s.arena_bytes)
-
-
-# A service fails in the middle of a call
 
 
 def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
@@ -398,7 +350,7 @@ def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services
 
 
 def test_a_stopped_rank_is_named_at_the_deadline_and_its_peer_leaves(client: Site, cluster: Services) -> None:
-    peer, rank = cluster.rank("actor", 0), psutil.Process(cluster.rank("actor", 1).pid)
+    peer, rank = (psutil.Process(cluster.rank("actor", number).pid) for number in (0, 1))
     address = cluster.rank("actor", 1).endpoint.address
     run = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}")
     wait_for_call(run, client.address("actor"), "UpdateActor")
@@ -409,111 +361,5 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_its_peer_leaves(client: Sit
         f"error: actor rank 1 ({address}) UpdateActor: no answer within {CALL_TIMEOUT_S} s, and none to Cancel: "
         "its process is stopped or stuck"
     )
-    wait_until(lambda: not psutil.pid_exists(peer.pid), STUCK_LEAVES_WITHIN_S)
+    wait_until(lambda: not peer.is_running(), STUCK_LEAVES_WITHIN_S)
     rank.kill()
-
-
-# The same where the run launched its services
-
-
-@pytest.mark.parametrize(
-    ("victim", "cause"),
-    [
-        ("rank", "rank 1 was killed by SIGKILL"),
-        ("torchrun", "was killed by SIGKILL"),
-    ],
-)
-def test_a_killed_process_of_a_launched_service_ends_the_run_and_all_services(
-    small: Site, victim: str, cause: str
-) -> None:
-    run = small.controller(algorithm=ROLLOUTS, launch=True)
-    wait_for_call(run, small.address("actor"), "GenerateSequences")
-    if victim == "rank":
-        os.kill(describe(small.address("actor")).ranks[1].pid, signal.SIGKILL)
-    else:
-        small.processes("torch.distributed.run", "services.actor")[0].kill()
-    ended = run.end(ENDS_WITHIN_S)
-    assert ended.code == 1
-    assert re.fullmatch(
-        rf"error: service actor: {cause} \(log: \S+/logs/actor\.log\); "
-        r"actor rank [01] \(\S+\) GenerateSequences: cannot be reached or died: .*",
-        ended.line,
-    )
-    assert_nothing_is_left(small)
-
-
-def test_a_stopped_rank_of_a_launched_service_does_not_survive_the_run(small: Site) -> None:
-    run = small.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", algorithm=ROLLOUTS, launch=True)
-    wait_for_call(run, small.address("actor"), "GenerateSequences")
-    psutil.Process(describe(small.address("actor")).ranks[1].pid).suspend()
-    ended = run.end(CALL_TIMEOUT_S + ENDS_WITHIN_S + LAUNCHER_STOPS_WITHIN_S)
-    assert ended.code == 1
-    assert re.fullmatch(
-        rf"error: actor rank 1 \(\S+\) GenerateSequences: no answer within {CALL_TIMEOUT_S} s, and none to Cancel: "
-        "its process is stopped or stuck",
-        ended.line,
-    )
-    assert_nothing_is_left(small)
-
-
-def test_sigterm_in_the_middle_of_a_call_stops_the_launched_services(small: Site) -> None:
-    run = small.controller(algorithm=ROLLOUTS, launch=True)
-    wait_for_call(run, small.address("actor"), "GenerateSequences")
-    run.send(signal.SIGTERM)
-    ended = run.end(ENDS_WITHIN_S)
-    assert (ended.code, ended.line) == (128 + signal.SIGTERM, "stopped by SIGTERM")
-    assert_nothing_is_left(small)
-
-
-def test_launched_services_end_with_a_run_that_is_killed(small: Site) -> None:
-    run = small.controller(algorithm=ROLLOUTS, launch=True)
-    wait_for_call(run, small.address("actor"), "GenerateSequences")
-    run.send(signal.SIGKILL)
-    wait_until(small.is_quiet, LAUNCHER_STOPS_WITHIN_S)
-    assert small.temporary_files() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_stopped_while_its_services_start_stops_them(small: Site, number: signal.Signals) -> None:
-    run = small.controller(algorithm=ROLLOUTS, launch=True)
-    wait_for_ranks(small, "services.actor", 2)
-    run.send(number)
-    ended = run.end(ENDS_WITHIN_S)
-    assert (ended.code, ended.line) == (128 + number, f"stopped by {number.name}")
-    assert_nothing_is_left(small)
-
-
-def test_services_that_start_end_with_a_run_that_is_killed(small: Site) -> None:
-    run = small.controller(algorithm=ROLLOUTS, launch=True)
-    wait_for_ranks(small, "services.actor", 2)
-    run.send(signal.SIGKILL)
-    wait_until(small.is_quiet, LAUNCHER_STOPS_WITHIN_S)
-
-
-def test_services_end_with_an_rlhf_deploy_that_is_killed(site: Site) -> None:
-    launcher = site.start("rlhf-deploy", "up", "chaos.toml", "--only", "reward")
-    launcher.until_it_says("ready\n", START_TIMEOUT_S)
-    launcher.send(signal.SIGKILL)
-    wait_until(site.is_quiet, LAUNCHER_STOPS_WITHIN_S)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_rlhf_deploy(site: Site, model: Path) -> None:
-    with_vocabulary(model, site.directory / "large", lambda ids: ids.update({"ab": 128, "cd": 129}))
-    launcher = site.start(
-        *("rlhf-deploy", "up", "chaos.toml", "--only", "critic", "--set", "services.critic.model=large")
-    )
-    ended = launcher.end(START_TIMEOUT_S)
-    assert ended.code == 1
-    assert ended.err.splitlines()[-1] == (
-        "error: service critic: model: tokenizer and model do not match: the tokenizer large has 130 token ids, "
-        "the model large has 128 embeddings"
-    )
-    assert_nothing_is_left(site)
-
-
-def wait_for_ranks(site: Site, module: str, count: int) -> None:
-    """Waits until torchrun has started the ranks of a service, which takes them seconds more to serve."""
-    wait_until(
-        lambda: len(site.processes(module)) - len(site.processes(module, "torch.distributed.run")) >= count,
-        START_TIMEOUT_S,
-    )

@@ -75,6 +75,7 @@ def _renumbered_tokenizer() -> PreTrainedTokenizerFast:
 
 def _write_scorer(directory: Path, tokenizer: Any) -> None:
     torch.manual_seed(5)
+    labels: dict[str, Any] = {"num_labels": 1}
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=32,
@@ -85,8 +86,8 @@ def _write_scorer(directory: Path, tokenizer: Any) -> None:
         head_dim=8,
         max_position_embeddings=64,
         initializer_range=0.25,
-        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
+        **labels,
     )
     LlamaForSequenceClassification(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -104,7 +105,7 @@ def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
         # Reads the same ids as the others, but its tokenizer says that it means something else by them.
         "cut_critic": {"role": "critic", "ranks": 2, **learner, **cut, "model": task.renumbered},
         "reference": {"role": "reference", "model": task.model},
-        "reward": {"role": "reward", "function": "toy_rewards:digit_share"},
+        "reward": {"role": "reward", "function": "toy_rewards:digit_mean"},
         "verdicts": {"role": "reward", "ranks": 1, "function": "toy_rewards:by_metadata"},
         "tensor_scorer": {"role": "reward", "kind": "model", "model": task.scorer, "input": "tensor"},
         "text_scorer": {"role": "reward", "kind": "model", "model": task.own_scorer, "input": "text"},

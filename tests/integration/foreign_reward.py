@@ -11,19 +11,20 @@ import grpc
 from rlhf.v1 import reward_pb2, reward_pb2_grpc
 
 
-class DigitShare(reward_pb2_grpc.RewardServiceServicer):
-    """The share of digits in a response."""
+class DigitMean(reward_pb2_grpc.RewardServiceServicer):
+    """The mean digit of a response, as `toy_rewards.digit_mean`."""
 
     def ComputeReward(self, request, context):
         scores = [
-            sum(map(str.isdigit, row.response)) / max(len(row.response), 1) for row in request.text_rows
+            sum(int(c) for c in row.response if c.isdigit()) / 9 / max(len(row.response), 1)
+            for row in request.text_rows
         ]
         return reward_pb2.ComputeRewardResponse(scores=[reward_pb2.RowScore(score=score) for score in scores])
 
 
 def main() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(DigitShare(), server)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(DigitMean(), server)
     server.add_insecure_port(f"127.0.0.1:{sys.argv[1]}")
     server.start()
     known = [name for name in ("torch", "nccl_transfer", "services", "controller") if name in sys.modules]

@@ -81,6 +81,7 @@ class Service:
         self.name = name
         self.session = f"test-{uuid.uuid4().hex}"
         self.sequence = 0
+        self._started_unix_ns = time.time_ns()
         self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS)]
         self.description = self.ask("Describe")
         self.addresses = [rank.endpoint.address for rank in self.description.ranks]
@@ -129,6 +130,7 @@ class Service:
         values = {
             "call_id": uuid.uuid4().hex,
             "session": self.session,
+            "session_started_unix_ns": self._started_unix_ns,
             "sequence": self.sequence,
             "epoch": self.description.epoch,
             "seed": 1,
@@ -224,8 +226,8 @@ class Service:
         return [self.ask("Cancel", rank, call_id=call_id).found for rank in ranks or self.ranks]
 
 
-def jagged(rows: Sequence[Sequence[float]], dtype: Any) -> Jagged[np.ndarray]:
-    """Rows of numbers as one column."""
+def jagged(rows: Sequence[Any], dtype: Any) -> Jagged[np.ndarray]:
+    """Rows of numbers, lists or arrays, as one column."""
     values = np.asarray([value for row in rows for value in row], dtype)
     return Jagged(values, np.asarray([len(row) for row in rows], np.int64))
 

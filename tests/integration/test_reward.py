@@ -30,7 +30,7 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
 from rlhf.config import RewardTable
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed
-from rlhf.v1 import actor_pb2, reward_pb2, worker_pb2, worker_pb2_grpc
+from rlhf.v1 import actor_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 30.0
 TOLERANCE = 1e-5
@@ -92,13 +92,14 @@ def test_a_users_function_scores_rows_in_order(cluster: Cluster) -> None:
     assert found.tolist() == [i / 4 for i in range(9)]
 
 
-def test_the_function_sees_all_four_fields(cluster: Cluster) -> None:
+def test_a_lone_client_is_answered_without_a_call_header(cluster: Cluster) -> None:
     request = reward_pb2.ComputeRewardRequest(
         text_rows=[reward_pb2.TextRow(prompt="1+1=", response="2a", ground_truth="2")]
     )
     with cluster.service("reward") as service:
-        (answer,) = service.call("compute_reward", text_rows=request.text_rows)
-    assert [score.score for score in answer.scores] == [0.5]
+        stub = reward_pb2_grpc.RewardServiceStub(service.channel())
+        answer = stub.ComputeReward(request, timeout=TIMEOUT_S)
+    assert [score.score for score in answer.scores] == [2 / 9 / 2]
 
 
 def test_scores_of_tokens_come_as_a_jagged_column(cluster: Cluster) -> None:

@@ -310,6 +310,14 @@ def test_placement_and_who_launched_the_services_change_no_number(
     assert ran.summary["actor_sha256"] == sha256(launched.path)
 
 
+def test_a_run_leaves_no_rows_in_any_arena(cluster: Cluster, tmp_path: Path) -> None:
+    run_on(cluster, tmp_path, steps=1)
+    for role in ROLES:
+        service = Service(role, cluster.config.services[role].address)
+        assert service.used_bytes() == [0] * len(service.ranks)
+        service.close()
+
+
 def test_another_seed_gives_another_run(launched: Finished, cluster: Cluster, tmp_path: Path) -> None:
     ran = run_on(cluster, tmp_path, seed=1)
     assert ran.summary["actor_sha256"] != sha256(launched.path)

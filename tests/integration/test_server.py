@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -158,10 +159,11 @@ def test_describe_lists_the_methods_of_the_contract_with_their_protocols(cluster
 def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
     for rank in actor.ranks:
         channel = actor.channel(rank)
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
-        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=AT_ONCE_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
         assert {service.name for service in answer.list_services_response.service} == {
             "rlhf.v1.ActorService",
@@ -177,8 +179,8 @@ def test_a_busy_rank_answers_at_once(actor: Service, start: Start) -> None:
     pending, call_id = start(actor)
     for rank in actor.ranks:
         began = time.monotonic()
-        request = health_pb2.HealthCheckRequest()
-        health_pb2_grpc.HealthStub(actor.channel(rank)).Check(request, timeout=AT_ONCE_S)
+        health: Any = health_pb2_grpc.HealthStub(actor.channel(rank))
+        health.Check(health_pb2.HealthCheckRequest(), timeout=AT_ONCE_S)
         actor.ask("Describe", rank, timeout_s=AT_ONCE_S)
         status = actor.watch_until(lambda status: True, rank)
         assert not actor.ask("Cancel", rank, timeout_s=AT_ONCE_S, call_id="another").found
@@ -254,6 +256,26 @@ def test_a_sequence_goes_on_once_the_missing_call_has_come(actor: Service) -> No
     actor.start("synchronize", timeout_s=1.0).outcomes()
     actor.call("synchronize", header=late)
     actor.call("synchronize")
+
+
+def test_a_call_that_gave_up_waiting_does_not_hold_up_the_next(actor: Service) -> None:
+    pending, call_id = start_update(actor)
+    for outcome in actor.start("synchronize", timeout_s=1.0).outcomes():
+        assert isinstance(outcome, DeadlineExceeded)
+        assert "behind UpdateActor" in str(outcome)
+    actor.cancel(call_id)
+    pending.outcomes()
+    actor.call("synchronize")
+
+
+def test_an_update_past_its_deadline_is_undone_on_every_rank(actor: Service, tmp_path: Path) -> None:
+    versions, sha256 = actor.versions, actor.export(tmp_path / "before")
+    outcomes = update(actor, schedule=MANY_EPOCHS, timeout_s=2.0).outcomes()
+    # The rank whose clock is a bit behind hears from the other that it is time to stop.
+    assert {type(outcome) for outcome in outcomes} <= {DeadlineExceeded, CallCancelled}
+    assert any("ran past its deadline" in str(outcome) for outcome in outcomes)
+    assert actor.versions == versions
+    assert actor.export(tmp_path / "after") == sha256
 
 
 def test_a_new_session_supersedes_the_one_before_and_frees_its_rows(cluster: Cluster, actor: Service) -> None:
@@ -365,21 +387,56 @@ def test_rows_that_one_rank_cannot_have_fail_the_call_on_all(actor: Service) -> 
     actor.call("generate_sequences", prompts(4), sampling=SAMPLING)
 
 
+BAD_COLUMNS = {
+    "empty prompt": ("prompt_ids", jagged([[49]] * 7 + [[]], np.int64)),
+    "no such token": ("prompt_ids", jagged([[49]] * 7 + [[128]], np.int64)),
+    "longer than the budget": ("prompt_ids", jagged([[49]] * 7 + [[49] * 20_000], np.int64)),
+    "more advantages than tokens": ("advantages", jagged([[1.0] * 99] * 8, np.float32)),
+}
+
+
 @pytest.mark.parametrize("method", ["compute_log_prob", "update_actor"])
-def test_a_row_that_one_rank_cannot_compute_fails_the_call_on_all(actor: Service, method: str) -> None:
-    rows = training_rows()
-    longer = rows | Batch.of(advantages=jagged([[1.0]] * 8, np.float32))
-    empty = rows | Batch.of(prompt_ids=jagged([[49]] * 7 + [[]], np.int64))
+@pytest.mark.parametrize("bad", BAD_COLUMNS)
+def test_a_row_that_one_rank_cannot_compute_fails_the_call_on_all(
+    actor: Service, method: str, bad: str
+) -> None:
+    """Ranks that have begun to compute would wait in vain for one that has not."""
+    column, values = BAD_COLUMNS[bad]
+    inputs = group_methods("actor")[method].inputs
+    if column not in inputs:
+        pytest.skip(f"{method} reads no {column}")
+    good = training_rows()
+    spoilt = good | Batch.of(**{column: values})
+    rows = Batch.concat([good.take(np.arange(7)), spoilt.take(np.arange(7, 8))]).select(inputs)
     options: dict[str, Any] = {"temperature": 1.0}
     if method == "update_actor":
         options |= {"loss": POLICY_LOSS, "schedule": TWO_STEPS}
-    batch = (empty if method == "compute_log_prob" else longer).take(np.asarray([0, 7, 0, 7, 0, 0, 0, 1]))
     began = time.monotonic()
-    outcomes = actor.start(method, batch.select(group_methods("actor")[method].inputs), **options).outcomes()
-    assert {type(outcome) for outcome in outcomes} <= {InvalidRequest, PeerFailed}
-    assert InvalidRequest in {type(outcome) for outcome in outcomes}
+    outcomes = actor.start(method, rows, **options).outcomes()
+    assert [type(outcome) for outcome in outcomes] == [PeerFailed, InvalidRequest]
     assert time.monotonic() - began < SOON_S
-    actor.call("compute_log_prob", rows, temperature=1.0)
+    actor.call(method, good.select(inputs), **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (actor_pb2.PolicyLoss(kl_coefficient=0.1), "ref_log_probs"),
+        (actor_pb2.PolicyLoss(kl_coefficient=0.1, kl_estimator="k4"), "k4"),
+        (actor_pb2.PolicyLoss(aggregation="mean"), "token-mean"),
+        (actor_pb2.PolicyLoss(aggregation="seq-mean-token-sum-norm"), "max_length"),
+        (actor_pb2.PolicyLoss(clip_low=2.0), "clip_low"),
+        (actor_pb2.PolicyLoss(dual_clip=0.5), "dual_clip"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_also_by_a_rank_without_rows(
+    actor: Service, loss: actor_pb2.PolicyLoss, said: str
+) -> None:
+    row = training_rows(1)
+    options = {"schedule": actor_pb2.Schedule(epochs=1, mini_batches=1), "temperature": 1.0}
+    for outcome in actor.start("update_actor", row, loss=loss, **options).outcomes():
+        assert isinstance(outcome, InvalidRequest)
+        assert said in str(outcome)
 
 
 def test_rows_released_during_an_update_change_it_on_all_ranks_or_on_none(
@@ -422,13 +479,28 @@ def test_ranks_that_are_at_different_calls_do_not_compute_together(pair: Pair) -
     assert "not all of its peers" in pair.last_words()
 
 
+def test_a_profile_is_a_trace_of_the_next_calls_on_every_rank(actor: Service, tmp_path: Path) -> None:
+    armed = actor.call("profile", directory=str(tmp_path), calls=2)
+    for _ in range(2):
+        assert not list(tmp_path.iterdir())
+        actor.call(
+            "compute_log_prob", training_rows().select(["prompt_ids", "response_ids"]), temperature=1.0
+        )
+    paths = {Path(response.path) for response in armed}
+    assert paths == set(tmp_path.iterdir())
+    assert len(paths) == 2
+    for path in paths:
+        assert any("aten::" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
+
+
 def test_errors_carry_who_where_and_the_remote_traceback(actor: Service) -> None:
     header = actor.header()
     pending = actor.start("compute_log_prob", training_rows(), header=header, temperature=-1.0)
     for rank, future in enumerate(pending.futures):
         with pytest.raises(grpc.RpcError) as raised:
             future.result()
-        trailing = dict(raised.value.trailing_metadata())  # type: ignore[attr-defined]
+        error: Any = raised.value
+        trailing = dict(error.trailing_metadata())
         status = status_pb2.Status.FromString(trailing[STATUS_KEY])
         info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
         assert status.details[0].Unpack(info)

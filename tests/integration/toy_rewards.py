@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def digit_share(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """The share of characters of the response that are digits: any model scores a bit, and differs by row."""
-    return sum(character.isdigit() for character in response) / max(len(response), 1)
+def digit_mean(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """The mean digit of the response, between 0 and 1; other characters count as 0."""
+    digits = [int(character) for character in response if character.isdigit()]
+    return sum(digits) / 9 / max(len(response), 1)
 
 
 def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
