@@ -78,12 +78,14 @@ class PromptData:
 
 def _row(line: str, where: str) -> tuple[str, str, str]:
     try:
-        row: dict[str, Any] = json.loads(line)
-        # Half a surrogate pair and NaN pass for JSON, but not on the wire.
+        row = json.loads(line)
+        # Half a surrogate pair and NaN pass for JSON here, but not on the wire.
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-        prompt = row.pop("prompt")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: not a JSON object with a prompt: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict) or "prompt" not in row:
+        raise ConfigError(f"{where}: not a JSON object with a prompt")
+    prompt = row.pop("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: prompt is not a text, or empty: {prompt!r}")
     return prompt, _text(row.pop("ground_truth", None)), json.dumps(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -140,16 +141,18 @@ class CallQueue:
             known.response = self._answer(known, request)
         else:
             known.response = asyncio.create_task(self._run(known, registration, request))
-        # A caller that gave up leaves nobody to look at the outcome.
-        known.response.add_done_callback(lambda response: response.cancelled() or response.exception())
+            # A caller that gave up leaves nobody to look at the outcome.
+            known.response.add_done_callback(lambda response: response.cancelled() or response.exception())
         return known
 
     def _forget_old_calls(self) -> None:
-        over = len(self._calls) - REMEMBERED_CALLS
-        ended = [
-            i for i, known in self._calls.items() if known.response is not None and known.response.done()
-        ]
-        for call_id in ended[: max(over, 0)]:
+        over = max(len(self._calls) - REMEMBERED_CALLS, 0)
+        ended = (
+            call_id
+            for call_id, known in self._calls.items()
+            if known.response is not None and known.response.done()
+        )
+        for call_id in list(itertools.islice(ended, over)):
             del self._calls[call_id]
 
     def _open_session(self, call: common_pb2.Call) -> None:
