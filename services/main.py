@@ -100,7 +100,7 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=worker_class.uses_torch(table))
     worker = worker_class(table, ranks)
-    __import__("gc").freeze(); asyncio.run(_run(worker, name))
+    asyncio.run(_run(worker, name))
     ranks.leave()
     logging.info("left")
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Method:
     @property
     def snake_name(self) -> str:
         """The Python name: GenerateSequences is generate_sequences."""
-        return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
+        return _snake_case(self.name)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -66,6 +67,11 @@ class Method:
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(self.spec.outputs) if self.spec else ()
+
+
+@functools.cache
+def _snake_case(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 def _methods(service: ServiceDescriptor) -> dict[str, Method]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from services.engines.microbatch import MicroBatch
 from services.model_worker import ModelWorker, per_token
 from services.models import load_causal_lm
 from services.ranks import Ranks
-from services.rollout.base import RolloutEngine, SamplingOptions
+from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.worker import CallContext, Result, Rows, register, require
@@ -55,14 +56,8 @@ class ActorWorker(ModelWorker):
         prompts = self._prompt_ids(rows.texts("prompt"))
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
         with self.ranks.together(call.peers_deadline):
-            generation = prompts and self.rollout.generate(
-                prompts,
-                options,
-                seeds,
-                should_stop=lambda: call.stopping,
-                progress=lambda finished, tokens: call.progress(finished, rows.count),
-            )
-        if not generation:
+            generation = self._generate(prompts, options, seeds, call) if prompts else None
+        if generation is None:
             return Result()
         columns: dict[str, Any] = {
             "prompt_ids": _jagged(prompts),
@@ -142,6 +137,17 @@ class ActorWorker(ModelWorker):
         result = super().load_checkpoint(rows, request, call)
         self._rollout_version = -1
         return result
+
+    def _generate(
+        self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext
+    ) -> Generation:
+        return self.rollout.generate(
+            prompts,
+            options,
+            seeds,
+            should_stop=lambda: call.stopping,
+            progress=lambda finished, tokens: call.progress(finished, len(prompts)),
+        )
 
     def _sampling(self, sampling: actor_pb2.Sampling) -> SamplingOptions:
         return SamplingOptions(

@@ -289,15 +289,16 @@ def test_a_new_session_supersedes_the_one_before_and_frees_its_rows(cluster: Clu
         successor.call("synchronize")
 
 
-def test_a_superseded_call_leaves_no_rows(cluster: Cluster, lone_actor: Service) -> None:
-    """A forward pass is not interrupted: it ends when its session has gone already."""
-    long = Batch.of(
-        prompt_ids=jagged([[49] * 20] * 1000, np.int64), response_ids=jagged([[50] * 4] * 1000, np.int64)
+def test_a_superseded_call_leaves_no_rows(cluster: Cluster, reference: Service) -> None:
+    """A micro-batch is not interrupted: it ends when its session has gone already."""
+    one_micro_batch = Batch.of(
+        prompt_ids=jagged([[49] * 20] * 600, np.int64), response_ids=jagged([[50] * 4] * 600, np.int64)
     )
-    pending = lone_actor.start("compute_log_prob", long, temperature=1.0)
-    lone_actor.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
-    with cluster.service("lone_actor") as successor:
-        pending.outcomes()
+    pending = reference.start("compute_ref_log_prob", one_micro_batch, temperature=1.0)
+    reference.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
+    with cluster.service("reference") as successor:
+        successor.call("synchronize")
+        assert len(pending.responses()) == 1, "it was computed to its end"
         assert successor.used_bytes() == [0]
 
 

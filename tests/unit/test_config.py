@@ -48,12 +48,21 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.ranks=3", r"mini_batch_size: .* do not divide over the 3 ranks of services\.actor"),
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
+        ("algorithm.clip_low=1.5", r"clip_low: .*less than or equal to 1"),
+        (
+            "algorithm.kl_target=1\nalgorithm.kl_reward_coefficient=0",
+            r"kl_reward_coefficient: .* start above 0",
+        ),
+        ("algorithm.kl_target=1\nalgorithm.kl_horizon=100", r"kl_horizon: 100 is too short for 512 rows"),
+        ("rollout.top_k=5\nalgorithm.recompute_log_probs=false", r"recompute_log_probs: must be true with"),
+        ("services.actor.address='0.0.0.0:7101'", r"services\.actor\.address: .*name one of this host"),
+        ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 devices for 2 ranks"),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(QUICKSTART, (setting,))
+        load(QUICKSTART, tuple(setting.split("\n")))
     assert re.search(expected, str(raised.value)), str(raised.value)
     assert "\n" not in str(raised.value)
 

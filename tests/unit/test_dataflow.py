@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from controller.dataflow import FutureBatch, Loop, Placement, resolved, then
+from controller.dataflow import FutureBatch, Loop, Placement, resolve_after, resolved, then
 from nccl_transfer.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
@@ -65,3 +65,20 @@ def test_the_loop_runs_coroutines_for_other_threads_and_ends() -> None:
 
 def test_a_resolved_future_is_done() -> None:
     assert resolved(3).result(0) == 3
+
+
+def test_a_call_that_failed_early_keeps_its_place_in_the_order() -> None:
+    first, second, third = Future(), Future(), Future()
+    resolve_after([first, second], third)
+    second.set_result(None)
+    assert not third.done()
+    first.set_result(None)
+    assert third.done()
+
+
+def test_two_rewards_fit_into_one_batch_under_names_of_their_own() -> None:
+    rewards, costs = (FutureBatch.of(rewards=np.array([x, x])) for x in (1.0, 2.0))
+    both = rewards | costs.rename(rewards="costs")
+    assert sorted(both.columns) == ["costs", "rewards"]
+    with pytest.raises(InvalidRequest, match="no columns"):
+        costs.rename(values="cost_values")
