@@ -167,7 +167,7 @@ class Cluster:
                 if not reads_text and group.description.vocabulary_hash != expected:
                     raise ConfigError(
                         f"services.{name}.model: its tokenizer is not that of services.{actor.name}: vocabulary hash "
-                        f"{group.description.vocabulary_hash or 'none'} against {expected}"
+                        f"{group.description.vocabulary_hash[:12] or 'none'} against {expected[:12]}"
                     )
 
     async def _watch(self, client: RankClient) -> None:

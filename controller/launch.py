@@ -15,6 +15,8 @@ from controller.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 
 STOP_TIMEOUT_S = 40.0
+EXPLAIN_TIMEOUT_S = 15.0
+"""How long the launcher may take to see that a service is lost: torchrun first ends the ranks that are left."""
 READY = b"ready\n"
 
 
@@ -65,7 +67,7 @@ class LaunchedServices:
         if not isinstance(error, ServiceLost):
             return error
         try:
-            self._process.wait(5)
+            self._process.wait(EXPLAIN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return error
         said = self._last_error()

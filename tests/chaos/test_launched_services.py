@@ -65,7 +65,7 @@ def test_a_killed_process_of_a_launched_service_ends_the_run_and_all_services(
     run = small.controller(algorithm=ROLLOUTS, launch=True)
     wait_for_call(run, small.address("actor"), "GenerateSequences")
     victim(small).kill()
-    ended = run.end(ENDS_WITHIN_S)
+    ended = run.end(ENDS_WITHIN_S + SERVICES_END_WITHIN_S)
     assert ended.code == 1
     assert re.fullmatch(
         rf"error: service actor: {cause} \(log: \S+/logs/actor\.log\); "
