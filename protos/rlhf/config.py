@@ -22,7 +22,7 @@ Positive = Annotated[int, Field(ge=1)]
 class Strict(BaseModel):
     """Base of all tables: immutable, no unknown keys, docstrings under the fields describe them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class OptimizerTable(Strict):
@@ -213,7 +213,7 @@ def _explain(error: ValidationError, kind: type[BaseModel] | None, prefix: tuple
         if detail["type"] == "extra_forbidden":
             known = _known_keys(kind, path)
             close = difflib.get_close_matches(path[-1], known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             lines.append(
                 f"{shown}: unknown key{hint} Known keys: {', '.join(known)}"
                 if known
