@@ -37,7 +37,7 @@ class RunTable(Strict):
     """Sample responses written at each evaluation."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time one call may take, waiting for its turn included."""
-    connect_timeout_s: float = Field(default=30.0, gt=0)
+    connect_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time to wait for running services to answer."""
 
 
