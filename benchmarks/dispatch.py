@@ -2,7 +2,7 @@
 
 `WorkerService.Synchronize` through a role group, so with everything a call has (sequence, epoch, deduplication,
 outcome), beside a bare gRPC fan-out and, where Ray is installed, a fan-out to Ray actors. Every system runs in
-a client process of its own, and they take turns in short blocks, so that drift of the machine hits all alike.
+a client process of its own, and they take short turns, so that drift of the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -247,7 +248,7 @@ class Figure:
 
     Attributes:
         p50_ms, p99_ms: Over all calls.
-        block_p50_ms: Median of each block, in the order they were taken.
+        turn_p50_ms: Median of each turn, in the order they were taken.
     """
 
     ranks: int
@@ -255,10 +256,10 @@ class Figure:
     calls: int
     p50_ms: float
     p99_ms: float
-    block_p50_ms: list[float]
+    turn_p50_ms: list[float]
 
 
-def measure(ranks: int, systems: list[str], calls: int, blocks: int) -> list[Figure]:
+def measure(ranks: int, systems: list[str], calls: int, turns: int) -> list[Figure]:
     """All systems at one number of ranks, in turns."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(system, ranks)) for system in systems]
@@ -268,34 +269,34 @@ def measure(ranks: int, systems: list[str], calls: int, blocks: int) -> list[Fig
         for client in clients:
             for name in client.names:
                 client.calls(name, WARM_UP_CALLS)
-        for _ in range(blocks):
+        for _ in range(turns):
             for client in clients:
                 for name in client.names:
-                    seconds[name].append(client.calls(name, -(-calls // blocks)))
+                    seconds[name].append(client.calls(name, -(-calls // turns)))
     return [_figure(ranks, name, taken) for name, taken in seconds.items()]
 
 
-def _figure(ranks: int, system: str, blocks: list[list[float]]) -> Figure:
-    milliseconds = np.concatenate(blocks) * 1e3
+def _figure(ranks: int, system: str, turns: list[list[float]]) -> Figure:
+    milliseconds = np.concatenate(turns) * 1e3
     p50, p99 = np.percentile(milliseconds, [50, 99])
-    medians = [round(float(np.median(block)) * 1e3, 4) for block in blocks]
+    medians = [round(float(np.median(turn)) * 1e3, 4) for turn in turns]
     return Figure(ranks, system, len(milliseconds), round(float(p50), 4), round(float(p99), 4), medians)
 
 
 def ratio(figures: list[Figure], ranks: int, anchor: str) -> tuple[float, float, float] | None:
-    """Role group over anchor at one number of ranks: of the medians, and the smallest and largest of a block."""
+    """Role group over anchor at one number of ranks: the median over the turns, the least and the most."""
     found = {figure.system: figure for figure in figures if figure.ranks == ranks}
     if anchor not in found:
         return None
-    ours, theirs = found[CLUSTER], found[anchor]
-    of_blocks = [a / b for a, b in zip(ours.block_p50_ms, theirs.block_p50_ms, strict=True)]
-    return ours.p50_ms / theirs.p50_ms, min(of_blocks), max(of_blocks)
+    turns = zip(found[CLUSTER].turn_p50_ms, found[anchor].turn_p50_ms, strict=True)
+    of_turns = [ours / theirs for ours, theirs in turns]
+    return statistics.median(of_turns), min(of_turns), max(of_turns)
 
 
 def show(figures: list[Figure], without_ray: str) -> None:
     """The table."""
     table = Table(title="A call that does nothing", caption=without_ray or None)
-    for name in ("ranks", "system", "calls", "p50 ms", "p99 ms", "role group / this (blocks)"):
+    for name in ("ranks", "system", "calls", "p50 ms", "p99 ms", "role group / this (turns)"):
         table.add_column(name, justify="left" if name == "system" else "right")
     for figure in figures:
         against = None if figure.system == CLUSTER else ratio(figures, figure.ranks, figure.system)
@@ -328,10 +329,10 @@ def _last(figures: list[Figure], ranks: int) -> str:
 )
 @click.option("--calls", default=400, show_default=True, type=click.IntRange(1), help="Per system and ranks.")
 @click.option(
-    "--blocks", default=8, show_default=True, type=click.IntRange(1), help="Turns they are split into."
+    "--turns", default=8, show_default=True, type=click.IntRange(1), help="Turns they are split into."
 )
 @json_option
-def main(sizes: tuple[int, ...], calls: int, blocks: int, json_path: Path | None) -> None:
+def main(sizes: tuple[int, ...], calls: int, turns: int, json_path: Path | None) -> None:
     """Time a no-op call through a role group beside raw gRPC and Ray."""
     with_ray = importlib.util.find_spec("ray") is not None
     without_ray = "" if with_ray else "Ray is not installed, so its rows are missing: pip install ray"
@@ -342,7 +343,7 @@ def main(sizes: tuple[int, ...], calls: int, blocks: int, json_path: Path | None
     try:
         for ranks in sizes:
             click.echo(f"{ranks} ranks: {', '.join(systems)}", err=True)
-            figures.extend(measure(ranks, systems, calls, blocks))
+            figures.extend(measure(ranks, systems, calls, turns))
     except KeyboardInterrupt:
         raise click.Abort from None
     show(figures, without_ray)

@@ -2,8 +2,8 @@
 
 The anchor (`benchmarks.overhead_plain`) has the same ranks, threads, concurrency and numerical code, but no
 service, no RPC, no tensor store and no record of a run; that its weights end up the same, bit for bit, shows
-that it does the same work. One process that does everything in turn stands beside. They take turns in blocks of
-iterations, so that drift of the machine hits all alike.
+that it does the same work. One process that does everything in turn stands beside. They take short
+turns, so that drift of the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CLUSTER, PLAIN, LONE = "cluster", "plain torchrun", "one process"
 PLAIN_RANKS = 5
 MOST_OVERHEAD = 0.10
 START_TIMEOUT_S = 180.0
-BLOCK_TIMEOUT_S = 600.0
+TURN_TIMEOUT_S = 600.0
 GRACE_S = 10.0
 POLL_S = 0.1
 
@@ -100,7 +100,7 @@ class PacedRun(Run):
 
 
 class Torchrun:
-    """`benchmarks.overhead_plain` on so many ranks, which does blocks of iterations when told to. A context
+    """`benchmarks.overhead_plain` on so many ranks, which iterates when told to. A context
     manager: no process of it outlives the context."""
 
     def __init__(
@@ -145,12 +145,12 @@ class Torchrun:
         for rank in range(self._ranks):
             self._answer(f"ready/{rank}", START_TIMEOUT_S)
 
-    def block(self, count: int) -> None:
+    def turn(self, count: int) -> None:
         """Does so many iterations."""
         number = len(self.seconds)
         self._pace.set(f"steps/{number}", str(count))
-        answers = [self._answer(f"seconds/{number}/{rank}", BLOCK_TIMEOUT_S) for rank in range(self._ranks)]
-        works = [self._answer(f"work/{number}/{rank}", BLOCK_TIMEOUT_S) for rank in range(self._ranks)]
+        answers = [self._answer(f"seconds/{number}/{rank}", TURN_TIMEOUT_S) for rank in range(self._ranks)]
+        works = [self._answer(f"work/{number}/{rank}", TURN_TIMEOUT_S) for rank in range(self._ranks)]
         self.seconds.append(json.loads(answers[0]))
         spans = [tuple(span) for work in works for span in json.loads(work)]
         whole = [(min(start for start, _ in spans), max(stop for _, stop in spans))]
@@ -159,7 +159,7 @@ class Torchrun:
     def sha256(self) -> str:
         """Ends it; returns the sha256 of the actor's weights."""
         self._pace.set(f"steps/{len(self.seconds)}", "0")
-        return self._answer("sha256/0", BLOCK_TIMEOUT_S)
+        return self._answer("sha256/0", TURN_TIMEOUT_S)
 
     def _answer(self, key: str, timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
@@ -224,7 +224,7 @@ def _length(spans: Iterable[Span]) -> float:
 
 @dataclass
 class Measured:
-    """Seconds of each iteration, by system and block, and what else was seen."""
+    """Seconds of each iteration, by system and turn, and what else was seen."""
 
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
@@ -232,12 +232,12 @@ class Measured:
     sha256: dict[str, str] = field(default_factory=dict)
 
 
-def measure(config: Config, directory: Path, warm_up: int, iterations: int, blocks: int) -> Measured:
+def measure(config: Config, directory: Path, warm_up: int, iterations: int, num_turns: int) -> Measured:
     """All systems, in turns."""
     path = directory / "config.toml"
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-    sizes = [warm_up, *[iterations] * blocks, 1]
-    starts = [1 + sum(sizes[:block]) for block in range(len(sizes))]
+    sizes = [warm_up, *[iterations] * num_turns, 1]
+    starts = [1 + sum(sizes[:turn]) for turn in range(len(sizes))]
     threads = config.services["actor"].threads
     with contextlib.ExitStack() as stack:
         plain, lone = others = [
@@ -251,8 +251,8 @@ def measure(config: Config, directory: Path, warm_up: int, iterations: int, bloc
         def turn(size: int) -> Callable[[], None]:
             def run() -> None:
                 click.echo(f"a turn of {size} iterations", err=True)
-                lone.block(1)
-                plain.block(size)
+                lone.turn(1)
+                plain.turn(size)
 
             return run
 
@@ -267,7 +267,7 @@ def measure(config: Config, directory: Path, warm_up: int, iterations: int, bloc
         measured.seconds[other.name] = other.seconds[1:-1]
     counted = [attribute(i) for i in paced.iterations[warm_up : starts[-1] - 1]]
     measured.shares = {name: statistics.mean(seconds[name] for seconds in counted) for name in counted[0]}
-    measured.plain_computing_s = sum(plain.computing_s[1:-1]) / (iterations * blocks)
+    measured.plain_computing_s = sum(plain.computing_s[1:-1]) / (iterations * num_turns)
     return measured
 
 
@@ -296,10 +296,10 @@ def show(measured: Measured) -> None:
     """The tables."""
     screen = console()
     table = Table(title="One PPO iteration, seconds")
-    for name in ("system", "iterations", "mean", "median", "medians of blocks", "over plain (blocks)"):
+    for name in ("system", "iterations", "mean", "median", "medians of turns", "over plain (turns)"):
         table.add_column(name, justify="left" if name == "system" else "right")
-    for name, blocks in measured.seconds.items():
-        every, medians = _flat(blocks), [statistics.median(block) for block in blocks]
+    for name, turns in measured.seconds.items():
+        every, medians = _flat(turns), [statistics.median(turn) for turn in turns]
         against = over_plain(measured, name)
         table.add_row(
             name,
@@ -328,34 +328,33 @@ def show(measured: Measured) -> None:
 
 
 def over_plain(measured: Measured, name: str) -> tuple[float, float, float]:
-    """More time than plain torchrun, as a fraction: of the medians, and the least and most of a block."""
-    ours, plain = measured.seconds[name], measured.seconds[PLAIN]
-    of_blocks = [statistics.median(a) / statistics.median(b) - 1 for a, b in zip(ours, plain, strict=True)]
-    whole = statistics.median(_flat(ours)) / statistics.median(_flat(plain)) - 1
-    return whole, min(of_blocks), max(of_blocks)
+    """More time than plain torchrun, as a fraction: the median over the turns, the least and the most."""
+    turns = zip(measured.seconds[name], measured.seconds[PLAIN], strict=True)
+    of_turns = [statistics.median(ours) / statistics.median(plain) - 1 for ours, plain in turns]
+    return statistics.median(of_turns), min(of_turns), max(of_turns)
 
 
-def _flat(blocks: list[list[float]]) -> list[float]:
-    return list(itertools.chain.from_iterable(blocks))
+def _flat(turns: list[list[float]]) -> list[float]:
+    return list(itertools.chain.from_iterable(turns))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--warm-up", default=3, show_default=True, type=click.IntRange(1), help="Iterations not counted."
 )
-@click.option("--iterations", default=2, show_default=True, type=click.IntRange(1), help="In a block.")
-@click.option("--blocks", default=12, show_default=True, type=click.IntRange(1), help="Turns of each system.")
+@click.option("--iterations", default=2, show_default=True, type=click.IntRange(1), help="In a turn.")
+@click.option("--turns", default=12, show_default=True, type=click.IntRange(1), help="Of each system.")
 @json_option
-def main(warm_up: int, iterations: int, blocks: int, json_path: Path | None) -> None:
+def main(warm_up: int, iterations: int, turns: int, json_path: Path | None) -> None:
     """Time PPO iterations of the quickstart through the cluster beside plain torchrun."""
     before = circumstances()
-    steps = warm_up + iterations * blocks + 1
+    steps = warm_up + iterations * turns + 1
     with tempfile.TemporaryDirectory() as directory:
         config = _config(Path(directory), steps)
         build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
         subprocess.run(build, check=True)
         try:
-            measured = measure(config, Path(directory), warm_up, iterations, blocks)
+            measured = measure(config, Path(directory), warm_up, iterations, turns)
         except KeyboardInterrupt:
             raise click.Abort from None
     show(measured)

@@ -492,10 +492,10 @@ def main(path: Path, pace: str, name: str, threads: int) -> None:
 def follow(
     pace: Store, rank: int, iterate: Iteration, actor: Actor | None, world: World | None, work: Work
 ) -> None:
-    """Does the steps of block after block, until one has none; then says what the actor has become."""
-    step, block = 0, 0
+    """Does the steps of turn after turn, until one has none; then says what the actor has become."""
+    step, turn = 0, 0
     pace.set(f"ready/{rank}", "")
-    while count := int(pace.get(f"steps/{block}")):
+    while count := int(pace.get(f"steps/{turn}")):
         seconds = []
         for _ in range(count):
             started, step = time.perf_counter(), step + 1
@@ -503,10 +503,10 @@ def follow(
             if world is not None:
                 world.barrier()
             seconds.append(time.perf_counter() - started)
-        pace.set(f"seconds/{block}/{rank}", json.dumps(seconds))
-        pace.set(f"work/{block}/{rank}", json.dumps(work.intervals))
+        pace.set(f"seconds/{turn}/{rank}", json.dumps(seconds))
+        pace.set(f"work/{turn}/{rank}", json.dumps(work.intervals))
         work.intervals.clear()
-        block += 1
+        turn += 1
     if actor is not None:
         pace.set(f"sha256/{rank}", actor.sha256())
 
