@@ -280,7 +280,9 @@ class CallQueue:
         if failure is None and context.stopping:
             failure = CallCancelled(f"call {context.call.call_id} was cancelled before it started")
         if registration.collective:
-            self.worker.ranks.agree(failure, context.deadline, context.call.call_id)
+            call = context.call
+            started_us = call.session_started_unix_ns // 1000
+            self.worker.ranks.agree(failure, context.deadline, call.call_id, started_us)
         elif failure is not None:
             raise failure
         result = self._compute_together(known, registration, lambda: self._call(known, rows, request))

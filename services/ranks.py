@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.protocols import Mesh
-from rlhf.errors import PeerFailed
+from rlhf.errors import PeerFailed, Refused
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -145,18 +145,33 @@ class Ranks:
             raise OutOfStep(f"a peer of rank {self.rank} did not join a collective: {error}") from error
         return sums.tolist()
 
-    def agree(self, mine: Exception | None, deadline: float, call_id: str = "") -> None:
+    def agree(
+        self, mine: Exception | None, deadline: float, call_id: str = "", session_started_us: int = 0
+    ) -> None:
         """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed.
 
+        A controller that died may have left its last call with some ranks only. They meet peers that are at a call
+        of the next session, drop theirs, and come again.
+
+        Args:
+            call_id: The call that this rank is at.
+            session_started_us: When the call's session began, Unix time in microseconds.
+
         Raises:
-            OutOfStep: A peer did not come, or came with another call.
+            Refused: A peer is at a call of a younger session.
+            OutOfStep: A peer did not come, or came with another call of the same session.
         """
         own = [float(r == self.rank) for r in range(self.size)]
-        fingerprint = zlib.crc32(call_id.encode())
-        sums = self.total([x * (mine is not None) for x in own] + [x * fingerprint for x in own], deadline)
-        failed, fingerprints = sums[: self.size], sums[self.size :]
-        if len(set(fingerprints)) > 1:
-            raise OutOfStep(f"rank {self.rank} is at call {call_id}, and not all of its peers are")
+        notes = (mine is not None, zlib.crc32(call_id.encode()), session_started_us)
+        while True:
+            sums = self.total([x * note for note in notes for x in own], deadline)
+            failed, calls, sessions = (sums[i * self.size : (i + 1) * self.size] for i in range(3))
+            if len(set(calls)) == 1:
+                break
+            if session_started_us < max(sessions):
+                raise known_to_all(Refused(f"call {call_id}: its session was superseded on another rank"))
+            if min(sessions) == max(sessions):
+                raise OutOfStep(f"rank {self.rank} is at call {call_id}, and not all of its peers are")
         if mine is not None:
             raise known_to_all(mine)
         if any(failed):

@@ -473,16 +473,32 @@ def test_a_call_that_one_rank_never_gets_ends_the_service_at_its_deadline(pair: 
 
 
 def test_ranks_that_are_at_different_calls_do_not_compute_together(pair: Pair) -> None:
-    """A controller that died while it sent a call left it with one rank only; the next one comes."""
-    stale = pair.service
+    service = pair.service
+    header = service.header()
     # Held on to: a call that nobody holds is cancelled.
-    first = stale.send("offload", {0: stale.requests("offload")[0]})
-    stale.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
-    next_one = Service("pair", stale.addresses[0])
-    second = next_one.send("offload", {1: next_one.requests("offload")[1]})
-    outcomes = [*first.outcomes(), *second.outcomes()]
-    assert [type(outcome) for outcome in outcomes] == [PeerFailed, PeerFailed]
+    halves = [
+        service.send("offload", {rank: service.requests("offload", header=service.header(sequence=1))[rank]})
+        for rank in service.ranks
+    ]
+    assert header.sequence == 1
+    assert [type(half.outcomes()[0]) for half in halves] == [PeerFailed, PeerFailed]
     assert "not all of its peers" in pair.last_words()
+
+
+def test_a_call_that_a_dead_controller_left_with_one_rank_does_not_stop_the_next_controller(
+    actor: Service, tmp_path: Path
+) -> None:
+    before = actor.export(tmp_path / "before")
+    options = {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}
+    rows = training_rows()
+    stale = actor.send("update_actor", {0: actor.requests("update_actor", rows, **options)[0]})
+    actor.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
+    successor = Service("actor", actor.addresses[0])
+    assert successor.export(tmp_path / "after") == before
+    assert [type(outcome) for outcome in stale.outcomes()] == [Refused]
+    successor.call("update_actor", rows, **options)
+    assert successor.versions == [1, 1]
+    successor.close()
 
 
 def test_a_profile_is_a_trace_of_the_next_calls_on_every_rank(actor: Service, tmp_path: Path) -> None:
