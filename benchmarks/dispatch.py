@@ -39,6 +39,7 @@ from controller.group import Session
 from controller.launch import LaunchedServices
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import common_pb2, worker_pb2
+from services.server import SERVER_OPTIONS
 
 CLUSTER, RAW, RAW_BLOCKING, RAY = "role group", "raw gRPC", "raw gRPC, blocking", "Ray actors"
 MOST_OF_RAW, MOST_OF_RAY = 1.5, 0.5
@@ -171,7 +172,7 @@ def _serve_bare(parent: Connection) -> None:
         return response
 
     async def serve() -> None:
-        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         handler = grpc.unary_unary_rpc_method_handler(
             synchronize,
             worker_pb2.SynchronizeRequest.FromString,
@@ -269,8 +270,9 @@ def measure(ranks: int, systems: list[str], calls: int, turns: int) -> list[Figu
         for client in clients:
             for name in client.names:
                 client.calls(name, WARM_UP_CALLS)
-        for _ in range(turns):
-            for client in clients:
+        for turn in range(turns):
+            first = turn % len(clients)
+            for client in clients[first:] + clients[:first]:
                 for name in client.names:
                     seconds[name].append(client.calls(name, -(-calls // turns)))
     return [_figure(ranks, name, taken) for name, taken in seconds.items()]
@@ -283,12 +285,14 @@ def _figure(ranks: int, system: str, turns: list[list[float]]) -> Figure:
     return Figure(ranks, system, len(milliseconds), round(float(p50), 4), round(float(p99), 4), medians)
 
 
-def ratio(figures: list[Figure], ranks: int, anchor: str) -> tuple[float, float, float] | None:
-    """Role group over anchor at one number of ranks: the median over the turns, the least and the most."""
+def ratio(
+    figures: list[Figure], ranks: int, anchor: str, system: str = CLUSTER
+) -> tuple[float, float, float] | None:
+    """System over anchor at one number of ranks: the median over the turns, the least and the most."""
     found = {figure.system: figure for figure in figures if figure.ranks == ranks}
     if anchor not in found:
         return None
-    turns = zip(found[CLUSTER].turn_p50_ms, found[anchor].turn_p50_ms, strict=True)
+    turns = zip(found[system].turn_p50_ms, found[anchor].turn_p50_ms, strict=True)
     of_turns = [ours / theirs for ours, theirs in turns]
     return statistics.median(of_turns), min(of_turns), max(of_turns)
 
@@ -317,6 +321,8 @@ def show(figures: list[Figure], without_ray: str) -> None:
         if against := ratio(figures, most, anchor):
             verdict = "met" if against[0] <= aim else "missed"
             screen.print(f"{most} ranks over {anchor}: {against[0]:.2f}, aim at most {aim:g}: {verdict}")
+    if floor := ratio(figures, most, RAY, RAW):
+        screen.print(f"{most} ranks, {RAW} itself over {RAY}: {floor[0]:.2f}")
 
 
 def _last(figures: list[Figure], ranks: int) -> str:

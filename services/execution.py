@@ -24,13 +24,14 @@ from rlhf.errors import (
     CallCancelled,
     DeadlineExceeded,
     InvalidRequest,
+    OutOfStep,
     PeerFailed,
     Refused,
     ServiceLost,
     UpdateRejected,
 )
 from rlhf.v1 import common_pb2, worker_pb2
-from services.ranks import OutOfStep, is_known_to_all
+from services.ranks import is_known_to_all
 from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
 
 REMEMBERED_CALLS = 256
@@ -205,8 +206,7 @@ class CallQueue:
     async def _wait_for_turn(self, known: Running) -> None:
         call, context = known.context.call, known.context
         while self._busy or not self._has_turn(call):
-            if call.sequence and call.session != self._session:
-                raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
+            self._check_session(call)
             # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
             if context.cancelled.is_set() and self.worker.ranks.size == 1:
                 self._abandon(call)
@@ -221,9 +221,12 @@ class CallQueue:
                 raise DeadlineExceeded(
                     f"{known.method.name} (sequence {call.sequence}) waited past its deadline behind {running}"
                 ) from None
+        self._check_session(call)
+        self._busy = True
+
+    def _check_session(self, call: common_pb2.Call) -> None:
         if call.sequence and call.session != self._session:
             raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
-        self._busy = True
 
     def _abandon(self, call: common_pb2.Call) -> None:
         """The call will not take its turn: later ones do not wait for it."""
@@ -346,6 +349,8 @@ class CallQueue:
         if not done:
             self._leave(f"{known.method.name} ({call_id}) is stuck {GRACE_S:g} s past its deadline")
         error = work.exception()
+        if isinstance(error, CallCancelled):
+            self._check_session(known.context.call)
         if isinstance(error, CallCancelled) and time.monotonic() > known.context.deadline:
             raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
         if isinstance(error, OutOfStep):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.protocols import Mesh
-from rlhf.errors import PeerFailed, Refused
+from rlhf.errors import OutOfStep, PeerFailed, Refused
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -31,11 +31,6 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Above any deadline of a call. gloo ends a collective at the shorter of this and the wait's own timeout, so it
 must not be what ends one: the call's deadline is."""
-
-
-class OutOfStep(PeerFailed):
-    """Ranks whose collectives do not match any more: one is at another call, did not come, or died. No later
-    collective of theirs could be trusted, so a rank that raises this has to leave."""
 
 
 def known_to_all(error: E) -> E:

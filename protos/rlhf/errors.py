@@ -8,6 +8,7 @@ RlhfError                      INTERNAL             something failed that has no
 ├── DeadlineExceeded           DEADLINE_EXCEEDED    it took longer than allowed
 ├── CallCancelled              CANCELLED            somebody asked it to stop
 ├── PeerFailed                 ABORTED              another rank of the group failed; look there
+│   └── OutOfStep              ABORTED              ranks no longer match; the service ends
 ├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
 ├── RewardFailed               INTERNAL             rows that could not be scored
 └── TransferError              OUT_OF_RANGE         a transfer went wrong
@@ -76,6 +77,11 @@ class PeerFailed(RlhfError):
     """Another rank of the group failed, so this one did not start; the cause is over there."""
 
     code = grpc.StatusCode.ABORTED
+
+
+class OutOfStep(PeerFailed):
+    """Ranks whose collectives do not match any more: one is at another call, did not come, failed alone, or died.
+    No later collective of theirs could be trusted, so a rank that raises this leaves."""
 
 
 class UpdateRejected(RlhfError):

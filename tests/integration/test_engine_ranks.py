@@ -121,7 +121,7 @@ def test_two_ranks_continue_the_checkpoint_of_one(runs: tuple[Run, Run], model: 
 def test_the_checkpoint_of_two_ranks_reads_as_one(runs: tuple[Run, Run], model: str):
     directory = runs[1].directory / f"{model}-checkpoint"
     num_ranks, scalars = read_manifest(directory)
-    assert (num_ranks, scalars) == (2, {"num_steps": 1})
+    assert (num_ranks, scalars) == (2, {"engine.num_steps": 1})
     expected = runs[1].tensors(f"{model}-step1-0")
     if model == "tied":
         del expected["lm_head.weight"]

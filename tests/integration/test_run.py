@@ -393,6 +393,26 @@ def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> f
     return 2 * prompt + 2 * response + rest + 8 * len(rows) * samples + (3 + 2) * 4 * tokens
 
 
+def test_a_second_controller_takes_the_services_over_and_the_first_ends_with_one_line(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    config = cluster.select(**{role: role for role in ROLES})
+    endless = config.run.model_copy(update={"directory": tmp_path / "first", "steps": 1000})
+    first = Controller(config.model_copy(update={"run": endless}), tmp_path)
+    try:
+        first.wait_for_step(1)
+        second = run_on(cluster, tmp_path / "second", steps=1)
+        code, _, err = first.finish()
+    finally:
+        first.processes.kill()
+    assert second.summary["steps"] == 1
+    assert code == 1
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ")
+    # Or, if the first was about to read them: the rows of its step are not there any more.
+    assert "superseded" in line or "was released" in line
+
+
 def test_ctrl_c_in_the_middle_of_a_step_ends_all_with_130_and_keeps_the_files(
     config: Config, tmp_path: Path
 ) -> None:
