@@ -333,9 +333,9 @@ def _last(figures: list[Figure], ranks: int) -> str:
 @click.option(
     "--ranks", "sizes", multiple=True, type=click.IntRange(1), default=(1, 2, 4, 8), show_default=True
 )
-@click.option("--calls", default=400, show_default=True, type=click.IntRange(1), help="Per system and ranks.")
+@click.option("--calls", default=600, show_default=True, type=click.IntRange(1), help="Per system and ranks.")
 @click.option(
-    "--turns", default=8, show_default=True, type=click.IntRange(1), help="Turns they are split into."
+    "--turns", default=20, show_default=True, type=click.IntRange(1), help="Turns they are split into."
 )
 @json_option
 def main(sizes: tuple[int, ...], calls: int, turns: int, json_path: Path | None) -> None:
@@ -353,9 +353,11 @@ def main(sizes: tuple[int, ...], calls: int, turns: int, json_path: Path | None)
     except KeyboardInterrupt:
         raise click.Abort from None
     show(figures, without_ray)
+    anchors = sorted({figure.system for figure in figures} - {CLUSTER})
+    ratios = {ranks: {anchor: ratio(figures, ranks, anchor) for anchor in anchors} for ranks in sizes}
+    written = [asdict(figure) for figure in figures]
     write_json(
-        json_path,
-        {"before": before, "after": circumstances(), "figures": [asdict(figure) for figure in figures]},
+        json_path, {"before": before, "after": circumstances(), "figures": written, "role_group_over": ratios}
     )
 
 
