@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import selectors
 import socket
 import subprocess
@@ -272,12 +274,20 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listened on a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports of loopback that nobody listens on, below those that the kernel gives away: until a service binds its
+    port, seconds pass in which others ask for any port."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(10_000, max(first_given, 20_000)), 50 * count)
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
