@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-full lint format bench clean
+.PHONY: help setup quickstart pipeline test test-full test-gpu lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -22,11 +22,17 @@ $(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 2 minutes on 2 cores.
 	$(BIN)/rlhf-controller --algo ppo
 
+pipeline: setup ## SFT, a reward model and PPO from raw dialogues with a small model: under 20 minutes on 2 cores.
+	$(BIN)/python -m deploy.pipeline
+
 test: setup ## Run all tests that need no GPU, fast ones first.
 	$(PYTEST) -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract tests/integration tests/chaos
 
 test-full: setup ## Run them with the large matrices too.
 	$(PYTEST) -m "not gpu" tests
+
+test-gpu: setup ## Run the tests that need an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
+	$(PYTEST) -m gpu tests
 
 lint: setup ## Check style, types and protos.
 	$(BIN)/ruff check .
@@ -42,7 +48,9 @@ bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.dispatch --json benchmarks/results/dispatch.json
 	$(BIN)/python -m benchmarks.transfer --json benchmarks/results/transfer.json
+	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json
 
 clean: ## Remove the environment, runs and caches.
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -107,7 +107,7 @@ class Model:
         """All epochs and mini-batches; `numbers` are those of the rows in the whole batch."""
         for epoch in range(epochs):
             key = (self.config.run.seed, step, 0, epoch)
-            for mine in deal(numbers, self.config.mini_batches, key):
+            for mine in deal(numbers, self.config.mini_batches(self.config.rows_per_step), key):
                 tokens = int(sequences.responses.lengths[mine].sum())
                 totals = torch.tensor([tokens, len(mine)], dtype=torch.float64)
                 dist.all_reduce(totals)

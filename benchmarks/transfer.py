@@ -1,16 +1,22 @@
-"""How fast rows of one process reach another, beside a plain copy of as many bytes within one process.
+"""How fast rows reach another process, each way beside its anchor, in turns within one run.
 
-Two parts. Sizes: one column of each size, from one process to another. Readers: a jagged batch as PPO makes it, from
-one process to 1, 2, 4 and 8 that ask for all of it at the same time. Through memfd a fetch copies nothing, so
-its time is taken until the reader has copied the bytes out; tcp and memcpy end with a copy anyway. All of them take
-turns, so that drift of the machine hits all alike.
+- Hand-off: one column over memfd on one host, from the tensor that a forward pass left to a reader that has
+  touched every page; put, plan, attach and first touch apart. Beside a warm memcpy into memory of the same kind.
+- Stream: one column over tcp on loopback, beside a raw socket that sends as many bytes.
+- Batch: the columns that PPO trains on, 6.3 MB, by DP_PROTO to 1, 4 and 8 ranks that read every byte, beside verl's
+  DP_COMPUTE_PROTO over Ray where both are installed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import mmap
 import multiprocessing
+import os
+import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,129 +29,225 @@ import click
 import grpc
 import grpc.aio
 import numpy as np
-from rich.console import Console
+import torch
 from rich.table import Table
 
-from benchmarks.report import circumstances, json_option, write_json
+from benchmarks.report import circumstances, console, json_option, write_json
+from controller.dataflow import Loop
 from nccl_transfer.batch import Batch, Endpoint
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher, Rows
+from nccl_transfer.mesh import Mesh
+from nccl_transfer.protocols import get_protocol
 from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import TRANSPORTS, ArenaServer, create_transports, host_id, serve_fetch
+from nccl_transfer.tensors import to_numpy_carrier
+from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id
 from nccl_transfer.wire import from_proto, to_proto
 from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.v1 import common_pb2, transfer_pb2_grpc
+from rlhf.v1 import common_pb2
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-READERS = (1, 2, 4, 8)
-MEMCPY = "memcpy"
-FETCH_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 60.0
+MIB = 1 << 20
+HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
+STREAMS = (64 * MIB, 256 * MIB)
+RANKS = (1, 4, 8)
+TIMEOUT_S = 120.0
+MOST_ATTACH_S, LEAST_OF_MEMCPY, LEAST_OF_SOCKET, LEAST_OF_VERL = 0.005, 0.8, 0.7, 8.0
 
-SEQUENCES, MEAN_TOKENS = 512, 512
+SEQUENCES, TOKENS = 512, 512
 TOKEN_COLUMNS = {"ids": "int64", "log_probs": "float32", "ref_log_probs": "float32", "values": "float32",
                  "advantages": "float32"}  # fmt: skip
 """24 bytes a token, 6.3 MB in all."""
 
+OURS, VERL = "rlhf-cluster, DP_PROTO", "verl, DP_COMPUTE_PROTO over Ray"
+_TAKE = "/benchmark.Ranks/Take"
+
 
 @dataclass(frozen=True)
-class Figure:
-    """Time of one way to move so many bytes to so many readers.
+class HandOff:
+    """Medians over rounds, in seconds, of the steps of one hand-off.
 
     Attributes:
-        median_s, best_s: Until the last reader has its copy.
-        gb_per_s: Bytes that arrived, at all readers together, per second of the median.
-        memcpy_ratio: Median over that of a plain copy of the same bytes; None where none was taken.
+        put_s: The tensor's bytes into the arena: the one copy on the way.
+        plan_s: References to a message and back.
+        attach_s: Until the reader has views of the rows.
+        first_touch_s, second_read_s: A byte of every page, the first and the second time.
+        total_s: All but the second read.
+        memcpy_s: A warm copy of as many bytes into a memfd.
     """
 
-    part: str
-    way: str
     nbytes: int
-    readers: int
+    rounds: int
+    put_s: float
+    plan_s: float
+    attach_s: float
+    first_touch_s: float
+    second_read_s: float
+    total_s: float
+    memcpy_s: float
+
+    @property
+    def put_of_memcpy(self) -> float:
+        """Rate of the put over that of the memcpy."""
+        return self.memcpy_s / self.put_s
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Medians over rounds, in seconds, of moving so many bytes to another process on loopback."""
+
+    nbytes: int
+    rounds: int
+    tcp_s: float
+    socket_s: float
+
+    @property
+    def of_socket(self) -> float:
+        """Rate over that of the raw socket."""
+        return self.socket_s / self.tcp_s
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Median time, in seconds, until all ranks have read their rows of the batch and answered."""
+
+    way: str
+    ranks: int
     rounds: int
     median_s: float
     best_s: float
-    gb_per_s: float
-    memcpy_ratio: float | None
 
 
-def ppo_batch(rng: np.random.Generator) -> dict[str, Jagged[np.ndarray]]:
-    """Jagged columns of 512 sequences, 512 tokens long on average."""
-    lengths = rng.multinomial(SEQUENCES * MEAN_TOKENS, np.full(SEQUENCES, 1 / SEQUENCES)).astype(np.int64)
+class Producer:
+    """A process that holds tensors, puts them into its arena when told, and serves them."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self.store = TensorStore(arena_bytes)
+        self.arena_server = ArenaServer(self.store)
+        self.byte_server = ByteServer(self.store, "127.0.0.1")
+        self.store.endpoint = Endpoint(
+            "127.0.0.1:0",
+            host_id(),
+            self.arena_server.name,
+            1,
+            "producer",
+            0,
+            data_port=self.byte_server.port,
+        )
+        self.steps = 0
+        self.tensor = torch.empty(0)
+        self.target = np.empty(0, np.float32)
+
+    def make(self, nbytes: int) -> float:
+        """A tensor of so many bytes, and a memfd to copy it to whose pages are there."""
+        self.tensor = torch.arange(nbytes // 4, dtype=torch.float32).reshape(64, -1)
+        fd = os.memfd_create("benchmark")
+        os.posix_fallocate(fd, 0, nbytes)
+        self.target = np.frombuffer(mmap.mmap(fd, nbytes), np.float32).reshape(64, -1)
+        os.close(fd)
+        return self.memcpy()
+
+    def memcpy(self) -> float:
+        """Seconds of a plain copy of the tensor into memory of the arena's kind."""
+        started = time.perf_counter()
+        np.copyto(self.target, self.tensor.numpy())
+        return time.perf_counter() - started
+
+    def put(self) -> tuple[float, float, bytes]:
+        """Seconds of the put and of the message, and the message."""
+        self.store.release("benchmark")
+        self.steps += 1
+        started = time.perf_counter()
+        array, dtype = to_numpy_carrier(self.tensor)
+        column = self.store.put_column(array, dtype, Lease("benchmark", self.steps))
+        put = time.perf_counter()
+        message = to_proto(Batch(column.rows, {"x": column})).SerializeToString()
+        return put - started, time.perf_counter() - put, message
+
+    def put_batch(self) -> bytes:
+        """The batch of PPO, as a message."""
+        self.store.release("benchmark")
+        columns = {
+            name: self.store.put_column(values, TOKEN_COLUMNS[name], Lease("benchmark", 1))
+            for name, values in ppo_columns().items()
+        }
+        return to_proto(Batch(SEQUENCES, columns)).SerializeToString()
+
+    def close(self) -> None:
+        self.byte_server.close()
+        self.arena_server.close()
+        self.store.close()
+
+
+def ppo_columns() -> dict[str, Jagged[np.ndarray]]:
+    """Jagged columns of 512 responses of 512 tokens, as verl's padded tensors hold."""
+    rng, lengths = np.random.default_rng(0), np.full(SEQUENCES, TOKENS, np.int64)
     return {
         name: Jagged(rng.integers(0, 100, lengths.sum()).astype(dtype), lengths)
         for name, dtype in TOKEN_COLUMNS.items()
     }
 
 
-class Source(transfer_pb2_grpc.TransferServiceServicer):
-    """A rank that holds a column of each size and the jagged batch."""
+def run_producer(arena_bytes: int, parent: Connection) -> None:
+    """A process: does what it is told until the other end of the pipe closes."""
+    producer = Producer(arena_bytes)
+    with contextlib.suppress(KeyboardInterrupt, EOFError):
+        while True:
+            method, *arguments = parent.recv()
+            parent.send(getattr(producer, method)(*arguments))
+    producer.close()
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.store = TensorStore(sum(sizes) + 64 * MIB)
-        self.arena_server = ArenaServer(self.store)
 
-    async def Fetch(self, request: Any, context: Any) -> Any:
-        async for response in serve_fetch(self.store, 1, request):
-            yield response
+def run_socket(nbytes: int, parent: Connection) -> None:
+    """A process: sends so many bytes to whoever connects, each time it gets a byte."""
+    source = memoryview(bytearray(nbytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        parent.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(KeyboardInterrupt, ConnectionError):
+            while connection.recv(1):
+                connection.sendall(source)
 
-    async def serve(self, sizes: tuple[int, ...], parent: Connection) -> None:
-        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(self, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        self.store.endpoint = Endpoint(f"127.0.0.1:{port}", host_id(), self.arena_server.name, 1, "source", 0)
+
+class Reader:
+    """A rank that fetches its rows and reads every byte of them, behind a gRPC method."""
+
+    def __init__(self) -> None:
+        self.fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+
+    async def take(self, request: bytes, context: Any) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(None, self._take, request)
+
+    def _take(self, request: bytes) -> bytes:
+        batch = from_proto(common_pb2.Batch.FromString(request))
+        rows = self.fetcher.fetch(batch, time.monotonic() + TIMEOUT_S)
+        total = sum(float(flat(rows, name).sum()) for name in TOKEN_COLUMNS)
+        rows.verify()
+        return str(total).encode()
+
+
+def flat(rows: Rows, name: str) -> np.ndarray:
+    """All entries of a column."""
+    values = rows[name]
+    return values.values if isinstance(values, Jagged) else np.asarray(values)
+
+
+def run_reader(argument: None, parent: Connection) -> None:
+    """A process: a reader behind a gRPC server."""
+
+    async def serve() -> None:
+        server, reader = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))), Reader()
+        handler = grpc.unary_unary_rpc_method_handler(reader.take)
+        service, method = _TAKE[1:].split("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        parent.send(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
-        parent.send([to_proto(batch).SerializeToString() for batch in self.batches(sizes)])
         with contextlib.suppress(EOFError):
             await asyncio.to_thread(parent.recv)
         await server.stop(None)
-        self.arena_server.close()
-        self.store.close()
+        reader.fetcher.close()
 
-    def batches(self, sizes: tuple[int, ...]) -> Iterator[Batch]:
-        """One of each size, then the jagged one."""
-        rng, lease = np.random.default_rng(0), Lease("benchmark", 1)
-        for nbytes in sizes:
-            column = rng.integers(0, 256, (16, nbytes // 16), np.uint8)
-            yield Batch(16, {"x": self.store.put_column(column, "uint8", lease)})
-        columns = ppo_batch(rng)
-        yield Batch(
-            SEQUENCES, {n: self.store.put_column(c, TOKEN_COLUMNS[n], lease) for n, c in columns.items()}
-        )
-
-
-def run_source(sizes: tuple[int, ...], parent: Connection) -> None:
-    """A process: serves until the other end of the pipe closes, however that happens."""
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Source(sizes).serve(sizes, parent))
-
-
-def run_reader(message: bytes, parent: Connection) -> None:
-    """A process: fetches a batch by the transport it is told, and copies it out."""
-    batch = from_proto(common_pb2.Batch.FromString(message))
-    target = np.empty(batch.nbytes, np.uint8)
-    fetchers = {name: Fetcher(host_id(), create_transports([name])) for name in TRANSPORTS}
-    with contextlib.suppress(KeyboardInterrupt, EOFError):
-        parent.send("ready")
-        while True:
-            name = parent.recv()
-            copy_out(fetchers[name].fetch(batch, time.monotonic() + FETCH_TIMEOUT_S), target, name)
-            parent.send("done")
-    for fetcher in fetchers.values():
-        fetcher.close()
-
-
-def copy_out(rows: Rows, target: np.ndarray, transport: str) -> None:
-    """Ends a fetch: what memfd mapped is copied to `target` [bytes]; what tcp brought is a copy already."""
-    if transport != "memfd":
-        return
-    end = 0
-    for values in rows.values.values():
-        array = values.values if isinstance(values, Jagged) else np.asarray(values)
-        begin, end = end, end + array.nbytes
-        np.copyto(target[begin:end], array.reshape(-1).view(np.uint8))
-    rows.verify()
+        asyncio.run(serve())
 
 
 @contextmanager
@@ -161,115 +263,308 @@ def process(target: Callable[..., None], argument: object) -> Iterator[Connectio
     finally:
         ours.close()
         started.join(10)
+        if started.is_alive():
+            started.kill()
 
 
 def receive(connection: Connection) -> Any:
-    if not connection.poll(START_TIMEOUT_S):
-        raise click.ClickException(f"no answer within {START_TIMEOUT_S:g} s")
+    if not connection.poll(TIMEOUT_S):
+        raise click.ClickException(f"no answer within {TIMEOUT_S:g} s")
     try:
         return connection.recv()
     except EOFError:
         raise click.ClickException("a process ended too early; see its output above") from None
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round of each way, after one that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def ask(connection: Connection, *request: object) -> Any:
+    connection.send(request)
+    return receive(connection)
+
+
+def measure_hand_off(producer: Connection, nbytes: int, rounds: int) -> HandOff:
+    """From the tensor in the producer to every page read here."""
+    ask(producer, "make", nbytes)
+    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    taken: dict[str, list[float]] = {
+        name: [] for name in ("put", "plan", "attach", "first", "second", "memcpy")
+    }
     for number in range(rounds + 1):
+        put_s, encode_s, message = ask(producer, "put")
+        started = time.perf_counter()
+        batch = from_proto(common_pb2.Batch.FromString(message))
+        planned = time.perf_counter()
+        rows = fetcher.fetch(batch, time.monotonic() + TIMEOUT_S)
+        attached = time.perf_counter()
+        touch(rows)
+        touched = time.perf_counter()
+        touch(rows)
+        read = time.perf_counter()
+        rows.verify()
+        del rows
+        if number:  # the first round faults the arena's pages in
+            for name, seconds in (
+                ("put", put_s),
+                ("plan", encode_s + planned - started),
+                ("attach", attached - planned),
+                ("first", touched - attached),
+                ("second", read - touched),
+                ("memcpy", ask(producer, "memcpy")),
+            ):
+                taken[name].append(seconds)
+    fetcher.close()
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    total = sum(medians[name] for name in ("put", "plan", "attach", "first"))
+    return HandOff(nbytes, rounds, medians["put"], medians["plan"], medians["attach"], medians["first"],
+                   medians["second"], total, medians["memcpy"])  # fmt: skip
+
+
+def touch(rows: Rows) -> int:
+    """Reads a byte of every page."""
+    values = rows["x"]
+    assert isinstance(values, np.ndarray)
+    return int(values.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].sum())
+
+
+def measure_stream(producer: Connection, nbytes: int, rounds: int) -> Stream:
+    """The same bytes through the tcp transport and through a raw socket, into fresh memory."""
+    ask(producer, "make", nbytes)
+    _, _, message = ask(producer, "put")
+    batch = from_proto(common_pb2.Batch.FromString(message))
+    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    with (
+        process(run_socket, nbytes) as sender,
+        socket.create_connection(("127.0.0.1", receive(sender)), TIMEOUT_S) as connection,
+    ):
+
+        def raw() -> None:
+            target, filled = np.empty(nbytes, np.uint8).data, 0
+            connection.send(b"g")
+            while filled < nbytes:
+                filled += connection.recv_into(target[filled:])
+
+        def tcp() -> None:
+            fetcher.fetch(batch, time.monotonic() + TIMEOUT_S)
+
+        seconds = in_turns({"tcp": tcp, "socket": raw}, rounds)
+    fetcher.close()
+    return Stream(nbytes, rounds, statistics.median(seconds["tcp"]), statistics.median(seconds["socket"]))
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round of each way, after two that do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-2, rounds):
         for name, move in ways.items():
             started = time.perf_counter()
             move()
-            if number:
+            if number >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
-def measure_size(batch: Batch, rounds: int) -> list[Figure]:
-    """One column into this process."""
-    source, target = (np.ones(batch.nbytes, np.uint8) for _ in range(2))
-    fetchers = {name: Fetcher(host_id(), create_transports([name])) for name in TRANSPORTS}
-
-    def fetch(name: str) -> None:
-        copy_out(fetchers[name].fetch(batch, time.monotonic() + FETCH_TIMEOUT_S), target, name)
-
-    ways: dict[str, Callable[[], object]] = {MEMCPY: lambda: np.copyto(target, source)}
-    ways |= {name: lambda name=name: fetch(name) for name in TRANSPORTS}
-    seconds = in_turns(ways, rounds)
-    for fetcher in fetchers.values():
-        fetcher.close()
-    return figures("sizes", batch.nbytes, 1, seconds)
-
-
-def measure_readers(message: bytes, readers: int, rounds: int) -> list[Figure]:
-    """The jagged batch into so many processes at the same time."""
-    nbytes = from_proto(common_pb2.Batch.FromString(message)).nbytes
+@contextmanager
+def our_ranks(message: bytes, ranks: int) -> Iterator[Callable[[], object]]:
+    """A call that deals the batch to so many ranks: distribute, one request each, and their answers."""
     with contextlib.ExitStack() as stack:
-        pipes = [stack.enter_context(process(run_reader, message)) for _ in range(readers)]
-        for pipe in pipes:
-            receive(pipe)
+        pipes = [stack.enter_context(process(run_reader, None)) for _ in range(ranks)]
+        addresses = [receive(pipe) for pipe in pipes]
+        loop = stack.enter_context(contextlib.closing(Loop()))
 
-        def fetch_everywhere(name: str) -> None:
-            for pipe in pipes:
-                pipe.send(name)
-            for pipe in pipes:
-                receive(pipe)
+        async def connect() -> list[grpc.aio.Channel]:
+            return [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
 
-        ways = {name: lambda name=name: fetch_everywhere(name) for name in TRANSPORTS}
-        return figures("readers", nbytes, readers, in_turns(ways, rounds))
+        channels = loop.run(connect(), TIMEOUT_S)
+        stubs = [channel.unary_unary(_TAKE) for channel in channels]
+        batch = from_proto(common_pb2.Batch.FromString(message))
+        protocol, mesh = get_protocol("DP_PROTO"), Mesh(data=ranks)
+
+        async def fan_out() -> None:
+            rows = protocol.distribute(batch.rows, mesh)
+            requests = [to_proto(batch.take(part), part).SerializeToString() for part in rows]
+            await asyncio.gather(
+                *(stub(r, timeout=TIMEOUT_S) for stub, r in zip(stubs, requests, strict=True))
+            )
+
+        yield lambda: loop.run(fan_out(), TIMEOUT_S)
+        for channel in channels:
+            loop.run(channel.close(), TIMEOUT_S)
 
 
-def figures(part: str, nbytes: int, readers: int, seconds: Mapping[str, list[float]]) -> list[Figure]:
-    medians = {way: float(np.median(taken)) for way, taken in seconds.items()}
-    memcpy = medians.get(MEMCPY)
-    return [
-        Figure(part, way, nbytes, readers, len(taken), medians[way], min(taken),
-               nbytes * readers / medians[way] / 1e9, medians[way] / memcpy if memcpy else None)
-        for way, taken in seconds.items()
-    ]  # fmt: skip
+@contextmanager
+def verl_ranks(ranks: int) -> Iterator[Callable[[], object]]:
+    """The same with verl's worker group over Ray: the driver holds the batch, workers read every byte."""
+    import ray  # type: ignore[import-not-found]
+    from verl import DataProto  # type: ignore[import-not-found]
+    from verl.single_controller.base import Worker  # type: ignore[import-not-found]
+    from verl.single_controller.base.decorator import Dispatch, register  # type: ignore[import-not-found]
+    from verl.single_controller.ray import (  # type: ignore[import-not-found]
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+    )
+
+    class Taker(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def take(self, data):  # type: ignore[no-untyped-def]
+            total = sum(float(column.sum()) for column in data.batch.values())
+            return type(data).from_single_dict({"total": torch.full((len(data),), total)})
+
+    columns = {
+        name: torch.from_numpy(column.values.reshape(SEQUENCES, TOKENS))
+        for name, column in ppo_columns().items()
+    }
+    data = DataProto.from_single_dict(columns)
+    environment = {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}
+    # A worker of verl's pool asks for ten CPUs on paper, so that ten roles can share it.
+    ray.init(
+        num_cpus=10 * ranks, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        runtime_env=environment,
+    )  # fmt: skip
+    try:
+        group = RayWorkerGroup(
+            RayResourcePool([ranks], use_gpu=False), RayClassWithInitArgs(ray.remote(Taker))
+        )
+        yield lambda: group.take(data)
+    finally:
+        ray.shutdown()
+
+
+def run_verl(ranks: int, parent: Connection) -> None:
+    """A process: Ray and verl, apart from everything of ours."""
+    with verl_ranks(ranks) as call, contextlib.suppress(KeyboardInterrupt, EOFError):
+        parent.send("ready")
+        while True:
+            parent.recv()
+            started = time.perf_counter()
+            call()
+            parent.send(time.perf_counter() - started)
+
+
+def measure_batch(producer: Connection, ranks: int, rounds: int, with_verl: bool) -> list[Dealt]:
+    """Ours and verl's in turns."""
+    message = ask(producer, "put_batch")
+    with contextlib.ExitStack() as stack:
+        call = stack.enter_context(our_ranks(message, ranks))
+        verl = stack.enter_context(process(run_verl, ranks)) if with_verl else None
+        if verl is not None:
+            receive(verl)
+        seconds: dict[str, list[float]] = {OURS: [], **({VERL: []} if verl is not None else {})}
+        for number in range(-2, rounds):
+            started = time.perf_counter()
+            call()
+            taken = {OURS: time.perf_counter() - started}
+            if verl is not None:
+                taken[VERL] = ask(verl)
+            for way, each in taken.items():
+                if number >= 0:
+                    seconds[way].append(each)
+    return [Dealt(way, ranks, rounds, statistics.median(each), min(each)) for way, each in seconds.items()]
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / MIB:g} MiB" if nbytes >= MIB else f"{nbytes / KIB:g} KiB"
+    return f"{nbytes / MIB:g} MiB"
 
 
-def show(taken: list[Figure]) -> None:
-    """The table."""
-    table = Table(
-        title="Rows from one process to others", caption="time until the last reader has its own copy"
-    )
-    for name in ("size", "readers", "way", "rounds", "median ms", "best ms", "GB/s", "over memcpy"):
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def show(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) -> None:
+    """The tables, and what came of the aims."""
+    table = Table(title="Hand-off over memfd on one host, milliseconds")
+    for name in (
+        "size",
+        "put",
+        "plan",
+        "attach",
+        "first touch",
+        "total",
+        "second read",
+        "memcpy",
+        "put / memcpy",
+    ):
+        table.add_column(name, justify="right")
+    for h in hand_offs:
+        times = (h.put_s, h.plan_s, h.attach_s, h.first_touch_s, h.total_s, h.second_read_s, h.memcpy_s)
+        table.add_row(size(h.nbytes), *map(ms, times), f"{h.put_of_memcpy:.2f}")
+    console().print(table)
+    table = Table(title="Stream over tcp on loopback, milliseconds")
+    for name in ("size", "tcp", "GB/s", "raw socket", "rate / raw socket"):
+        table.add_column(name, justify="right")
+    for s in streams:
+        table.add_row(
+            size(s.nbytes),
+            ms(s.tcp_s),
+            f"{s.nbytes / s.tcp_s / 1e9:.2f}",
+            ms(s.socket_s),
+            f"{s.of_socket:.2f}",
+        )
+    console().print(table)
+    table = Table(title="6.3 MB batch to all ranks, milliseconds")
+    for name in ("ranks", "way", "median", "best"):
         table.add_column(name, justify="left" if name == "way" else "right")
-    for figure, following in zip(taken, [*taken[1:], None], strict=True):
-        ratio = "" if figure.memcpy_ratio is None else f"{figure.memcpy_ratio:.1f} x"
-        last = following is None or (following.nbytes, following.readers) != (figure.nbytes, figure.readers)
-        table.add_row(size(figure.nbytes), str(figure.readers), figure.way, str(figure.rounds),
-                      f"{figure.median_s * 1e3:.3f}", f"{figure.best_s * 1e3:.3f}", f"{figure.gb_per_s:.2f}",
-                      ratio, end_section=last)  # fmt: skip
-    Console().print(table)
+    for d in dealt:
+        table.add_row(str(d.ranks), d.way, ms(d.median_s), ms(d.best_s))
+    console().print(table)
+    for line in aims(hand_offs, streams, dealt):
+        console().print(line)
+
+
+def aims(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) -> list[str]:
+    """What was hoped for, and whether it came."""
+
+    def line(what: str, figure: str, met: bool) -> str:
+        return f"{what}: {figure}: {'met' if met else 'missed'}"
+
+    lines = []
+    if hand_offs:
+        attach = max(h.attach_s for h in hand_offs)
+        copy = min(h.put_of_memcpy for h in hand_offs)
+        lines.append(line("attach under 5 ms at any size", f"{ms(attach)} ms", attach < MOST_ATTACH_S))
+        lines.append(line("put at least 0.8 of memcpy", f"{copy:.2f}", copy >= LEAST_OF_MEMCPY))
+    if streams:
+        rate = min(s.of_socket for s in streams)
+        lines.append(line("tcp at least 0.7 of a raw socket", f"{rate:.2f}", rate >= LEAST_OF_SOCKET))
+    ours = {d.ranks: d.median_s for d in dealt if d.way == OURS}
+    for d in dealt:
+        if d.way == VERL:
+            ratio = d.median_s / ours[d.ranks]
+            what = f"{d.ranks} ranks at least 8 times as fast as verl over Ray"
+            lines.append(line(what, f"{ratio:.1f} times", ratio >= LEAST_OF_VERL))
+    return lines
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", "sizes", multiple=True, type=click.IntRange(16), default=SIZES, show_default=True)
-@click.option("--readers", multiple=True, type=click.IntRange(1), default=READERS, show_default=True)
+@click.option("--hand-off", "hand_offs", multiple=True, type=click.IntRange(MIB), default=HAND_OFFS)
+@click.option("--stream", "streams", multiple=True, type=click.IntRange(MIB), default=STREAMS)
+@click.option("--ranks", multiple=True, type=click.IntRange(1), default=RANKS, show_default=True)
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(1), help="Of each way.")
 @json_option
-def main(sizes: tuple[int, ...], readers: tuple[int, ...], rounds: int, json_path: Path | None) -> None:
-    """Time memfd and tcp beside memcpy."""
-    before, taken = circumstances(), []
+def main(
+    hand_offs: tuple[int, ...],
+    streams: tuple[int, ...],
+    ranks: tuple[int, ...],
+    rounds: int,
+    json_path: Path | None,
+) -> None:
+    """Time memfd, tcp and the dealing of a batch, each beside its anchor."""
+    before = circumstances()
+    with_verl = all(importlib.util.find_spec(name) for name in ("ray", "verl", "tensordict"))
+    if not with_verl:
+        click.echo("verl over Ray is left out: ray, verl and tensordict are not all installed")
     try:
-        with process(run_source, sizes) as pipe:
-            *columns, jagged = receive(pipe)
-            for message in columns:
-                taken += measure_size(from_proto(common_pb2.Batch.FromString(message)), rounds)
-            for count in readers:
-                taken += measure_readers(jagged, count, rounds)
+        with process(run_producer, max(*hand_offs, *streams) + 64 * MIB) as producer:
+            taken = (
+                [measure_hand_off(producer, nbytes, rounds) for nbytes in hand_offs],
+                [measure_stream(producer, nbytes, rounds) for nbytes in streams],
+                [figure for n in ranks for figure in measure_batch(producer, n, rounds, with_verl)],
+            )
     except KeyboardInterrupt:
         raise click.Abort from None
-    show(taken)
-    write_json(
-        json_path,
-        {"before": before, "after": circumstances(), "figures": [asdict(figure) for figure in taken]},
-    )
+    show(*taken)
+    names = ("hand_offs", "streams", "batches")
+    figures = {name: [asdict(f) for f in part] for name, part in zip(names, taken, strict=True)}
+    write_json(json_path, {"before": before, "after": circumstances(), **figures})
 
 
 if __name__ == "__main__":

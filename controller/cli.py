@@ -7,6 +7,7 @@ import importlib.resources
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,13 +15,14 @@ import click
 import tomli_w
 
 from controller import algorithms
+from controller.algorithm import Algorithm
 from controller.cluster import Cluster
 from controller.config import Config, load
-from controller.data import PromptData
+from controller.data import PromptData, TextData, load_data
 from controller.group import Session
 from controller.launch import LaunchedServices
 from controller.recorder import Recorder
-from controller.run import Algorithm, Run
+from controller.run import Run
 from controller.tracking.progress import Progress
 from controller.tracking.run_directory import RunDirectory
 from rlhf.errors import ConfigError, RlhfError
@@ -43,14 +45,15 @@ USAGE_ERROR = 2
 def main(algo: str, config_path: Path | None, launch: bool, settings: tuple[str, ...]) -> None:
     """Run an algorithm of RLHF over role services.
 
-    Without --config it builds the quickstart's model and data, launches the quickstart's services, and runs.
+    Without --config it builds the quickstart's model and data, launches those of the quickstart's services that the
+    algorithm needs, and runs.
     """
     signal.signal(signal.SIGTERM, _terminated)
     # An algorithm of the user's own may lie in the working directory.
     sys.path.append(str(Path.cwd()))
     try:
         algorithm = algorithms.find_algorithm(algo)
-        config = load(config_path, settings) if config_path else _quickstart(settings)
+        config = load(config_path, settings) if config_path else _quickstart(algorithm.quickstart, settings)
         run_directory, summary = run(algorithm, config, launch=launch or config_path is None)
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
@@ -59,8 +62,7 @@ def main(algo: str, config_path: Path | None, launch: bool, settings: tuple[str,
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    click.echo(f"held-out accuracy: {before:.1%} before, {after:.1%} after {summary['steps']} steps")
+    click.echo(_headline(summary))
     click.echo(f"report:            {run_directory / 'report.html'}")
     click.echo(f"run directory:     {run_directory}")
 
@@ -71,23 +73,25 @@ def run(algorithm: Algorithm, config: Config, *, launch: bool) -> tuple[Path, di
     Raises:
         RlhfError: One line that names the culprit.
     """
-    data = (
-        PromptData.load(config.data.train, "data.train"),
-        PromptData.load(config.data.heldout, "data.heldout"),
-    )
+    config = algorithm.configure(config)
+    data = load_data(config, algorithm.columns)
+    pretrain = TextData.load(config.data.pretrain, "data.pretrain") if config.data.pretrain else None
     directory = RunDirectory.create(config.run.directory, config.run.name)
     resolved = directory.write_text(
         CONFIG_FILE, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
     )
     progress = Progress()
     progress.message(f"run directory: {directory.path}")
+    for what, rows in zip(("train", "held-out"), data, strict=True):
+        if rows.num_long:
+            progress.message(f"{rows.num_long} {what} rows left out: their prompt is too long")
     with contextlib.ExitStack() as stack:
         launched = None
         if launch:
             progress.message(f"starting services: {', '.join(config.services)}")
             launched = stack.enter_context(LaunchedServices(config, resolved, directory.path / "logs"))
         try:
-            return directory.path, _run_connected(algorithm, config, data, directory, progress)
+            return directory.path, _run_connected(algorithm, config, data, pretrain, directory, progress)
         except RlhfError as error:
             raise (launched.explain(error) if launched else error) from error
 
@@ -96,6 +100,7 @@ def _run_connected(
     algorithm: Algorithm,
     config: Config,
     data: tuple[PromptData, PromptData],
+    pretrain: TextData | None,
     directory: RunDirectory,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -105,20 +110,28 @@ def _run_connected(
         cluster.connect()
         progress.begin(config.run.steps)
         with Recorder(directory, progress) as recorder, recorder.following(cluster.running, cluster.memory):
-            run = Run(config, data, cluster, recorder)
+            run = Run(config, data, cluster, recorder, pretrain)
             try:
                 algorithm(run)
-                return run.finish()
+                return run.finish(algorithm.trains)
             finally:
                 run.close()
     finally:
         cluster.close()
 
 
-def _quickstart(settings: tuple[str, ...]) -> Config:
-    """The bundled configuration, its model and data built where they are missing."""
+def _headline(summary: Mapping[str, Any]) -> str:
+    """What came of the first thing that was measured on the held-out rows."""
+    name = next(key.removesuffix("_before") for key in summary if key.endswith("_before"))
+    before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+    shape = ".1%" if name == "accuracy" else ".4g"
+    return f"held-out {name}: {before:{shape}} before, {after:{shape}} after {summary['steps']} steps"
+
+
+def _quickstart(name: str, settings: tuple[str, ...]) -> Config:
+    """A bundled configuration by its name, its model and data built where they are missing."""
     with importlib.resources.as_file(
-        importlib.resources.files("deploy") / "quickstart" / "quickstart.toml"
+        importlib.resources.files("deploy") / "quickstart" / f"{name}.toml"
     ) as path:
         config = load(path, settings)
     command = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]

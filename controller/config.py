@@ -6,7 +6,7 @@ Every table is strict and typed. Impossible combinations are refused here, befor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,15 +41,86 @@ class RunTable(Strict):
     """Longest time to wait for running services to answer."""
 
 
-class DataTable(Strict):
-    """Where prompts come from: JSONL rows with `prompt`, `ground_truth` and any further fields."""
+NOWHERE = Path()
+"""A path that is not given."""
 
-    train: Path
-    """Prompts to train on."""
-    heldout: Path
-    """Prompts to evaluate on, never trained on."""
+
+class SourceTable(Strict):
+    """One of several sources of a run's rows; see docs/data.md."""
+
+    path: Path
+    """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
+    hub."""
+    heldout: Path | None = None
+    """Rows to evaluate on. None: the split `heldout_split` of `path`, which has to be a dataset."""
+    name: str = ""
+    """What the rows' column `source` calls it; empty: the path."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of its rows in every step, relative to the other sources'."""
+    reward: str = "reward"
+    """What scores its rows where an algorithm asks for its reward: a service, or one of `[rewards]`."""
+    columns: dict[str, str] = {}
+    """What its fields are called, where not as here: `columns.prompt = "question"`."""
+    split: str = "train"
+    """Of a dataset: the split to train on."""
+    heldout_split: str = "test"
+    """Of a dataset: the split to evaluate on."""
+    subset: str = ""
+    """Of a dataset: its configuration, such as main."""
+
+    @property
+    def label(self) -> str:
+        """Its name, or else its path."""
+        return self.name or str(self.path)
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceTable:
+        if self.heldout is None and self.path.suffix:
+            raise ValueError(f"heldout: {self.path} is a file, which has no splits; give the held-out rows")
+        return self
+
+
+class DataTable(Strict):
+    """Where rows come from: `prompt`, `ground_truth` and any further fields; see docs/data.md."""
+
+    train: Path = NOWHERE
+    """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
+    hub. Required, or else `sources`."""
+    heldout: Path = NOWHERE
+    """Rows to evaluate on, never trained on."""
+    sources: tuple[SourceTable, ...] = ()
+    """Instead of train and heldout: several sources with weights, each with a reward of its own."""
     prompts_per_step: Positive = 128
     """Prompts in the batch of one step."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Rows whose prompt has more tokens are left out; 0: none."""
+    tokenizer: Path | None = None
+    """Model directory whose chat template renders prompts that are lists of messages, and whose tokenizer counts
+    tokens. None: that of the actor, or of the first service with a model."""
+    chat: bool = False
+    """Prompts that are plain texts are what a user says, and are put into the chat template too."""
+    pretrain: Path | None = None
+    """Texts to go on learning as they are beside the rewards: JSONL rows with `text`. For algorithms that have a use
+    for them."""
+
+    @property
+    def all_sources(self) -> tuple[SourceTable, ...]:
+        """The sources; train and heldout are one."""
+        return self.sources or (SourceTable(path=self.train, heldout=self.heldout),)
+
+    @model_validator(mode="after")
+    def _check(self) -> DataTable:
+        if self.sources:
+            if self.train != NOWHERE or self.heldout != NOWHERE:
+                raise ValueError("give train and heldout, or sources, not both")
+            labels = [source.label for source in self.sources]
+            twice = sorted({label for label in labels if labels.count(label) > 1})
+            if twice:
+                raise ValueError(f"sources: {twice[0]!r} is there twice; give each a name of its own")
+        elif NOWHERE in (self.train, self.heldout):
+            missing = "train" if self.train == NOWHERE else "heldout"
+            raise ValueError(f"{missing}: Field required")
+        return self
 
 
 class RolloutTable(Strict):
@@ -68,7 +139,7 @@ class RolloutTable(Strict):
 
 
 class AlgorithmTable(Strict):
-    """Hyper-parameters that algorithms share; each algorithm reads the ones it has a use for."""
+    """Hyper-parameters that algorithms share; each reads those it has a use for, some with defaults of its own."""
 
     epochs: Positive = 1
     """Passes of the actor over a step's rows."""
@@ -82,12 +153,15 @@ class AlgorithmTable(Strict):
     """Weight of longer returns (lambda in GAE)."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a batch to mean 0 and variance 1."""
+    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """What the actor's loss does with the probability ratio: ppo clips that of each token, gspo that of the whole
+    response, and cispo weighs each token's log-probability by it, clipped."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped at 1 minus this."""
     clip_high: NotNegative = 0.2
     """The probability ratio is clipped at 1 plus this."""
     dual_clip: NotNegative = 3.0
-    """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off."""
+    """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off. For surrogate ppo."""
     value_clip: NotNegative = 0.5
     """New values are clipped to within this range of the old; 0: off."""
     entropy_coefficient: NotNegative = 0.0
@@ -111,6 +185,25 @@ class AlgorithmTable(Strict):
     recompute_log_probs: bool = True
     """Recompute the log-probabilities of the responses with the training engine, instead of taking the
     rollout engine's."""
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"
+    """What is done where the training engine finds another probability than the rollout engine sampled with: the loss
+    is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds."""
+    rollout_correction_level: Literal["token", "sequence"] = "token"
+    """Whether that is the ratio of each token or of the whole response."""
+    rollout_correction_low: NotNegative = 0.5
+    """Smallest ratio that mask keeps."""
+    rollout_correction_high: float = Field(default=2.0, gt=0)
+    """Largest ratio that mask keeps, and what truncate bounds it to."""
+    pretrain_coefficient: NotNegative = 0.0
+    """Weight of the loss of the texts of data.pretrain in the actor's."""
+    on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
+    """What is done where rows could not be scored: stop ends the run with the cause; retry sends those rows again, and
+    stops where that does not help; drop_group trains without them and the other responses to their prompts. They
+    never count as zero."""
+    reward_retries: Positive = 2
+    """How often retry sends a row again."""
+    options: dict[str, Any] = {}
+    """What only one algorithm has; see the tables of the algorithms below."""
 
 
 class Config(Strict):
@@ -126,18 +219,39 @@ class Config(Strict):
     """Hyper-parameters."""
     pools: dict[str, list[str]] = {}
     """Resource pools: devices by name of the pool. A device may be in several pools."""
+    rewards: dict[str, dict[str, float]] = {}
+    """Rewards and costs made of several: by the name an algorithm or a source asks for, the weight of each service."""
     services: dict[str, Service]
     """The services by name; one named like its role is the one algorithms use by default."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Model directory whose tokenizer the controller reads; None where there is none."""
+        tables = sorted(self.services.values(), key=lambda table: table.role != "actor")
+        models = (getattr(table, "model", None) for table in tables)
+        return self.data.tokenizer or next((model for model in models if model), None)
+
+    def weights_of(self, reward: str) -> dict[str, float]:
+        """Weight of each service in a reward or cost; a service by itself weighs 1."""
+        return self.rewards.get(reward, {reward: 1.0})
+
+    def recipes(self, reward: str) -> dict[str, dict[str, float]]:
+        """By source, the weight of each service in what an algorithm asks for as `reward`: sources have a reward of
+        their own, but a cost in common."""
+        return {
+            source.label: self.weights_of(source.reward if reward == "reward" else reward)
+            for source in self.data.all_sources
+        }
 
     @property
     def rows_per_step(self) -> int:
         """Responses in the batch of one step."""
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
-    @property
-    def mini_batches(self) -> int:
-        """Optimizer steps in one pass over a step's rows."""
-        return self.rows_per_step // self.algorithm.mini_batch_size
+    def mini_batches(self, rows: int) -> int:
+        """Optimizer steps in one pass over a batch: it is dealt out whole to as many mini-batches of
+        `algorithm.mini_batch_size` rows as it fills, so that each has at least that many, or to one."""
+        return max(1, rows // self.algorithm.mini_batch_size)
 
     def devices(self, service: str) -> frozenset[str]:
         """Devices of the service's pool, or one name of its own per rank where it has no pool."""
@@ -149,9 +263,11 @@ class Config(Strict):
     @model_validator(mode="after")
     def _check(self) -> Config:
         self._check_pools()
+        self._check_rewards()
         self._check_addresses()
         self._check_batch()
         self._check_kl()
+        self._check_correction()
         truncates = self.rollout.top_k or self.rollout.top_p < 1
         if truncates and not self.algorithm.recompute_log_probs:
             raise ValueError(
@@ -175,6 +291,12 @@ class Config(Strict):
                     f"{table.ranks} ranks"
                 )
 
+    def _check_rewards(self) -> None:
+        for name, weights in self.rewards.items():
+            if not weights or name in self.services:
+                what = "has no services" if not weights else "is the name of a service already"
+                raise ValueError(f"rewards.{name} {what}")
+
     def _check_kl(self) -> None:
         algorithm = self.algorithm
         if not algorithm.kl_target:
@@ -187,6 +309,21 @@ class Config(Strict):
             raise ValueError(
                 f"algorithm.kl_horizon: {algorithm.kl_horizon} is too short for {self.rows_per_step} rows a step; "
                 f"more than {MAX_KL_ERROR:g} times as many are needed"
+            )
+
+    def _check_correction(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.rollout_correction == "none":
+            return
+        if not algorithm.recompute_log_probs:
+            raise ValueError(
+                "algorithm.rollout_correction: needs recompute_log_probs: it corrects the rollout's by the training "
+                "engine's"
+            )
+        if algorithm.rollout_correction_low >= algorithm.rollout_correction_high:
+            raise ValueError(
+                f"algorithm.rollout_correction_low: {algorithm.rollout_correction_low:g} is not below "
+                f"rollout_correction_high, {algorithm.rollout_correction_high:g}"
             )
 
     def _check_addresses(self) -> None:

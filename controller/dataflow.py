@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nccl_transfer.batch import Batch, Column
+from nccl_transfer.batch import Batch, Column, concat_columns
 from nccl_transfer.columns import Jagged
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 
@@ -105,6 +105,11 @@ class FutureBatch:
         """Only these columns."""
         return FutureBatch(self.rows, {name: self[name] for name in names}, self.calls)
 
+    def drop(self, *names: str) -> FutureBatch:
+        """All columns but these, of which there may be some."""
+        kept = {name: column for name, column in self.columns.items() if name not in names}
+        return FutureBatch(self.rows, kept, self.calls)
+
     def rename(self, **names: str) -> FutureBatch:
         """Columns under other names: `costs.rename(rewards="costs")`, so that two rewards fit into one batch."""
         missing = sorted(set(names) - set(self.columns))
@@ -121,6 +126,14 @@ class FutureBatch:
     def repeat(self, times: int) -> FutureBatch:
         """Every row `times` times, side by side: several samples per prompt."""
         return self.take(np.repeat(np.arange(self.rows), times))
+
+    @staticmethod
+    def concat(batches: Sequence[FutureBatch]) -> FutureBatch:
+        """The rows of all batches in order, of which there is at least one; only the columns that all have."""
+        names = [name for name in batches[0].columns if all(name in batch for batch in batches)]
+        joined = {name: then(all_of([batch[name] for batch in batches]), concat_columns) for name in names}
+        calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
+        return FutureBatch(sum(batch.rows for batch in batches), joined, calls)
 
     def __getitem__(self, name: str) -> Future[Column]:
         if name not in self.columns:
@@ -188,6 +201,24 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
 
     future.add_done_callback(pass_on)
     return following
+
+
+def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
+    """The future of all results, in order, once all are done; the first error in that order passes through."""
+    together = promise()
+
+    def settle(_: object = None) -> None:
+        left = [future for future in futures if not future.done()]
+        if left:
+            left[0].add_done_callback(settle)
+            return
+        try:
+            together.set_result([future.result() for future in futures])
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            together.set_exception(error)
+
+    settle()
+    return together
 
 
 def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:

@@ -20,11 +20,13 @@ import numpy as np
 from google.protobuf import json_format, struct_pb2
 
 from controller.client import WORKER, RankClient
-from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, awaited, resolve_after, then
+from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, all_of, awaited, resolve_after, then
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn
 from nccl_transfer.columns import Jagged
-from nccl_transfer.protocols import Mesh, get_protocol
+from nccl_transfer.mesh import Mesh
+from nccl_transfer.plans import Relay, endpoints_of, plan_rows
+from nccl_transfer.protocols import get_protocol
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
     CallCancelled,
@@ -102,7 +104,8 @@ class RoleGroup:
         self.name = clients[0].service
         self.clients = clients
         self.description = description
-        self.mesh = Mesh(description.mesh.pipeline, description.mesh.tensor, description.mesh.data)
+        self.mesh = mesh_of(description.mesh)
+        self.endpoints = [wire.endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self.session = session
         self.running: dict[str, str] = {}
         self._devices = devices
@@ -179,14 +182,31 @@ class RoleGroup:
         takes_rows = "batch" in method.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
         if not takes_rows:
             return [method.request(call=header, **options)] * len(self.clients)
-        parts = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
-        return [self._request(method, batch.take(rows), rows, header, options) for rows in parts]
+        rows = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
+        parts = [batch.take(each) for each in rows]
+        return [
+            self._request(method, part, each, relays, header, options)
+            for part, each, relays in zip(parts, rows, self._relays(batch, parts), strict=True)
+        ]
+
+    def _relays(self, batch: Batch, parts: Sequence[Batch]) -> list[Sequence[Relay]]:
+        """What the ranks fetch for each other; nothing where all rows are on the hosts that need them."""
+        sources = {endpoint.host_id for endpoint in endpoints_of(batch)}
+        if len(parts) == 1 or all(sources <= {rank.host_id} for rank in self.endpoints):
+            return [()] * len(parts)
+        return [(*plan.kept, *plan.relayed) for plan in plan_rows(parts, self.endpoints)]
 
     def _request(
-        self, method: Method, part: Batch, rows: np.ndarray, header: common_pb2.Call, options: dict[str, Any]
+        self,
+        method: Method,
+        part: Batch,
+        rows: np.ndarray,
+        relays: Sequence[Relay],
+        header: common_pb2.Call,
+        options: dict[str, Any],
     ) -> Any:
         self._count(part)
-        return method.request(call=header, batch=wire.to_proto(part, rows), **options)
+        return method.request(call=header, batch=wire.to_proto(part, rows, relays), **options)
 
     def _count(self, batch: Batch) -> None:
         self.session.controller_bytes += sum(
@@ -241,7 +261,7 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
-        made = self._made(method, collected, batch.rows)
+        made = protocol.restore(self._made(method, collected, batch.rows), batch.rows)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,
@@ -324,6 +344,14 @@ class ActorGroup(RoleGroup):
         """All epochs and mini-batches, or nothing."""
         return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
 
+    def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
+        """prompt_ids and response_ids of columns "prompt" and "response"."""
+        return self.call("tokenize", rows, max_response_tokens=max_response_tokens)
+
+    def update_supervised(self, batch: FutureBatch, schedule: actor_pb2.Schedule) -> FutureBatch:
+        """All epochs and mini-batches on the responses as they are, or nothing."""
+        return self.call("update_supervised", batch, schedule=schedule)
+
 
 class CriticGroup(RoleGroup):
     """A value model."""
@@ -364,6 +392,14 @@ class RewardGroup(RoleGroup):
         Raises (when resolved):
             RewardFailed: Rows that could not be scored, with the cause of the first.
         """
+        tried = self.try_reward(batch)
+        both = all_of([tried["rewards"], tried["reward_errors"]])
+        rewards = then(both, lambda columns: _all_scored(columns[0], columns[1], self.name))
+        return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls)
+
+    def try_reward(self, batch: FutureBatch) -> FutureBatch:
+        """rewards, as `compute_reward`, and reward_errors: why a row could not be scored, empty where it was. The
+        reward of a row that was not scored means nothing."""
         names = self.TEXT if self.wants_text else self.TENSORS
         needed = ("response",) if self.wants_text else self.TENSORS
         missing = [name for name in needed if name not in batch]
@@ -371,13 +407,37 @@ class RewardGroup(RoleGroup):
             raise InvalidRequest(
                 f"{self.name}.compute_reward needs columns {missing}; the batch has {sorted(batch.columns)}"
             )
-        return self.call("compute_reward", batch.select([name for name in names if name in batch]))
+        rows = batch.select([name for name in names if name in batch])
+        return self.call("compute_reward", rows, ("rewards", "reward_errors"))
+
+    def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:
+        """chosen_scores and rejected_scores, of a reward that learns."""
+        return self.call("compare_pairs", pairs, max_response_tokens=max_response_tokens)
+
+    def update_reward(
+        self, pairs: FutureBatch, loss: str, schedule: actor_pb2.Schedule, max_response_tokens: int
+    ) -> FutureBatch:
+        """All epochs and mini-batches on pairs, or nothing."""
+        return self.call(
+            "update_reward",
+            pairs,
+            loss=loss,
+            epochs=schedule.epochs,
+            mini_batches=schedule.mini_batches,
+            max_response_tokens=max_response_tokens,
+        )
 
     def _request(
-        self, method: Method, part: Batch, rows: np.ndarray, header: common_pb2.Call, options: dict[str, Any]
+        self,
+        method: Method,
+        part: Batch,
+        rows: np.ndarray,
+        relays: Sequence[Relay],
+        header: common_pb2.Call,
+        options: dict[str, Any],
     ) -> Any:
         if not self.wants_text or method.name != "ComputeReward":
-            return super()._request(method, part, rows, header, options)
+            return super()._request(method, part, rows, relays, header, options)
         self._count(part)
         return method.request(call=header, text_rows=_text_rows(part), **options)
 
@@ -391,7 +451,13 @@ class RewardGroup(RoleGroup):
         scores = [score for response in collected for score in response.scores]
         batch = Batch(len(scores), {"rewards": LocalColumn(_rewards(scores, self.name))})
         self._count(batch)
-        return batch
+        errors = LocalColumn([_failure(score) for score in scores])
+        return Batch(len(scores), {**batch.columns, "reward_errors": errors})
+
+
+def mesh_of(shape: worker_pb2.MeshShape) -> Mesh:
+    """The mesh that a service describes."""
+    return Mesh(shape.pipeline, shape.tensor, shape.data, shape.generation_pipeline, shape.generation_tensor)
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
@@ -407,20 +473,32 @@ def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
 
 
 def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
-    """The verdicts as one column; every row has to have one of the same kind."""
-    failed = [(row, cause) for row, score in enumerate(scores) if (cause := _failure(score))]
-    if failed:
-        row, cause = failed[0]
-        raise RewardFailed(
-            f"{service}: {len(failed)} of {len(scores)} rows could not be scored; row {row}: {cause}"
-        )
-    kinds = {score.WhichOneof("verdict") for score in scores}
+    """The verdicts as one column; every row that was scored has to have one of the same kind. Not a number, or no
+    tokens, where a row was not."""
+    failed = [bool(_failure(score)) for score in scores]
+    kinds = {score.WhichOneof("verdict") for score, is_bad in zip(scores, failed, strict=True) if not is_bad}
     if kinds == {"token_scores"}:
-        per_row = [np.asarray(score.token_scores.scores) for score in scores]
+        per_row = [
+            np.asarray([] if is_bad else score.token_scores.scores, np.float64)
+            for score, is_bad in zip(scores, failed, strict=True)
+        ]
         return Jagged(np.concatenate(per_row), np.asarray([len(row) for row in per_row], np.int64))
     if kinds - {"score"}:
         raise RewardFailed(f"{service}: some rows have one score and others a score per token")
-    return np.asarray([score.score for score in scores], np.float64)
+    values = (np.nan if is_bad else score.score for score, is_bad in zip(scores, failed, strict=True))
+    return np.fromiter(values, np.float64, len(scores))
+
+
+def _all_scored(rewards: Column, errors: Column, service: str) -> Column:
+    """The rewards, where every row has one."""
+    assert isinstance(errors, LocalColumn), "verdicts come in the response itself"
+    failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
+    if failed:
+        row, cause = failed[0]
+        raise RewardFailed(
+            f"{service}: {len(failed)} of {len(errors.texts)} rows could not be scored; row {row}: {cause}"
+        )
+    return rewards
 
 
 def _failure(score: reward_pb2.RowScore) -> str:

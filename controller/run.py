@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from controller.advantage import Advantage
 from controller.cluster import Cluster
 from controller.config import Config
-from controller.data import PromptData
+from controller.data import PromptData, TextData
 from controller.dataflow import CallRecord, FutureBatch, results
 from controller.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
+from controller.loader import Loader
 from controller.recorder import Recorder
+from controller.rewards import Failures, Reward
 from controller.tracking.metrics import Sample
-from nccl_transfer.batch import Batch, LocalColumn
+from controller.tracking.transfer import transfer_metrics
+from nccl_transfer.batch import Batch, Column, LocalColumn
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
-Algorithm = Callable[["Run"], None]
 G = TypeVar("G", bound=RoleGroup)
+S = TypeVar("S")
 
 COUNTED = ("prompt_ids", "response_ids")
+
+Evaluation = tuple[dict[str, float], Sequence[FutureBatch]]
+"""Metrics of the held-out rows, by name, and the batches whose calls made them."""
+Evaluate = Callable[[FutureBatch], Evaluation]
+"""From the held-out rows to their evaluation."""
 
 
 class Actor:
@@ -57,9 +66,11 @@ class Actor:
         return FutureBatch(batch.rows, {"log_probs": batch["rollout_log_probs"]}, batch.calls)
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
-        """One update, by the losses and the schedule of the config."""
+        """One update, by the losses and the schedule of the config; of the columns only what these have a use for
+        travels."""
         config, algorithm = self._run.config, self._run.config.algorithm
         loss = actor_pb2.PolicyLoss(
+            surrogate=algorithm.surrogate,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
@@ -68,13 +79,56 @@ class Actor:
             kl_estimator=algorithm.kl_loss_estimator,
             aggregation=algorithm.aggregation,
             max_length=config.rollout.max_response_tokens,
+            rollout_correction=algorithm.rollout_correction,
+            rollout_correction_level=algorithm.rollout_correction_level,
+            rollout_correction_low=algorithm.rollout_correction_low,
+            rollout_correction_high=algorithm.rollout_correction_high,
+            pretrain_coefficient=algorithm.pretrain_coefficient if "pretrain_text" in batch else 0,
         )
-        schedule = actor_pb2.Schedule(epochs=algorithm.epochs, mini_batches=config.mini_batches)
-        if not algorithm.kl_loss_coefficient:
-            batch = FutureBatch(
-                batch.rows, {k: v for k, v in batch.columns.items() if k != "ref_log_probs"}, batch.calls
-            )
+        schedule = actor_pb2.Schedule(epochs=algorithm.epochs, mini_batches=config.mini_batches(batch.rows))
+        unused = {
+            "ref_log_probs": not algorithm.kl_loss_coefficient,
+            "rollout_log_probs": algorithm.rollout_correction == "none",
+            "pretrain_text": not algorithm.pretrain_coefficient,
+        }
+        batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
         return self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
+
+    def log_likelihood(self, batch: FutureBatch) -> FutureBatch:
+        """log_probs under the current weights at temperature 1."""
+        return self._group.compute_log_prob(batch, 1.0)
+
+    def tokenize(self, rows: FutureBatch) -> FutureBatch:
+        """prompt_ids and response_ids of prompts and responses that are given as text."""
+        return self._group.tokenize(rows, self._run.config.rollout.max_response_tokens)
+
+    def update_supervised(self, batch: FutureBatch) -> FutureBatch:
+        """One update on the responses as they are, by the schedule of the config."""
+        config = self._run.config
+        schedule = actor_pb2.Schedule(
+            epochs=config.algorithm.epochs, mini_batches=config.mini_batches(batch.rows)
+        )
+        return self._group.update_supervised(batch, schedule)
+
+
+class RewardModel:
+    """A reward or cost of a run that learns."""
+
+    def __init__(self, run: Run, group: RewardGroup) -> None:
+        self._run = run
+        self._group = group
+
+    def compare_pairs(self, pairs: FutureBatch) -> FutureBatch:
+        """chosen_scores and rejected_scores of columns prompt, chosen and rejected."""
+        return self._group.compare_pairs(pairs, self._run.config.rollout.max_response_tokens)
+
+    def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:
+        """One update on pairs, by the schedule of the config."""
+        config = self._run.config
+        schedule = actor_pb2.Schedule(
+            epochs=config.algorithm.epochs, mini_batches=config.mini_batches(pairs.rows)
+        )
+        return self._group.update_reward(pairs, loss, schedule, config.rollout.max_response_tokens)
 
 
 class Critic:
@@ -96,7 +150,9 @@ class Critic:
             aggregation=algorithm.aggregation,
             max_length=config.rollout.max_response_tokens,
         )
-        schedule = actor_pb2.Schedule(epochs=algorithm.critic_epochs, mini_batches=config.mini_batches)
+        schedule = actor_pb2.Schedule(
+            epochs=algorithm.critic_epochs, mini_batches=config.mini_batches(batch.rows)
+        )
         return self._group.update_critic(batch, loss, schedule)
 
 
@@ -115,18 +171,50 @@ class Reference:
 class Step:
     """One training step, as an algorithm sees it.
 
+    Args:
+        draw: The next prompts of the data, each repeated for its samples, and their groups.
+        pretraining: See below.
+
     Attributes:
         number: From 1.
         prompts: The step's prompts, each repeated for its samples.
+        groups: Column "group" of the same rows [rows] int64: the responses to one prompt have one number, which no
+            other prompt of the run has.
+        pretraining: Column "pretrain_text" of the same rows, where the config has such texts; else no column.
         metrics: What the algorithm measured; add to it.
     """
 
-    def __init__(self, number: int, prompts: FutureBatch) -> None:
+    def __init__(
+        self, number: int, draw: Callable[[], tuple[FutureBatch, FutureBatch]], pretraining: FutureBatch
+    ) -> None:
         self.number = number
-        self.prompts = prompts
+        self.prompts, self.groups = draw()
+        self.pretraining = pretraining
         self.metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
-        self.batch = prompts
+        self.batch = self.prompts
+        self._draw = draw
+
+    def rounds(self, most: int) -> Iterator[FutureBatch]:
+        """Prompts with their groups, in rounds of as many as a step has: first those of the step, then further ones of
+        the data, for as long as more are asked for."""
+        yield self.prompts | self.groups
+        for _ in range(most - 1):
+            prompts, groups = self._draw()
+            yield prompts | groups
+
+    def compute(self, function: Callable[..., Advantage], *columns: Any, **options: Any) -> FutureBatch:
+        """The columns that a pure function makes of numbers; its metrics become those of the step.
+
+        Raises:
+            InvalidRequest: It refused them.
+        """
+        try:
+            result = function(*columns, **options)
+        except ValueError as error:
+            raise InvalidRequest(f"compute_advantage, step {self.number}: {error}") from error
+        self.metrics |= result.metrics
+        return FutureBatch.of(**result.columns)
 
     def finish(self, *batches: FutureBatch) -> None:
         """Waits for every call that made these batches; the first is the one the step trained on."""
@@ -140,25 +228,39 @@ class Run:
     Args:
         config: The whole configuration.
         data: Prompts to train on, and held-out ones.
+        pretrain: Texts to go on learning, where there are any.
         cluster: Connected services.
         recorder: Where metrics, samples, timeline and progress go.
 
     Attributes:
-        accuracies: Mean held-out reward of greedy responses, one per evaluation.
+        evaluations: Metrics of the held-out rows, of each evaluation.
+        batches_drawn: How far the data has been read, in batches of prompts.
+        loader: Which rows come next.
+        kept: By name, dataclasses that hold what an algorithm remembers from step to step.
     """
 
     def __init__(
-        self, config: Config, data: tuple[PromptData, PromptData], cluster: Cluster, recorder: Recorder
+        self,
+        config: Config,
+        data: tuple[PromptData, PromptData],
+        cluster: Cluster,
+        recorder: Recorder,
+        pretrain: TextData | None = None,
     ) -> None:
         self.config = config
-        self.accuracies: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.batches_drawn = 0
+        self.loader = _loader(config, data[0])
+        self.kept: dict[str, Any] = {}
         self._cluster = cluster
         self._recorder = recorder
         self._train, self._heldout = data
+        self._pretrain = pretrain
         self._fetcher = Fetcher(host_id(), create_transports())
         self._tokens = 0
         self._seconds = 0.0
         self._steps = 0
+        self._noted: dict[str, float] = {}
 
     def actor(self, name: str = "actor") -> Actor:
         """The policy; `name` is that of its service, here and below."""
@@ -170,24 +272,38 @@ class Run:
     def reference(self, name: str = "reference") -> Reference:
         return Reference(self, self._group(name, ReferenceGroup))
 
-    def reward(self, name: str = "reward") -> RewardGroup:
-        return self._group(name, RewardGroup)
+    def reward(self, name: str = "reward") -> Reward:
+        """A reward or cost: a service of this name, or what the config makes it of."""
+        recipes = self.config.recipes(name)
+        parts = {part: self._group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
+        table = self.config.algorithm
+        failures = Failures(table.on_failed_reward, table.reward_retries)
+        return Reward(name, parts, recipes, failures, self._noted)
+
+    def reward_model(self, name: str = "reward") -> RewardModel:
+        """A reward service that learns."""
+        return RewardModel(self, self._group(name, RewardGroup))
 
     @property
     def rewards_want_text(self) -> bool:
         """Whether any reward scores text, so that responses have to come as text too."""
         return any(isinstance(g, RewardGroup) and g.wants_text for g in self._cluster.groups.values())
 
-    def steps(self) -> Iterator[Step]:
-        """The training steps, with evaluations between them; afterwards everything they left is freed."""
+    def steps(self, evaluate: Evaluate | None = None) -> Iterator[Step]:
+        """The training steps, with evaluations between them; afterwards everything they left is freed.
+
+        Args:
+            evaluate: What is measured on the held-out rows; default: the mean reward of greedy responses to them.
+        """
         config = self.config
-        self._evaluate(0)
+        evaluate = evaluate or self._evaluate_policy
+        self._evaluate(0, evaluate)
         for number in range(1, config.run.steps + 1):
             session = self._cluster.session
             session.begin_step(number)
+            self._noted.clear()
             before, started = session.controller_bytes, time.time()
-            rows = self._train.rows_of_step(number, config.data.prompts_per_step, config.run.seed)
-            step = Step(number, self._train.batch(rows).repeat(config.rollout.samples_per_prompt))
+            step = Step(number, self._draw, self._pretraining(number))
             yield step
             if not step.records:
                 raise InvalidRequest(f"the algorithm did not call step.finish in step {number}")
@@ -197,9 +313,18 @@ class Run:
             if number == config.run.steps or (
                 config.run.evaluate_every and number % config.run.evaluate_every == 0
             ):
-                metrics |= self._evaluate(number, log=False)
+                metrics |= self._evaluate(number, evaluate, log=False)
             self._cluster.release(number)
             self._recorder.step(number, metrics)
+
+    def keep(self, name: str, state: S) -> S:
+        """Notes a dataclass of plain values that an algorithm changes from step to step, and returns it."""
+        self.kept[name] = state
+        return state
+
+    def lengths(self, batch: FutureBatch) -> np.ndarray:
+        """Tokens per response [rows] int64, which references tell without the tokens. Waits for the responses."""
+        return _lengths(batch.result(["response_ids"])["response_ids"])
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
         """Values of float columns on the controller: what `compute_advantage` reads. Waits for them."""
@@ -211,21 +336,27 @@ class Run:
         self._cluster.session.controller_bytes += sum(remote)
         return values
 
-    def finish(self) -> dict[str, Any]:
-        """Exports the actor and writes the summary; returns its figures."""
+    def finish(self, trained: str = "actor") -> dict[str, Any]:
+        """Exports what was trained and writes the summary; returns its figures.
+
+        Args:
+            trained: Name of the service.
+        """
         if not self._steps:
             raise InvalidRequest("the algorithm finished no step")
-        actor = self._group("actor", ActorGroup)
-        directory = self._recorder.path.resolve() / "actor"
-        saved = actor.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
+        group = self._group(trained, RoleGroup)
+        directory = self._recorder.path.resolve() / trained
+        saved = group.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
         record = saved.records()[0]
-        summary = {
-            "accuracy_before": self.accuracies[0],
-            "accuracy_after": self.accuracies[-1],
+        first, last = self.evaluations[0], self.evaluations[-1]
+        summary: dict[str, Any] = {}
+        for name in first:
+            summary |= {f"{name}_before": first[name], f"{name}_after": last[name]}
+        summary |= {
             "steps": self._steps,
             "tokens_per_s": self._tokens / self._seconds,
             "wall_s": time.time() - self._recorder.started_s,
-            "actor_sha256": record.responses[0].sha256,
+            f"{trained}_sha256": record.responses[0].sha256,
             "seed": self.config.run.seed,
         }
         self._recorder.summary(summary)
@@ -244,13 +375,32 @@ class Run:
             )
         return group
 
+    def _draw(self) -> tuple[FutureBatch, FutureBatch]:
+        """The next prompts of the data, each repeated for its samples, and column "group"."""
+        config, count = self.config, self.config.data.prompts_per_step
+        numbers = self.batches_drawn * count + np.arange(count)
+        self.batches_drawn += 1
+        rows = self.loader.take(count)
+        prompts, groups = self._train.batch(rows), FutureBatch.of(group=numbers)
+        samples = config.rollout.samples_per_prompt
+        return prompts.repeat(samples), groups.repeat(samples)
+
+    def _pretraining(self, step: int) -> FutureBatch:
+        rows = self.config.rows_per_step
+        if self._pretrain is None:
+            return FutureBatch(rows, {})
+        return FutureBatch.of(pretrain_text=self._pretrain.texts_of_step(step, rows, self.config.run.seed))
+
     def _step_metrics(self, step: Step, seconds: float, controller_bytes: int) -> dict[str, float]:
-        metrics = dict(step.metrics)
+        calls: dict[tuple[str, str], list[CallRecord]] = {}
         stages: dict[str, float] = {}
         for record in step.records:
-            metrics |= {f"{record.service}/{name}": value for name, value in record.metrics.items()}
-            key = f"time/{record.method}_s"
+            calls.setdefault((record.service, record.method), []).append(record)
+            key = f"time/{self._stage(record)}_s"
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s
+        metrics = step.metrics | self._noted
+        for (service, _), records in calls.items():
+            metrics |= {f"{service}/{name}": value for name, value in _mean_metrics(records).items()}
         batch = step.batch.result(step.batch.columns)
         tokens = sum(_tokens(batch, name) for name in COUNTED)
         responses = _tokens(batch, "response_ids")
@@ -263,27 +413,57 @@ class Run:
             "time/tokens_per_s": tokens / seconds,
         }
         memory = {f"mem/{name}_bytes": float(value) for name, value in self._cluster.memory().items()}
-        return metrics | stages | memory
+        return metrics | transfer_metrics(step.records) | stages | memory
 
-    def _evaluate(self, step: int, *, log: bool = True) -> dict[str, float]:
-        """Mean reward of greedy responses to the held-out prompts; writes some of them as samples."""
+    def _stage(self, record: CallRecord) -> str:
+        """The method, with its service where that is not named like its role: there are two of the role."""
+        role = self._cluster.group(record.service).description.role
+        return record.method if record.service == role else f"{record.service}_{record.method}"
+
+    def _evaluate(self, step: int, evaluate: Evaluate, *, log: bool = True) -> dict[str, float]:
+        """Measures on the held-out rows, and notes it."""
         if step == 0:
             self._cluster.session.begin_step(0)
         started = time.time()
-        prompts = self._heldout.batch(np.arange(len(self._heldout)))
-        responses = self.actor().generate_sequences(prompts, greedy=True)
-        scored = self.reward().compute_reward(prompts | responses)
-        rewards = scored.result(["rewards"])["rewards"]
-        assert isinstance(rewards, LocalColumn)
-        scores = _row_scores(rewards)
-        self.accuracies.append(float(np.mean(scores)))
-        metrics = {"evaluation/accuracy": self.accuracies[-1], "time/evaluation_s": time.time() - started}
-        self._recorder.calls(step, (responses | scored).records())
-        self._sample(step, prompts, responses, scores)
+        measured, made = evaluate(self._heldout.batch(np.arange(len(self._heldout))))
+        self.evaluations.append(measured)
+        metrics = {f"evaluation/{name}": value for name, value in measured.items()}
+        metrics["time/evaluation_s"] = time.time() - started
+        for batch in made:
+            self._recorder.calls(step, batch.records())
         if log:
             self._cluster.release(step)
             self._recorder.step(step, metrics)
         return metrics
+
+    def _evaluate_policy(self, prompts: FutureBatch) -> Evaluation:
+        """Mean reward of greedy responses to the held-out prompts; writes some of them as samples."""
+        responses = self.actor().generate_sequences(prompts, greedy=True)
+        scored = self.reward().judge(prompts | responses)
+        others = {name: self.reward(name).judge(prompts | responses) for name in self._other_rewards()}
+        scores = _row_scores(scored)
+        measured = {"accuracy": _mean_of_scored(scores)}
+        for source in dict.fromkeys(self._heldout.sources):
+            of_source = np.asarray([other == source for other in self._heldout.sources])
+            measured[f"accuracy_{source}"] = _mean_of_scored(scores[of_source])
+        measured |= {name: _mean_of_scored(_row_scores(other)) for name, other in others.items()}
+        self._sample(self._cluster.session.step, prompts, responses, scores)
+        return measured, (responses | scored, *others.values())
+
+    def _other_rewards(self) -> list[str]:
+        """Rewards and costs beside the reward: by themselves, or made of several."""
+        config, groups = self.config, self._cluster.groups
+        made_up = {
+            name: weights for name, weights in config.rewards.items() if weights.keys() <= groups.keys()
+        }
+        parts = {
+            part for weights in (*config.recipes("reward").values(), *made_up.values()) for part in weights
+        }
+        alone = [
+            name for name, group in groups.items() if isinstance(group, RewardGroup) and name not in parts
+        ]
+        own = {source.reward for source in config.data.all_sources} | {"reward"}
+        return [name for name in (*alone, *made_up) if name not in own]
 
     def _sample(self, step: int, prompts: FutureBatch, responses: FutureBatch, scores: np.ndarray) -> None:
         count = min(self.config.run.samples, len(self._heldout))
@@ -307,14 +487,40 @@ def _own(values: Any) -> Any:
     return values.copy() if isinstance(values, np.ndarray) else values
 
 
-def _row_scores(rewards: LocalColumn) -> np.ndarray:
-    """Score per response; scores of tokens are added up."""
+def _mean_metrics(records: list[CallRecord]) -> dict[str, float]:
+    """The metrics of a method that was called as often: the mean of its calls."""
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    values = {name: [r.metrics[name] for r in records if name in r.metrics] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _loader(config: Config, train: PromptData) -> Loader:
+    sizes = train.sizes or (len(train),)
+    return Loader(sizes, [source.weight for source in config.data.all_sources], config.run.seed)
+
+
+def _mean_of_scored(scores: np.ndarray) -> float:
+    """Mean of the rows that could be scored [rows]; not a number where none could."""
+    found = scores[~np.isnan(scores)]
+    return float(np.mean(found)) if len(found) else float("nan")
+
+
+def _row_scores(scored: FutureBatch) -> np.ndarray:
+    """Score per response; scores of tokens are added up. Waits for them."""
+    rewards = scored.result(["rewards"])["rewards"]
+    assert isinstance(rewards, LocalColumn), "verdicts come in the response itself"
     if isinstance(rewards.values, Jagged):
         return np.asarray([rewards.values.row(row).sum() for row in range(rewards.rows)])
     return np.asarray(rewards.values)
 
 
+def _lengths(column: Column) -> np.ndarray:
+    values = column.values if isinstance(column, LocalColumn) else column
+    lengths = getattr(values, "lengths", None)
+    if lengths is None:
+        raise InvalidRequest("the column has rows of a fixed shape, which have no lengths")
+    return lengths
+
+
 def _tokens(batch: Batch, name: str) -> int:
-    column = batch.columns.get(name)
-    lengths = getattr(column, "lengths", None)
-    return 0 if lengths is None else int(lengths.sum())
+    return int(_lengths(batch[name]).sum()) if name in batch.columns else 0

@@ -11,12 +11,24 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from controller.config import AlgorithmTable, Config, DataTable, RolloutTable, RunTable
-from rlhf.config import ActorTable, CriticTable, OptimizerTable, ReferenceTable, RewardTable, ServiceTable
+from controller import algorithms
+from controller.algorithm import NoOptions
+from controller.config import NOWHERE, AlgorithmTable, Config, DataTable, RolloutTable, RunTable, SourceTable
+from rlhf.config import (
+    ActorTable,
+    CriticTable,
+    JudgeTable,
+    OptimizerTable,
+    ReferenceTable,
+    RewardTable,
+    SandboxTable,
+    ServiceTable,
+)
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[run]", RunTable),
     ("[data]", DataTable),
+    ("[[data.sources]]", SourceTable),
     ("[rollout]", RolloutTable),
     ("[algorithm]", AlgorithmTable),
     ("[services.NAME] of every role", ServiceTable),
@@ -24,6 +36,8 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ('[services.NAME] with role = "critic"', CriticTable),
     ('[services.NAME] with role = "reference"', ReferenceTable),
     ('[services.NAME] with role = "reward"', RewardTable),
+    ("[services.NAME.sandbox]", SandboxTable),
+    ("[services.NAME.judge]", JudgeTable),
     ("[services.NAME.optimizer]", OptimizerTable),
 ]
 
@@ -43,12 +57,54 @@ def render() -> str:
     for title, table in TABLES:
         own = issubclass(table, ServiceTable) and table is not ServiceTable
         fields = {name: field for name, field in table.model_fields.items() if not (own and name in shared)}
-        head = "| key | type | default | |\n|---|---|---|---|"
-        about = (table.__doc__ or "").strip()
-        parts.append("\n".join([f"## `{title}`\n\n{about}\n\n{head}", *_rows(fields)]) + "\n")
+        parts.append(_section(f"`{title}`", table, fields))
+        if table is AlgorithmTable:
+            parts += _algorithms()
     pools = Config.model_fields["pools"].description
+    rewards = Config.model_fields["rewards"].description
+    parts.append(
+        f"## `[rewards.NAME]`\n\n{rewards} For example `[rewards.reward]` with `math = 1.0` and `form = 0.2`.\n"
+    )
     parts.append(f'## `[pools]`\n\n{pools} For example `shared = ["cpu:0", "cpu:1"]`.\n')
     return "\n".join(parts)
+
+
+def _section(title: str, table: type[BaseModel], fields: dict[str, FieldInfo]) -> str:
+    head = "| key | type | default | |\n|---|---|---|---|"
+    return "\n".join([f"## {title}\n\n{(table.__doc__ or '').strip()}\n\n{head}", *_rows(fields)]) + "\n"
+
+
+def _algorithms() -> Iterator[str]:
+    """What the algorithms declare about themselves."""
+    found = {name: algorithms.find_algorithm(name) for name in algorithms.names()}
+    head = "| algorithm | services (role, where not the name) | defaults of its own |\n|---|---|---|"
+    rows = []
+    for name, algorithm in found.items():
+        services = ", ".join(
+            service if service == role else f"{service} ({role})"
+            for service, role in (algorithm.services or {}).items()
+        )
+        defaults = ", ".join(f"`{key} = {_toml(value)}`" for key, value in algorithm.defaults.items())
+        rows.append(f"| `{name}` | {services} | {defaults} |")
+    yield (
+        "\n".join(["## `[algorithm]` by algorithm\n\nSee [algorithms.md](algorithms.md).\n", head, *rows])
+        + "\n"
+    )
+    for name, algorithm in found.items():
+        if algorithm.options is not NoOptions:
+            yield _section(
+                f"`[algorithm.options]` of {name}", algorithm.options, algorithm.options.model_fields
+            )
+
+
+def _toml(value: object) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 def _rows(fields: dict[str, FieldInfo]) -> Iterator[str]:
@@ -63,9 +119,13 @@ def _type(annotation: object) -> str:
         return " or ".join(f'`"{value}"`' for value in arguments)
     if origin is types.UnionType:
         return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_type(arguments[0])}s"
     if origin is tuple:
         return f"{len(arguments)} x {_type(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    if origin is dict:
         return "table"
     return {Path: "path"}.get(annotation, getattr(annotation, "__name__", str(annotation)))  # type: ignore[arg-type]
 
@@ -73,10 +133,15 @@ def _type(annotation: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    if field.default is None or isinstance(field.default, BaseModel) or field.default == "":
+    if (
+        field.default is None
+        or isinstance(field.default, BaseModel)
+        or field.default in ("", {}, (), NOWHERE)
+    ):
         return ""
     value = str(field.default).lower() if isinstance(field.default, bool) else field.default
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+    shown = list(value) if isinstance(value, tuple) else value
+    return "`" + str(shown).replace("\n", "\\n").replace("|", "\\|") + "`"
 
 
 if __name__ == "__main__":

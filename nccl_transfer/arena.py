@@ -14,9 +14,10 @@ import secrets
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nccl_transfer import checksums
 from nccl_transfer.batch import Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
@@ -24,7 +25,10 @@ ALIGNMENT = 64
 """Bytes; data and headers begin at multiples of it."""
 
 NONCE_BYTES = 16
-_HEADER = struct.Struct(f"<{NONCE_BYTES}sQQ")
+_HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where condemned
+CONDEMNED = "shard {} is marked bad: bytes of it did not match their checksum"
+"""What every read of a shard says once one has found it wrong."""
+
 _F_SEAL_FUTURE_WRITE = 0x0010  # not in the fcntl module before Python 3.12
 
 
@@ -40,7 +44,7 @@ def mib(nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`nbytes` bytes of a shard, from byte `start` of the shard on.
+    """`nbytes` bytes of a shard, from byte `start` of the shard on; of which column and element type, for messages.
 
     Raises:
         TransferError: The range reaches beyond the shard.
@@ -49,6 +53,8 @@ class ByteRange:
     shard: Shard
     start: int
     nbytes: int
+    column: str = field(default="", compare=False)
+    dtype: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.nbytes < 0 or self.start + self.nbytes > self.shard.nbytes:
@@ -56,6 +62,13 @@ class ByteRange:
                 f"{self.shard.endpoint}: bytes {self.start} to {self.start + self.nbytes} reach beyond "
                 f"shard {self.shard.id} of {self.shard.nbytes} bytes"
             )
+
+    def whole_blocks(self) -> ByteRange:
+        """The range that can be verified: widened to whole blocks where the shard has checksums."""
+        if not self.shard.checksums or not self.nbytes:
+            return self
+        start, nbytes = checksums.whole_blocks(self.start, self.nbytes, self.shard.nbytes)
+        return replace(self, start=start, nbytes=nbytes)
 
 
 class FreeList:
@@ -125,11 +138,14 @@ class ArenaReader:
 
         Raises:
             Refused: A shard was released.
+            TransferError: A shard was condemned.
         """
         for shard in {shard.id: shard for shard in shards}.values():
-            header = _HEADER.pack(self.nonce, shard.id, shard.nbytes)
             position = shard.offset - ALIGNMENT
-            if position < 0 or os.pread(self.fd, _HEADER.size, position) != header:
+            found = os.pread(self.fd, _HEADER.size, position) if position >= 0 else b""
+            if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, True):
+                raise TransferError(f"{shard.endpoint}: {CONDEMNED.format(shard.id)}")
+            if found != _HEADER.pack(self.nonce, shard.id, shard.nbytes, False):
                 raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
@@ -171,9 +187,9 @@ class Arena:
     def nbytes(self) -> int:
         return self.reader.nbytes
 
-    def write_header(self, offset: int, shard_id: int, nbytes: int) -> None:
-        """Declares `nbytes` bytes from `offset` on to be shard `shard_id`."""
-        _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes)
+    def write_header(self, offset: int, shard_id: int, nbytes: int, condemned: bool = False) -> None:
+        """Declares `nbytes` bytes from `offset` on to be shard `shard_id`, good or condemned."""
+        _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, condemned)
 
     def close(self) -> None:
         """Lets go of mapping and descriptor; views handed out stay good."""

@@ -9,7 +9,7 @@ A column is one of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Endpoint:
     epoch: int = 0
     service: str = ""
     rank: int = 0
+    device_uuid: str = ""
+    data_port: int = 0
 
     def __str__(self) -> str:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"
@@ -40,12 +42,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one column in the arena of one rank: `nbytes` bytes from byte `offset` on."""
+    """Rows of one column in the arena of one rank: `nbytes` bytes from byte `offset` on, and their checksums where
+    the rank computes them (see `nccl_transfer.checksums`)."""
 
     endpoint: Endpoint
     id: int
     offset: int
     nbytes: int
+    checksums: tuple[int, ...] = field(default=(), hash=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn
+from nccl_transfer.arena import CONDEMNED, ByteRange
+from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.checksums import first_mismatch
 from nccl_transfer.columns import Jagged
-from nccl_transfer.store import TensorStore
+from nccl_transfer.plans import Ranges, Relay, difference, needed, position
+from nccl_transfer.relay import Errand, RelayBoard, RelayTaker
+from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import Reading, Traffic, Transport
 from nccl_transfer.transports.base import read_in_place
+from nccl_transfer.transports.grpc_stream import condemn
 from rlhf.errors import TransferError
 
 CARRIERS: Mapping[str, np.dtype] = {
@@ -26,6 +32,10 @@ CARRIERS: Mapping[str, np.dtype] = {
 """The numpy dtype that carries each element type: itself, or unsigned integers of its size where numpy lacks it."""
 
 Values = np.ndarray | Jagged[np.ndarray] | list[str]
+
+NO_ERRAND = Errand("", Lease("", 0))
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,38 +68,34 @@ class Rows:
             reading.verify()
 
 
-def union(wanted: Iterable[ByteRange]) -> list[ByteRange]:
-    """The same bytes of one rank's shards, each of them once: ranges that overlap or touch become one.
-
-    So rows that are repeated travel once, and rows that were shuffled travel in one piece.
-    """
-    merged: list[ByteRange] = []
-    for r in sorted(wanted, key=_position):
-        last = merged[-1] if merged else None
-        if last is not None and last.shard.id == r.shard.id and r.start <= last.start + last.nbytes:
-            stop = max(last.start + last.nbytes, r.start + r.nbytes)
-            merged[-1] = ByteRange(last.shard, last.start, stop - last.start)
-        else:
-            merged.append(r)
-    return merged
-
-
-def _position(r: ByteRange) -> tuple[int, int]:
-    return r.shard.id, r.start
-
-
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What was read from one rank: a union of ranges, and its bytes."""
+    """What was read of one rank's shards: ranges in order, none touching another twice, and the bytes of each."""
 
     ranges: Sequence[ByteRange]
-    reading: Reading
+    views: Sequence[memoryview]
+    readings: Sequence[Reading]
+
+    @staticmethod
+    def of(parts: Sequence[tuple[Sequence[ByteRange], Reading]]) -> _Found:
+        """What several readings of a rank's shards gave."""
+        pieces = [piece for ranges, reading in parts for piece in zip(ranges, reading.views, strict=True)]
+        pieces.sort(key=lambda piece: position(piece[0]))
+        return _Found([r for r, _ in pieces], [view for _, view in pieces], [reading for _, reading in parts])
 
     def view(self, wanted: ByteRange) -> memoryview:
-        """The bytes of a range that went into the union."""
-        number = bisect.bisect(self.ranges, _position(wanted), key=_position) - 1
+        """The bytes of a range that was read, in one reading or in several."""
+        number = bisect.bisect(self.ranges, position(wanted), key=position) - 1
         first = wanted.start - self.ranges[number].start
-        return self.reading.views[number][first : first + wanted.nbytes]
+        view = self.views[number][first : first + wanted.nbytes]
+        if len(view) == wanted.nbytes:
+            return view
+        joined, filled = memoryview(bytearray(wanted.nbytes)), 0
+        while filled < wanted.nbytes:
+            joined[filled : filled + len(view)] = view
+            filled, number = filled + len(view), number + 1
+            view = self.views[number][: wanted.nbytes - filled] if filled < wanted.nbytes else view
+        return joined
 
     @property
     def nbytes(self) -> int:
@@ -116,11 +122,14 @@ class Fetcher:
         self._host_id = host_id
         self._transports = tuple(transports)
         self._store = store
+        self._board = RelayBoard(store) if store is not None else None
+        self._taker = RelayTaker()
         self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
         self._traffic: dict[str, Traffic] = {}
+        self._condemned: set[tuple[Endpoint, int]] = set()
         self._lock = threading.Lock()
 
-    def fetch(self, batch: Batch, deadline: float) -> Rows:
+    def fetch(self, batch: Batch, deadline: float, errand: Errand = NO_ERRAND) -> Rows:
         """The batch by value. Columns whose rows lie side by side in a shard on this host are not copied.
 
         Fetched arrays may be written to, which the rank they came from does not see; columns that name the same
@@ -129,31 +138,34 @@ class Fetcher:
         Args:
             batch: Rows by reference, by value or mixed.
             deadline: Latest end, as of `time.monotonic`.
+            errand: What to keep for ranks of this host, and what to take from them.
 
         Raises:
-            TransferError: No transport reaches a rank; the text says why not, for each.
+            TransferError: No transport reaches a rank; the text says why not, for each. Or bytes do not match their
+                checksums: the text names source, shard and column, and from then on nobody can read the shard.
             DeadlineExceeded, ServiceLost, Refused: As in `Transport.read`.
         """
-        runs: dict[str, list[ByteRange]] = {}
-        wanted: dict[Endpoint, list[ByteRange]] = {}
-        for name, column in batch.columns.items():
-            if isinstance(column, RemoteColumn):
-                runs[name] = [
-                    ByteRange(run.shard, run.start, run.nbytes) for run in column.runs() if run.nbytes
-                ]
-                for r in runs[name]:
-                    wanted.setdefault(r.shard.endpoint, []).append(r)
-        found = self._read_all(wanted, deadline)
+        wanted = needed(batch)
+        self._check_condemned(wanted)
+        found = self._read_all(wanted, errand, deadline)
+        self._verify_checksums(found)
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
-                values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs[name]])
+                runs = [ByteRange(run.shard, run.start, run.nbytes) for run in column.runs() if run.nbytes]
+                values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs])
             else:
                 values[name] = column.values
         own = self._store.endpoint if self._store is not None else None
         fetched_bytes = sum(part.nbytes for source, part in found.items() if source != own)
-        readings = tuple(part.reading for part in found.values())
+        readings = tuple(reading for part in found.values() for reading in part.readings)
         return Rows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
+
+    @property
+    def relays(self) -> RelayBoard:
+        """What this rank has read for its neighbours; only a rank with a store can."""
+        assert self._board is not None, "a process without a store keeps nothing for others"
+        return self._board
 
     def traffic(self) -> dict[str, Traffic]:
         """What each transport has moved since the start."""
@@ -164,30 +176,90 @@ class Fetcher:
         """Closes the transports; rows fetched stay good."""
         for transport in self._transports:
             transport.close()
+        self._taker.close()
         self._pool.shutdown()
 
-    def _read_all(
-        self, wanted: Mapping[Endpoint, Sequence[ByteRange]], deadline: float
-    ) -> dict[Endpoint, _Found]:
-        if len(wanted) <= 1:
-            return {source: self._read(source, ranges, deadline) for source, ranges in wanted.items()}
-        futures = {
-            source: self._pool.submit(self._read, source, ranges, deadline)
-            for source, ranges in wanted.items()
-        }
-        for future in as_completed(futures.values()):
-            future.result()  # the first failure ends the fetch; reads still under way end by the deadline
-        return {source: future.result() for source, future in futures.items()}
+    def _read_all(self, wanted: Ranges, errand: Errand, deadline: float) -> dict[Endpoint, _Found]:
+        own = self._store.endpoint if self._store is not None else None
+        keeps = {relay.source: relay for relay in errand.relays if relay.reader == own}
+        takes = [relay for relay in errand.relays if relay.reader != own]
+        jobs: list[tuple[Endpoint, Callable[[], tuple[Sequence[ByteRange], Reading]]]] = []
+        for source, ranges in wanted.items():
+            for relay in takes:
+                if relay.source == source:
+                    ranges = difference(ranges, relay.ranges)
+            if ranges:
+                jobs.append(
+                    (source, partial(self._read, source, ranges, keeps.get(source), errand, deadline))
+                )
+        jobs += [(relay.source, partial(self._take, relay, errand, deadline)) for relay in takes]
+        parts: dict[Endpoint, list[tuple[Sequence[ByteRange], Reading]]] = {}
+        for (source, _), part in zip(jobs, self._run_all([job for _, job in jobs]), strict=True):
+            parts.setdefault(source, []).append(part)
+        return {source: _Found.of(found) for source, found in parts.items()}
 
-    def _read(self, source: Endpoint, wanted: Sequence[ByteRange], deadline: float) -> _Found:
-        ranges = union(wanted)
+    def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        if len(jobs) <= 1:
+            return [job() for job in jobs]
+        futures = [self._pool.submit(job) for job in jobs]
+        for future in as_completed(futures):
+            future.result()  # the first failure ends the fetch; reads still under way end by the deadline
+        return [future.result() for future in futures]
+
+    def _read(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        keep: Relay | None,
+        errand: Errand,
+        deadline: float,
+    ) -> tuple[Sequence[ByteRange], Reading]:
         if self._store is not None and source == self._store.endpoint:
-            return _Found(ranges, read_in_place(self._store.reader, ranges))
-        transport = self._transport_to(source)
+            return ranges, read_in_place(self._store.reader, ranges)
+        try:
+            transport = self._transport_to(source)
+            start = time.perf_counter()
+            reading = transport.read(source, ranges, deadline)
+            self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
+            if keep is not None:
+                self.relays.keep(keep, _Found.of([(ranges, reading)]).view, errand)
+        except BaseException as error:
+            if keep is not None:
+                self.relays.fail(keep, error, errand.call_id)
+            raise
+        return ranges, reading
+
+    def _take(self, relay: Relay, errand: Errand, deadline: float) -> tuple[Sequence[ByteRange], Reading]:
         start = time.perf_counter()
-        found = _Found(ranges, transport.read(source, ranges, deadline))
-        self._count(transport.name, found.nbytes, time.perf_counter() - start)
-        return found
+        reading = self._taker.take(relay, errand.call_id, deadline)
+        self._count("relay", sum(r.nbytes for r in relay.ranges), time.perf_counter() - start)
+        return relay.ranges, reading
+
+    def _check_condemned(self, wanted: Ranges) -> None:
+        """What was found wrong once is wrong for good, also where the owner could not be told."""
+        for source, ranges in wanted.items():
+            for r in ranges:
+                if (source, r.shard.id) in self._condemned:
+                    raise TransferError(f"{source}: {CONDEMNED.format(r.shard.id)} (column {r.column!r})")
+
+    def _verify_checksums(self, found: Mapping[Endpoint, _Found]) -> None:
+        for source, part in found.items():
+            for r, view in zip(part.ranges, part.views, strict=True):
+                wrong = first_mismatch(view, r.start, r.shard.checksums) if r.shard.checksums else None
+                if wrong is not None:
+                    reason = (
+                        f"column {r.column!r}, shard {r.shard.id}: the bytes from {wrong} on do not match their "
+                        "checksum; the shard is marked bad"
+                    )
+                    self._condemn(r.shard, reason)
+                    raise TransferError(f"{source}: {reason}")
+
+    def _condemn(self, shard: Shard, reason: str) -> None:
+        self._condemned.add((shard.endpoint, shard.id))
+        if self._store is not None and shard.endpoint == self._store.endpoint:
+            self._store.condemn(shard.id)
+        else:
+            condemn(shard, reason)
 
     def _transport_to(self, source: Endpoint) -> Transport:
         reasons = []

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.arena import ALIGNMENT, Arena, ArenaReader, ByteRange, FreeList, align, mib
+from nccl_transfer.arena import ALIGNMENT, CONDEMNED, Arena, ArenaReader, ByteRange, FreeList, align, mib
 from nccl_transfer.batch import Endpoint, RemoteColumn, Shard
+from nccl_transfer.checksums import digests
 from nccl_transfer.columns import Jagged
-from rlhf.errors import InvalidRequest, OutOfSpace, Refused
+from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class _Allocation:
     lease: Lease
     writing: bool = False
     released: bool = False
+    condemned: bool = False
 
     @property
     def block(self) -> tuple[int, int]:
@@ -50,6 +56,7 @@ class TensorStore:
 
     Args:
         arena_bytes: Size of the arena, rounded up to pages; the config key is `arena_mb`.
+        checksums: Whether the shards it returns carry checksums; the config key is `checksums`.
 
     Attributes:
         endpoint: Where this rank serves. Set it before the first `put`: every shard carries it.
@@ -58,8 +65,9 @@ class TensorStore:
         OutOfSpace: The host has less memory available.
     """
 
-    def __init__(self, arena_bytes: int) -> None:
+    def __init__(self, arena_bytes: int, checksums: bool = False) -> None:
         self.endpoint: Endpoint | None = None
+        self._checksums = checksums
         self._arena = Arena(arena_bytes)
         self._free = FreeList(self._arena.nbytes)
         self._allocations: dict[int, _Allocation] = {}
@@ -83,14 +91,17 @@ class TensorStore:
             raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
         allocation = self._allocate(array.nbytes, lease, writing=True)
         little_endian = array.dtype.newbyteorder("<")
-        target = np.frombuffer(self._memory(allocation.shard), little_endian).reshape(array.shape)
-        np.copyto(target, array)
+        memory = self._memory(allocation.shard)
+        np.copyto(np.frombuffer(memory, little_endian).reshape(array.shape), array)
+        shard = allocation.shard
+        if self._checksums:
+            shard = replace(shard, checksums=tuple(digests(memory)))
         with self._lock:
             allocation.writing = False
             if allocation.released:
                 self._reclaim(allocation)
                 raise Refused(f"{lease} was released while a shard of it was written")
-        return allocation.shard
+        return shard
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
         """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
@@ -101,7 +112,7 @@ class TensorStore:
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
     def reserve(self, nbytes: int, lease: Lease) -> tuple[Shard, memoryview]:
-        """A shard to be filled in place. The writer must be done before the lease is released.
+        """A shard to be filled in place, without checksums. The writer must be done before the lease is released.
 
         Raises:
             OutOfSpace: No gap is large enough; nothing has changed.
@@ -110,20 +121,47 @@ class TensorStore:
         return shard, self._memory(shard)
 
     def read(self, shard_id: int, start: int, nbytes: int) -> memoryview:
-        """Bytes of a shard without a copy; see `ArenaReader.views`. `check` tells afterwards whether they held.
+        """Bytes of a shard without a copy; see `ArenaReader.views`. `ArenaReader.check` tells afterwards whether
+        they held.
 
         Raises:
             Refused: The shard was released.
-            TransferError: The range reaches beyond the shard.
+            TransferError: The range reaches beyond the shard, or the shard was condemned.
         """
         return self.reader.views([ByteRange(self._shard(shard_id), start, nbytes)])[0]
 
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
         """A copy of bytes of a shard, taken while it was certainly there. Errors as in `read`."""
+        return self.copy(shard_id, start, nbytes, bytes)
+
+    def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
+        """What `copy` makes of bytes of a shard that were certainly there while it ran. Errors as in `read`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
-        data = bytes(self._memory(wanted.shard)[start : start + nbytes])
+        copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)
-        return data
+        return copied
+
+    def view(self, shard_id: int, start: int, nbytes: int) -> memoryview:
+        """The store's own memory, to be read by this process at once; `check` tells whether it held. Errors as in
+        `read`."""
+        wanted = ByteRange(self._shard(shard_id), start, nbytes)
+        return self._memory(wanted.shard)[start : start + nbytes]
+
+    def check(self, shard_ids: Iterable[int]) -> None:
+        """Raises Refused where one of the shards was released, TransferError where one was condemned."""
+        for shard_id in shard_ids:
+            self._shard(shard_id)
+
+    def condemn(self, shard_id: int) -> bool:
+        """Makes every later read of a shard an error, here and elsewhere; False where it was released already."""
+        with self._lock:
+            allocation = self._allocations.get(shard_id)
+            if allocation is None:
+                return False
+            allocation.condemned = True
+            shard = allocation.shard
+            self._arena.write_header(shard.offset, shard.id, shard.nbytes, condemned=True)
+            return True
 
     def release(self, session: str, through_step: int | None = None) -> int:
         """Frees the shards of a session, of all its steps or of those up to and with `through_step`.
@@ -182,9 +220,12 @@ class TensorStore:
 
     def _shard(self, shard_id: int) -> Shard:
         with self._lock:
-            if shard_id not in self._allocations:
+            allocation = self._allocations.get(shard_id)
+            if allocation is None:
                 raise Refused(f"shard {shard_id} was released")
-            return self._allocations[shard_id].shard
+            if allocation.condemned:
+                raise TransferError(CONDEMNED.format(shard_id))
+            return allocation.shard
 
     def _memory(self, shard: Shard) -> memoryview:
         return self._arena.memory[shard.offset : shard.offset + shard.nbytes]

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.checksums import num_blocks
 from nccl_transfer.columns import Jagged
+from nccl_transfer.plans import Relay
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
 
@@ -24,6 +27,8 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
         epoch=endpoint.epoch,
         service=endpoint.service,
         rank=endpoint.rank,
+        device_uuid=endpoint.device_uuid,
+        data_port=endpoint.data_port,
     )
 
 
@@ -35,15 +40,18 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
         message.epoch,
         message.service,
         message.rank,
+        message.device_uuid,
+        message.data_port,
     )
 
 
-def to_proto(batch: Batch, row_numbers: np.ndarray | None = None) -> pb.Batch:
+def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequence[Relay] = ()) -> pb.Batch:
     """The batch as a message; only the shards its rows are in are named.
 
     Args:
         batch: The rows of one rank.
         row_numbers: Their numbers in the whole batch of the call, [rows] int64.
+        relays: What the rank keeps for others, and what it takes from others; of shards its rows are in.
     """
     message = pb.Batch(rows=batch.rows)
     endpoints: dict[Endpoint, int] = {}
@@ -52,7 +60,17 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None) -> pb.Batch:
         _encode(message.columns.add(name=name), column, shards)
     for shard in shards:
         number = endpoints.setdefault(shard.endpoint, len(endpoints))
-        message.shards.add(endpoint=number, id=shard.id, offset=shard.offset, nbytes=shard.nbytes)
+        message.shards.add(
+            endpoint=number,
+            id=shard.id,
+            offset=shard.offset,
+            nbytes=shard.nbytes,
+            checksums=shard.checksums,
+        )
+    for relay in relays:
+        source, reader = (endpoints.setdefault(e, len(endpoints)) for e in (relay.source, relay.reader))
+        spans = (pb.Span(shard=shards[r.shard], start=r.start, nbytes=r.nbytes) for r in relay.ranges)
+        message.relays.add(source=source, reader=reader, spans=spans)
     message.endpoints.extend(map(endpoint_to_proto, endpoints))
     if row_numbers is not None and len(row_numbers):
         breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
@@ -99,14 +117,47 @@ def from_proto(message: pb.Batch) -> Batch:
     Raises:
         InvalidRequest: The message contradicts itself; the text says where.
     """
+    _, shards = _places(message)
+    columns = {column.name: _decode(column, message.rows, tuple(shards)) for column in message.columns}
+    return Batch(message.rows, columns)
+
+
+def relays_from_proto(message: pb.Batch) -> list[Relay]:
+    """What the rank that gets the message keeps for others, and what it takes from others.
+
+    Raises:
+        InvalidRequest, TransferError: The message contradicts itself; the text says where.
+    """
+    if not message.relays:
+        return []
+    endpoints, shards = _places(message)
+    relays = []
+    for relay in message.relays:
+        if max(relay.source, relay.reader) >= len(endpoints) or any(
+            s.shard >= len(shards) for s in relay.spans
+        ):
+            raise InvalidRequest(
+                f"a relay names an endpoint or a shard beyond {len(endpoints)} and {len(shards)}"
+            )
+        ranges = tuple(ByteRange(shards[span.shard], span.start, span.nbytes) for span in relay.spans)
+        relays.append(Relay(endpoints[relay.source], endpoints[relay.reader], ranges))
+    return relays
+
+
+def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
     endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints]
     shards = []
     for shard in message.shards:
         if shard.endpoint >= len(endpoints):
             raise InvalidRequest(f"shard {shard.id} names endpoint {shard.endpoint} of {len(endpoints)}")
-        shards.append(Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes))
-    columns = {column.name: _decode(column, message.rows, tuple(shards)) for column in message.columns}
-    return Batch(message.rows, columns)
+        checksums = tuple(shard.checksums)
+        if checksums and len(checksums) != num_blocks(shard.nbytes):
+            raise InvalidRequest(
+                f"shard {shard.id} of {shard.nbytes} bytes has {len(checksums)} checksums, "
+                f"expected {num_blocks(shard.nbytes)}"
+            )
+        shards.append(Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes, checksums))
+    return endpoints, shards
 
 
 def row_numbers(message: pb.Batch) -> np.ndarray:

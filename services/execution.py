@@ -18,7 +18,9 @@ from nccl_transfer import wire
 from nccl_transfer.batch import Batch, LocalColumn, RemoteColumn
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.protocols import get_protocol
+from nccl_transfer.relay import Errand
 from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.transports import traffic_since, traffic_to_proto
 from rlhf.contract import Method
 from rlhf.errors import (
     CallCancelled,
@@ -77,7 +79,7 @@ class CallQueue:
         self._session_started = 0
         self._next = 1
         self._busy = False
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: dict[asyncio.Future[None], common_pb2.Call] = {}
         self._abandoned: set[int] = set()
         self._draining = False
 
@@ -186,7 +188,7 @@ class CallQueue:
         loop, context, timing = asyncio.get_running_loop(), known.context, known.timing
         started, fetch = time.monotonic(), None
         if "batch" in request.DESCRIPTOR.fields_by_name and request.HasField("batch"):
-            fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context)
+            fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context, timing)
         await self._wait_for_turn(known)
         try:
             timing.queue_s = time.monotonic() - started
@@ -204,15 +206,22 @@ class CallQueue:
             self._end_turn(known)
 
     async def _wait_for_turn(self, known: Running) -> None:
+        try:
+            await self._queue_up(known)
+        except BaseException:
+            self._pass_turn()  # it may have been this call's
+            raise
+
+    async def _queue_up(self, known: Running) -> None:
         call, context = known.context.call, known.context
-        while self._busy or not self._has_turn(call):
+        while not self._has_turn(call):
             self._check_session(call)
             # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
             if context.cancelled.is_set() and self.worker.ranks.size == 1:
                 self._abandon(call)
                 raise CallCancelled(f"call {call.call_id} was cancelled before it started")
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            self._waiting[turn] = call
             try:
                 await asyncio.wait_for(turn, max(context.deadline - time.monotonic(), 0))
             except TimeoutError:
@@ -221,6 +230,8 @@ class CallQueue:
                 raise DeadlineExceeded(
                     f"{known.method.name} (sequence {call.sequence}) waited past its deadline behind {running}"
                 ) from None
+            finally:
+                del self._waiting[turn]
         self._check_session(call)
         self._busy = True
 
@@ -238,7 +249,7 @@ class CallQueue:
         while self._next in self._abandoned:
             self._abandoned.remove(self._next)
             self._next += 1
-        self._wake()
+        self._pass_turn()
 
     def _end_turn(self, known: Running) -> None:
         self._busy = False
@@ -250,9 +261,17 @@ class CallQueue:
             self.store.release(call.session)
         self._skip_abandoned()
 
+    def _pass_turn(self) -> None:
+        """Wakes the call whose turn it is: one of many that wait, so that a long queue costs a turn no more than
+        a short one."""
+        for turn, call in self._waiting.items():
+            if not turn.done() and self._has_turn(call):
+                turn.set_result(None)
+                return
+
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
+        """Wakes all that wait, to look whether they still may."""
+        for turn in self._waiting:
             if not turn.done():
                 turn.set_result(None)
 
@@ -261,19 +280,27 @@ class CallQueue:
             return NO_ROWS, None
         waited = time.monotonic()
         try:
-            rows, timing.inline_bytes = await fetch
+            rows = await fetch
         except Exception as error:  # noqa: BLE001 - handed on to `agree`, which raises it on this rank
             return NO_ROWS, error
         timing.fetch_s = time.monotonic() - waited
         timing.fetched_bytes = rows.fetched.fetched_bytes
         return rows, None
 
-    def _fetch(self, message: common_pb2.Batch, context: CallContext) -> tuple[Rows, int]:
+    def _fetch(self, message: common_pb2.Batch, context: CallContext, timing: common_pb2.Timing) -> Rows:
         batch = wire.from_proto(message)
-        inline = sum(column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
+        inline = (column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
+        timing.inline_bytes = sum(inline)
         # What is left of the deadline is for the ranks to agree that it failed.
         deadline = context.deadline - min(ANSWER_S, (context.deadline - time.monotonic()) / 10)
-        return Rows(self.fetcher.fetch(batch, deadline), wire.row_numbers(message)), inline
+        call = context.call
+        errand = Errand(call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message))
+        before = self.fetcher.traffic()
+        rows = Rows(self.fetcher.fetch(batch, deadline, errand), wire.row_numbers(message))
+        # One thread fetches, one call after the other: what was moved meanwhile was moved for this call.
+        for name, moved in traffic_to_proto(traffic_since(self.fetcher.traffic(), before)).items():
+            timing.traffic[name].CopyFrom(moved)
+        return rows
 
     def _execute(
         self, known: Running, registration: Registration, request: Any, rows: Rows, failure: Exception | None

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import click
 
-from rlhf.config import ServiceTable, load_service
+from nccl_transfer.mesh import Mesh
+from rlhf import meshes
+from rlhf.config import ModelTable, ServiceTable, load_service
 from rlhf.errors import ConfigError, RlhfError
 from services.ranks import Ranks
 from services.server import RankServer
@@ -95,10 +97,10 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
     module, _, class_name = worker_path.partition(":")
     try:
-        worker_class = getattr(importlib.import_module(module), class_name)
+        worker_class = getattr(importlib.import_module(module), class_name).for_table(table)
     except ImportError as error:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
-    ranks = Ranks.join(needs_torch=worker_class.uses_torch(table))
+    ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
     worker = worker_class(table, ranks)
     asyncio.run(_run(worker, name))
     ranks.leave()
@@ -107,6 +109,10 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
     sys.stderr.flush()
     # Threads of gRPC and torch may still wind down; nothing of ours is left to do.
     os._exit(0)
+
+
+def _model_mesh(table: ServiceTable) -> Mesh | None:
+    return Mesh(*meshes.parse(table.mesh)) if isinstance(table, ModelTable) and table.mesh else None
 
 
 async def _run(worker: Worker, name: str) -> None:

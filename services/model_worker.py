@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +24,22 @@ from services.engines.base import InferenceStopped, LossFn, NonFiniteGradient, O
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.three_d import ThreeDParallelEngine
 from services.minibatch import deal
-from services.models import ValueModel, check_tokenizer, load_tokenizer, vocabulary_hash
+from services.models import (
+    ValueModel,
+    check_tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    load_value_model,
+    vocabulary_hash,
+)
 from services.ranks import Ranks
 from services.rollout.base import GenerationStopped
 from services.worker import CallContext, Result, Rows, Worker, register, require
 
 Output = TypeVar("Output")
+Other = TypeVar("Other")
 Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 Computed = tuple[MicroBatch, Output]
 
@@ -39,11 +48,34 @@ STEP_METRICS = ("loss", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of a mini-batch: its micro-batches, response tokens and rows."""
+    """This rank's part of a mini-batch: its micro-batches, response tokens, rows and tokens of a further term."""
 
     micro_batches: list[MicroBatch]
     tokens: int
     rows: int
+    term_tokens: int
+
+
+@dataclass(frozen=True)
+class Term(Generic[Other]):
+    """A further term of an update's loss, over sequences of its own.
+
+    Attributes:
+        sequences: One for each row of the update; of those without a second part nothing is computed.
+        head: What the loss reads off the model.
+        loss_for: From the tokens, of the second parts, of a whole mini-batch over all ranks, to its loss.
+        metrics: The sums that the loss counts, over those tokens.
+    """
+
+    sequences: Sequences
+    head: Head[Other]
+    loss_for: Callable[[int], LossFn[Other]]
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TermBatch(MicroBatch):
+    """A micro-batch of a further term."""
 
 
 class ModelWorker(Worker):
@@ -70,23 +102,43 @@ class ModelWorker(Worker):
         self.torch_device = _device()
         try:
             self.tokenizer = load_tokenizer(table.model)
-            # Weights that learn are kept in float32; `dtype` is what they are computed in.
-            model = load(table.model, torch.float32 if optimizer else getattr(torch, table.dtype))
-            check_tokenizer(self.tokenizer, model)
+            self.engine: TrainEngine
+            self.engine, config = self._load(load, optimizer)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         tokenizer: Any = self.tokenizer
         self.eos_id: int | None = tokenizer.eos_token_id
         # Any id will do where there is none: nothing is read off the padding.
         self.pad_id: int = tokenizer.pad_token_id or 0
-        self.model_config = _config_of(model).get_text_config()
-        self.engine: TrainEngine = FSDPEngine(
-            model,
-            self.torch_device,
-            optimizer=_options(optimizer) if optimizer else None,
-            compute_dtype=getattr(torch, table.dtype),
-        )
+        self.model_config = config.get_text_config()
         self._traces = Traces(self)
+
+    def _load(
+        self,
+        load: Callable[[Path, torch.dtype], PreTrainedModel | ValueModel],
+        optimizer: OptimizerTable | None,
+    ) -> tuple[TrainEngine, Any]:
+        """The engine that the table names, and the configuration of its model."""
+        table, compute_dtype = self.table, getattr(torch, self.table.dtype)
+        # Weights that learn are kept in float32; `dtype` is what they are computed in.
+        dtype = torch.float32 if optimizer else compute_dtype
+        options = _options(optimizer) if optimizer else None
+        if table.engine == "3d":
+            engine = ThreeDParallelEngine(
+                table.model,
+                self.ranks.mesh,
+                self.torch_device,
+                dtype=dtype,
+                compute_dtype=compute_dtype,
+                optimizer=options,
+                with_value_head=load is load_value_model,
+            )
+            check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
+            return engine, engine.config
+        model = load(table.model, dtype)
+        check_tokenizer(self.tokenizer, model)
+        engine = FSDPEngine(model, self.torch_device, optimizer=options, compute_dtype=compute_dtype)
+        return engine, _config_of(model)
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
@@ -160,7 +212,8 @@ class ModelWorker(Worker):
             raise InvalidRequest(f"token ids reach from {ids.min()} to {ids.max()}; the model has {known}")
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
-        """What the head reads off every micro-batch of the rows, without gradients."""
+        """What the head reads off every micro-batch of the rows, without gradients; nothing where this rank sees no
+        outputs of the model."""
         with self.ranks.together(call.peers_deadline):
             micro_batches = self.micro_batches(sequences)
         total = len(micro_batches)
@@ -171,7 +224,7 @@ class ModelWorker(Worker):
             should_stop=lambda: call.stopping,
             progress=lambda done: call.progress(done, total),
         )
-        return list(zip(micro_batches, outputs, strict=True))
+        return list(zip(micro_batches, outputs, strict=True)) if self.engine.sees_outputs else []
 
     def update(
         self,
@@ -181,18 +234,36 @@ class ModelWorker(Worker):
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
         *columns: Jagged[Tensor],
+        term: Term[Any] | None = None,
     ) -> Result:
         """All epochs and mini-batches, or nothing: whatever fails, weights and optimizer are as before.
 
         Args:
             loss_for: From the response tokens and rows of a whole mini-batch, over all ranks, to its loss.
             columns: What the loss reads, one value per response token.
+            term: What is learned beside the rows, in the same steps.
         """
         with self.ranks.together(call.peers_deadline):
-            mini_batches = self._mini_batches(rows, schedule, call, columns)
+            mini_batches = self._mini_batches(rows, schedule, call, columns, term)
+        return self.apply(rows, mini_batches, call, head, loss_for, term)
+
+    def apply(
+        self,
+        rows: Rows,
+        mini_batches: list[MiniBatch],
+        call: CallContext,
+        head: Head[Output],
+        loss_for: Callable[[int, int], LossFn[Output]],
+        term: Term[Any] | None = None,
+    ) -> Result:
+        """An optimizer step for each mini-batch, or nothing; as `update`.
+
+        Args:
+            mini_batches: As many on every rank.
+        """
         before = self.engine.snapshot()
         try:
-            metrics = self._steps(mini_batches, call, head, loss_for)
+            metrics = self._steps(mini_batches, call, head, loss_for, term)
             with self.ranks.together(call.peers_deadline):
                 rows.fetched.verify()
         except BaseException:
@@ -202,7 +273,12 @@ class ModelWorker(Worker):
         return Result(metrics=metrics, verified=True)
 
     def _mini_batches(
-        self, rows: Rows, schedule: actor_pb2.Schedule, call: CallContext, columns: Sequence[Jagged[Tensor]]
+        self,
+        rows: Rows,
+        schedule: actor_pb2.Schedule,
+        call: CallContext,
+        columns: Sequence[Jagged[Tensor]],
+        term: Term[Any] | None,
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order."""
         if not schedule.epochs or not schedule.mini_batches:
@@ -217,10 +293,17 @@ class ModelWorker(Worker):
         for epoch in range(schedule.epochs):
             key = (header.seed, header.step, header.ordinal, epoch)
             for mine in deal(rows.numbers, schedule.mini_batches, key):
-                parts.append(
-                    MiniBatch(self.micro_batches(sequences, mine), int(lengths[mine].sum()), len(mine))
-                )
+                more, more_tokens = self._term_batches(term, mine) if term else ([], 0)
+                micro_batches = [*self.micro_batches(sequences, mine), *more]
+                parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), more_tokens))
         return parts
+
+    def _term_batches(self, term: Term[Any], rows: np.ndarray) -> tuple[list[TermBatch], int]:
+        """Micro-batches of a term's sequences at these rows, and their tokens."""
+        lengths = term.sequences[1].lengths
+        filled = rows[lengths[rows] > 0]
+        micro_batches = self.micro_batches(term.sequences, filled)
+        return [TermBatch(**vars(each)) for each in micro_batches], int(lengths[filled].sum())
 
     def _steps(
         self,
@@ -228,27 +311,33 @@ class ModelWorker(Worker):
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
+        term: Term[Any] | None,
     ) -> dict[str, tuple[float, float]]:
         sums: dict[str, float] = {}
         for done, mine in enumerate(mini_batches):
-            share = [mine.tokens, mine.rows, call.stopping]
-            num_tokens, num_rows, stopping = self.ranks.total(share, call.peers_deadline)
+            counts_here = self.ranks.speaks_for_rows
+            share = [count * counts_here for count in (mine.tokens, mine.rows, mine.term_tokens)]
+            totals = self.ranks.total([*share, call.stopping], call.peers_deadline)
+            num_tokens, num_rows, term_tokens, stopping = totals
             if stopping:
                 raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
             if not num_rows:
                 raise InvalidRequest(
                     f"a mini-batch of {len(mini_batches)} has no rows: schedule.mini_batches is too large"
                 )
-            step = self.engine.step(mine.micro_batches, head, loss_for(int(num_tokens), int(num_rows)))
+            read, loss = head, loss_for(int(num_tokens), int(num_rows))
+            if term is not None:
+                read, loss = _joined(head, loss, term.head, term.loss_for(int(term_tokens)))
+            step = self.engine.step(mine.micro_batches, read, loss)
             measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
             for name, value in measured.items():
                 sums[name] = sums.get(name, 0.0) + value
             call.progress(done + 1, len(mini_batches))
+        counts: dict[str, int] = {name: len(mini_batches) for name in STEP_METRICS}
+        if term is not None:
+            counts |= dict.fromkeys(term.metrics, sum(mine.term_tokens for mine in mini_batches))
         tokens = sum(mine.tokens for mine in mini_batches)
-        return {
-            name: (value, len(mini_batches) if name in STEP_METRICS else tokens)
-            for name, value in sums.items()
-        }
+        return {name: (value, counts.get(name, tokens)) for name, value in sums.items()}
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
@@ -288,11 +377,26 @@ class ModelWorker(Worker):
 def per_token(
     computed: list[Computed[Output]], read: Callable[[Output], Tensor], lengths: np.ndarray
 ) -> Jagged[Tensor]:
-    """What `read` takes from each output, [B, R], as one float32 column in the order of the rows."""
+    """What `read` takes from each output, [B, R], as one float32 column in the order of the rows; nan where this rank
+    sees no outputs and so is not asked for them."""
     if not computed:
-        return Jagged(torch.empty(0), lengths)
+        return Jagged(torch.full((int(lengths.sum()),), torch.nan), lengths)
     values = [micro_batch.collect(read(output).cpu()) for micro_batch, output in computed]
     return assemble([micro_batch.rows for micro_batch, _ in computed], values, lengths)
+
+
+def _joined(
+    head: Head[Output], loss: LossFn[Output], term_head: Head[Other], term_loss: LossFn[Other]
+) -> tuple[Head[Any], LossFn[Any]]:
+    """One head and one loss for the micro-batches of the rows and of a further term."""
+
+    def read(raw: Tensor, micro_batch: MicroBatch) -> Any:
+        return (term_head if isinstance(micro_batch, TermBatch) else head)(raw, micro_batch)
+
+    def lose(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return (term_loss if isinstance(micro_batch, TermBatch) else loss)(output, micro_batch)
+
+    return read, lose
 
 
 class Traces:

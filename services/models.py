@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -83,12 +84,33 @@ def load_value_model(directory: Path, dtype: torch.dtype = torch.float32) -> Val
     return model.eval()
 
 
+def load_classifier(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A sequence-classification model with one label, or a new one on the backbone of a causal language model: its head
+    begins at zero, so that it scores everything 0 and its first update moves the head alone.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the directory holds another kind of model, or not all of its weights.
+    """
+    _require_model_directory(directory)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return _load(AutoModelForSequenceClassification, directory, dtype)
+    if config.get_text_config().pad_token_id is None:
+        config.pad_token_id = config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
+    config.num_labels = 1
+    model = _load(AutoModelForSequenceClassification, directory, dtype, {"score.weight"}, config=config)
+    nn.init.zeros_(model.score.weight)  # type: ignore[arg-type]
+    return model
+
+
 class SequenceScorer:
     """A reward model: one score for each whole text.
 
     Args:
         directory: of a sequence classification model with one label, and its tokenizer.
         token_budget: most tokens computed at a time, padding included.
+        load: loads the model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -102,9 +124,12 @@ class SequenceScorer:
         token_budget: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        load: Callable[[Path, torch.dtype], PreTrainedModel] | None = None,
     ) -> None:
         self.tokenizer = load_tokenizer(directory)
-        self.model = _load(AutoModelForSequenceClassification, directory, dtype)
+        self.model = (
+            load(directory, dtype) if load else _load(AutoModelForSequenceClassification, directory, dtype)
+        )
         check_tokenizer(self.tokenizer, self.model)
         if self.model.config.num_labels != 1:
             raise ValueError(
@@ -115,6 +140,13 @@ class SequenceScorer:
             raise ValueError(f"config.json of {directory} has no pad_token_id, so rows cannot share a batch")
         self._token_budget = token_budget
         nn.Module.to(self.model, device)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes over whole tensors, under the names of the checkpoint."""
+        own = self.model.state_dict()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
     def score_texts(self, texts: Sequence[str]) -> Tensor:
         """Scores [rows], float32, of texts in the tokenizer's own framing (its special tokens are added)."""
@@ -145,11 +177,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel |
     """Raises ValueError where the tokenizer has ids that the model has no embedding for."""
     backbone = model.backbone if isinstance(model, ValueModel) else model
     embedding: Any = backbone.get_input_embeddings()
+    check_vocabulary(tokenizer, embedding.num_embeddings, backbone.name_or_path)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None) -> None:
+    """Raises ValueError where the tokenizer has ids for which the model, named for the message, has no embedding."""
     num_ids = max(tokenizer.get_vocab().values()) + 1
-    if num_ids > embedding.num_embeddings:
+    if num_ids > num_embeddings:
         raise ValueError(
             f"tokenizer and model do not match: the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, "
-            f"the model {backbone.name_or_path} has {embedding.num_embeddings} embeddings"
+            f"the model {model} has {num_embeddings} embeddings"
         )
 
 
@@ -217,7 +254,14 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _load(auto_class: type, directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(
+    auto_class: type,
+    directory: Path,
+    dtype: torch.dtype,
+    new: Set[str] = frozenset(),
+    **options: Any,
+) -> PreTrainedModel:
+    """Loads a model whose weights are all there, but those that are `new`."""
     _require_model_directory(directory)
     try:
         model, report = auto_class.from_pretrained(
@@ -227,11 +271,12 @@ def _load(auto_class: type, directory: Path, dtype: torch.dtype) -> PreTrainedMo
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         cause = _first_line(error)
         raise ValueError(f"{directory} cannot be loaded with {auto_class.__name__}: {cause}") from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
+    missing = sorted(set(report["missing_keys"]) - new)
+    if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     return model.eval()

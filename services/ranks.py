@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nccl_transfer.batch import Endpoint
-from nccl_transfer.protocols import Mesh
+from nccl_transfer.mesh import Mesh
 from rlhf.errors import OutOfStep, PeerFailed, Refused
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Ranks:
             at each restart. The same on every rank.
         store: torch.distributed store of the service; None where there is one rank without torch.
         endpoints: Where each rank serves, in rank order; filled in by `exchange`.
+        model_mesh: As in `join`.
     """
 
     rank: int
@@ -66,23 +67,31 @@ class Ranks:
     epoch: int
     store: Store | None = None
     endpoints: list[Endpoint] = field(default_factory=list)
+    model_mesh: Mesh | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """Shape of the training mesh: data parallel over all ranks."""
-        return Mesh(data=self.size)
+        """Shape of the training mesh; without model parallelism, all ranks are data ranks."""
+        return self.model_mesh or Mesh(data=self.size)
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """Whether this rank is the one, of those that have the same rows, that counts in sums over rows."""
+        pipeline, tensor, _ = self.mesh.position(self.rank)
+        return (pipeline, tensor) == (0, 0)
 
     @staticmethod
-    def join(needs_torch: bool) -> Ranks:
+    def join(needs_torch: bool, model_mesh: Mesh | None = None) -> Ranks:
         """Joins the ranks that torchrun started, as its environment names them.
 
         Args:
             needs_torch: Make a process group also where there is only one rank.
+            model_mesh: Training mesh of a model that is spread over several ranks for the same rows.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         epoch = time.time_ns() // 1_000_000
         if size == 1 and not needs_torch:
-            return Ranks(rank, size, epoch)
+            return Ranks(rank, size, epoch, model_mesh=model_mesh)
         import torch
         import torch.distributed as dist
         from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -104,7 +113,7 @@ class Ranks:
         )
         if rank == 0:
             store.set("epoch", str(epoch))
-        return Ranks(rank, size, int(store.get("epoch")), store)
+        return Ranks(rank, size, int(store.get("epoch")), store, model_mesh=model_mesh)
 
     def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
         """Tells every rank where this one serves; returns each rank's details in rank order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,8 +23,18 @@ from grpc_reflection.v1alpha import reflection
 
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.sources import DeviceSources
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports import ArenaServer, create_transports, host_id, serve_fetch, stat_response
+from nccl_transfer.transports import (
+    ArenaServer,
+    ByteServer,
+    condemn_response,
+    create_transports,
+    host_id,
+    serve_fetch,
+    stat_response,
+    unavailable,
+)
 from nccl_transfer.wire import endpoint_to_proto
 from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
@@ -58,8 +69,12 @@ class RankServer:
         self.worker = worker
         self.name = name
         self.methods = registered_methods(type(worker))
-        self.store = TensorStore(worker.table.arena_mb << 20)
-        self.fetcher = Fetcher(host_id(), create_transports(), self.store)
+        table = worker.table
+        self.store = TensorStore(table.arena_mb << 20, table.checksums)
+        self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
+        self.sources = DeviceSources.of_this_process(self.store)
+        self.unavailable = unavailable()
+        self._host = table.address.rpartition(":")[0]
         self._stop = asyncio.Event()
         self._process = psutil.Process()
         self._ranks_info: list[worker_pb2.RankInfo] = []
@@ -70,6 +85,8 @@ class RankServer:
         Raises:
             ConfigError: The address is in use.
         """
+        for transport, reason in self.unavailable.items():
+            logging.info("transport %s is not available: %s", transport, reason)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -77,8 +94,9 @@ class RankServer:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._bind(server, self.worker.table)
         arena = ArenaServer(self.store)
+        stream = ByteServer(self.store, self._host.strip("[]"))
         try:
-            self._meet_peers(port, arena)
+            self._meet_peers(port, arena, stream)
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, serving)
             await server.start()
@@ -86,15 +104,16 @@ class RankServer:
             await self._stop.wait()
             await serving.enter_graceful_shutdown()
             await self.queue.drain()
+            self.sources.close()
             await server.stop(grace=1.0)
         finally:
             arena.close()
+            stream.close()
             self.fetcher.close()
             self.store.close()
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
-        host = table.address.rpartition(":")[0]
-        address = table.address if self.worker.ranks.rank == 0 else f"{host}:0"
+        address = table.address if self.worker.ranks.rank == 0 else f"{self._host}:0"
         try:
             port = server.add_insecure_port(address)
         except RuntimeError as error:
@@ -103,9 +122,18 @@ class RankServer:
             raise ConfigError(f"services.{self.name}.address: {address} is in use")
         return port
 
-    def _meet_peers(self, port: int, arena: ArenaServer) -> None:
-        ranks, host = self.worker.ranks, self.worker.table.address.rpartition(":")[0]
-        own = Endpoint(f"{host}:{port}", host_id(), arena.name, ranks.epoch, self.name, ranks.rank)
+    def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> None:
+        ranks = self.worker.ranks
+        own = Endpoint(
+            f"{self._host}:{port}",
+            host_id(),
+            arena.name,
+            ranks.epoch,
+            self.name,
+            ranks.rank,
+            self.sources.device_uuid,
+            stream.port,
+        )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
@@ -125,7 +153,13 @@ class RankServer:
             "Cancel": self._cancel,
             "Release": self._release,
         }
-        transfer = {"Fetch": self._fetch, "Stat": self._stat}
+        transfer = {
+            "Fetch": self._fetch,
+            "TakeRelayed": self._take_relayed,
+            "Stat": self._stat,
+            "Condemn": self._condemn,
+            **self.sources.handlers(),
+        }
         for key in (self.worker.role, "worker", "transfer"):
             table = {}
             for method in SERVICES[key].values():
@@ -145,9 +179,7 @@ class RankServer:
         assert registration is not None, f"{method.path} is neither direct nor registered"
 
         async def run(request: Any, context: Any) -> Any:
-            remaining = context.time_remaining()
-            timeout_s = DEFAULT_TIMEOUT_S if remaining is None else remaining - min(ANSWER_S, remaining / 10)
-            return await self.queue.submit(method, registration, request, timeout_s)
+            return await self.queue.submit(method, registration, request, _timeout_s(context))
 
         return run
 
@@ -235,8 +267,21 @@ class RankServer:
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
         return serve_fetch(self.store, self.worker.ranks.epoch, request)
 
+    async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
+        timeout_s = _timeout_s(context)
+        return await self.fetcher.relays.take(request, self.worker.ranks.epoch, timeout_s)
+
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
-        return stat_response(self.store, self.fetcher.traffic())
+        return stat_response(self.store, self.fetcher.traffic(), self.unavailable)
+
+    async def _condemn(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+        return condemn_response(self.store, request)
+
+
+def _timeout_s(context: Any) -> float:
+    """Time to answer in, so that the caller hears what was late."""
+    remaining = context.time_remaining()
+    return DEFAULT_TIMEOUT_S if remaining is None else remaining - min(ANSWER_S, remaining / 10)
 
 
 def _rpc_handler(method: Method, function: Callable[..., Any]) -> grpc.RpcMethodHandler:

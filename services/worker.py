@@ -153,6 +153,11 @@ class Worker:
         self.policy_version = 0
 
     @classmethod
+    def for_table(cls, table: ServiceTable) -> type[Worker]:
+        """The worker that serves a table of this role."""
+        return cls
+
+    @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         """Whether this service computes with torch, and so needs a process group."""
         return False

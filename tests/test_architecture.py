@@ -22,11 +22,15 @@ MAY_IMPORT = {
     "services": {"rlhf", "nccl_transfer", "services"},
     "controller": {"rlhf", "nccl_transfer", "controller"},
     "deploy": {"rlhf", "controller.config", "deploy"},
+    "conformance": {"rlhf", "conformance"},
+    "loadtest": {"rlhf", "nccl_transfer", "loadtest"},
 }
-OURS = ("rlhf", "nccl_transfer", "services", "controller", "deploy")
+OURS = ("rlhf", "nccl_transfer", "services", "controller", "deploy", "conformance", "loadtest")
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
-WITHOUT_TORCH = ["controller.cli", "controller.run", "controller.algorithms.ppo", "nccl_transfer.fetch",
-                 "nccl_transfer.protocols", "services.reward.worker", "services.server", "deploy.cli"]  # fmt: skip
+WITHOUT_TORCH = ["controller.cli", "controller.run", "controller.algorithms.ppo", "controller.algorithms.safe_rlhf",
+                 "nccl_transfer.fetch",
+                 "nccl_transfer.protocols", "services.reward.worker", "services.server", "deploy.cli", "deploy.pipeline.cli",
+                 "conformance.cli", "loadtest.cli"]  # fmt: skip
 
 
 def sources(room: str) -> Iterator[Path]:

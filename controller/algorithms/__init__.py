@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import Any
 
+from controller.algorithm import Algorithm
 from rlhf.errors import ConfigError
 
 
@@ -15,11 +14,11 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find_algorithm(name: str) -> Callable[..., Any]:
-    """The function of an algorithm, `function(run)`.
+def find_algorithm(name: str) -> Algorithm:
+    """An algorithm.
 
     Args:
-        name: One of `names()`, or "module:function" of a user's own.
+        name: One of `names()`, or "module:function" of a user's own: an `Algorithm`, or a plain function of a run.
 
     Raises:
         ConfigError: There is no such algorithm; the text lists those that come with the package, or has the
@@ -30,11 +29,13 @@ def find_algorithm(name: str) -> Callable[..., Any]:
         raise ConfigError(f"unknown algorithm {name!r}; known: {', '.join(names())}, or module:function")
     path, attribute = (module, attribute) if colon else (f"{__name__}.{name}", name)
     try:
-        function = getattr(importlib.import_module(path), attribute)
+        found = getattr(importlib.import_module(path), attribute)
     except Exception as error:
         raise ConfigError(
             f"algorithm {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if not callable(function):
+    if isinstance(found, Algorithm):
+        return found
+    if not callable(found):
         raise ConfigError(f"algorithm {name!r} is not a function")
-    return function
+    return Algorithm(found)

@@ -28,6 +28,8 @@ _ACCURACY = "evaluation/accuracy"
 _REWARD = "reward/mean"
 _CURVES = (
     ("KL to the reference", "kl/mean", "KL, nats per token"),
+    ("Cost", "cost/mean", "cost per response"),
+    ("Lagrange multiplier", "lambda", "lambda"),
     ("Entropy", "actor/entropy", "entropy, nats per token"),
     ("Response length", "response/length_mean", "tokens per response"),
     ("Throughput", "time/tokens_per_s", "tokens per second"),

@@ -1,44 +1,46 @@
 """Ways to move bytes from the arena of one rank into another process. Which one is used for a pair of ranks is
-decided by where the two are: see `nccl_transfer.fetch.Fetcher`."""
+decided by where the two are: see `nccl_transfer.fetch.Fetcher`. docs/transports.md describes each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from nccl_transfer.arena import ByteRange
-from nccl_transfer.transports.base import Reading, Traffic, Transport
+from nccl_transfer.transports.base import Reading, Traffic, Transport, traffic_since
+from nccl_transfer.transports.grpc_stream import (
+    GrpcTransport,
+    condemn_response,
+    serve_fetch,
+    stat_response,
+    traffic_to_proto,
+)
 from nccl_transfer.transports.memfd import ArenaServer, MemfdTransport, host_id
-from nccl_transfer.transports.tcp import TcpTransport, serve_fetch, stat_response
-from rlhf.errors import ConfigError
+from nccl_transfer.transports.registry import (
+    available,
+    create_transports,
+    names,
+    register_transport,
+    unavailable,
+)
+from nccl_transfer.transports.tcp import ByteServer, TcpTransport
 
 __all__ = [
-    "TRANSPORTS",
     "ArenaServer",
     "ByteRange",
+    "ByteServer",
+    "GrpcTransport",
     "MemfdTransport",
     "Reading",
     "TcpTransport",
     "Traffic",
     "Transport",
+    "available",
+    "condemn_response",
     "create_transports",
     "host_id",
+    "names",
+    "register_transport",
     "serve_fetch",
     "stat_response",
+    "traffic_since",
+    "traffic_to_proto",
+    "unavailable",
 ]
-
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (MemfdTransport, TcpTransport)
-}
-"""Transports by name, the ones that move fewest bytes first."""
-
-
-def create_transports(names: Sequence[str] = tuple(TRANSPORTS)) -> list[Transport]:
-    """A transport of each name; the first that reaches a rank is used for it.
-
-    Raises:
-        ConfigError: A name is unknown; the text lists the known ones.
-    """
-    for name in names:
-        if name not in TRANSPORTS:
-            raise ConfigError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
-    return [TRANSPORTS[name]() for name in names]

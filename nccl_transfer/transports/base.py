@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from nccl_transfer.arena import ArenaReader, ByteRange
+from nccl_transfer.arena import ArenaReader, ByteRange, align
 from nccl_transfer.batch import Endpoint
-from rlhf.errors import DeadlineExceeded
+from nccl_transfer.store import TensorStore
+from rlhf.errors import DeadlineExceeded, Refused
 
 
 def _copied() -> None:
@@ -51,6 +52,28 @@ class Traffic:
     seconds: float = 0.0
     transfers: int = 0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.bytes + other.bytes, self.seconds + other.seconds, self.transfers + other.transfers
+        )
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.bytes - other.bytes, self.seconds - other.seconds, self.transfers - other.transfers
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes over seconds, in 1e9 bytes per second; 0 where nothing was moved. Of memory that is mapped and not
+        copied, this tells how fast it is handed over, not how fast it is read."""
+        return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+def traffic_since(now: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    """What was moved between two counts, by transport; only those that moved something."""
+    moved = {name: count - before.get(name, Traffic()) for name, count in now.items()}
+    return {name: count for name, count in moved.items() if count.transfers}
+
 
 class Transport(ABC):
     """Reads byte ranges of shards of other ranks. Thread-safe; connections are opened once and kept.
@@ -60,6 +83,11 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this process cannot use the transport at all, whatever the source; None where it can."""
+        return None
 
     @abstractmethod
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -95,3 +123,20 @@ def remaining_s(deadline: float, source: Endpoint) -> float:
     if left <= 0:
         raise DeadlineExceeded(f"{source}: nothing received by the deadline")
     return left
+
+
+def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where things of these sizes begin in a buffer that holds them all, and the size of the buffer. The same on
+    both sides of a transfer."""
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += align(size)
+    return offsets, total
+
+
+def check_epoch(store: TensorStore, epoch: int) -> None:
+    """Raises Refused where a request is for another epoch of the service than the store's; 0 is any."""
+    assert store.endpoint is not None
+    if epoch not in (0, store.endpoint.epoch):
+        raise Refused(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")

@@ -144,19 +144,29 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     reason, remote_traceback = "", ""
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_KEY:
-            reason, remote_traceback = _read_details(value)
-    by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
-    by_code = {cls.code: cls for cls in reversed(list(_tree(RlhfError)))}
-    cls = by_name.get(reason) or by_code.get(code, RlhfError)
+            reason, remote_traceback = _read_details(status_pb2.Status.FromString(value))
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         message = f"cannot be reached or died: {message}"
-    raised = cls(f"{where}: {message}")
+    return _error(code, reason, f"{where}: {message}", remote_traceback)
+
+
+def from_status(status: status_pb2.Status, where: str) -> RlhfError:
+    """The error that `to_status` made a status of; `where` names who said it."""
+    reason, remote_traceback = _read_details(status)
+    code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    return _error(code, reason, f"{where}: {status.message}", remote_traceback)
+
+
+def _error(code: grpc.StatusCode | None, reason: str, message: str, remote_traceback: str) -> RlhfError:
+    by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
+    by_code = {cls.code: cls for cls in reversed(list(_tree(RlhfError)))}
+    cls = by_name.get(reason) or by_code.get(code, RlhfError)  # type: ignore[arg-type]
+    raised = cls(message)
     raised.remote_traceback = remote_traceback
     return raised
 
 
-def _read_details(value: bytes) -> tuple[str, str]:
-    status = status_pb2.Status.FromString(value)
+def _read_details(status: status_pb2.Status) -> tuple[str, str]:
     reason, remote_traceback = "", ""
     for detail in status.details:
         info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()

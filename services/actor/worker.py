@@ -12,11 +12,11 @@ from nccl_transfer.columns import Jagged
 from rlhf.config import ActorTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
 from services.engines.base import LossFn
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch
-from services.model_worker import ModelWorker, per_token
+from services.model_worker import ModelWorker, Sequences, Term, per_token
 from services.models import load_causal_lm
 from services.ranks import Ranks
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
@@ -83,9 +83,7 @@ class ActorWorker(ModelWorker):
     @register("3D_PROTO")
     def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
         with self.ranks.together(call.peers_deadline):
-            ids = [self._pretraining_ids(text) for text in rows.texts("text")]
-        # The first token of a text is given; every later one is predicted.
-        sequences = _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])
+            sequences = self._pretraining_sequences(rows.texts("text"))
         computed = self.forward(sequences, PolicyHead(), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
         totals = [float(-row.double().sum()) for row in log_probs.values.split(log_probs.lengths.tolist())]
@@ -100,9 +98,14 @@ class ActorWorker(ModelWorker):
         require(request, "loss", "schedule")
         config = _loss_config(request.loss)
         old_log_probs, advantages = self.column(rows, "log_probs"), self.column(rows, "advantages")
-        reference = self.column(rows, "ref_log_probs") if "ref_log_probs" in rows else None
+        reference, rollout = (
+            self.column(rows, name) if name in rows else None
+            for name in ("ref_log_probs", "rollout_log_probs")
+        )
         if config.kl_coef and reference is None:
             raise InvalidRequest("loss.kl_coefficient needs column 'ref_log_probs'")
+        if config.correction != "none" and rollout is None:
+            raise InvalidRequest("loss.rollout_correction needs column 'rollout_log_probs'")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
             def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,13 +119,39 @@ class ActorWorker(ModelWorker):
                     num_sequences=num_rows,
                     entropy_BT=output.entropy_BR,
                     ref_log_probs_BT=micro_batch.spread(reference) if reference is not None else None,
+                    rollout_log_probs_BT=micro_batch.spread(rollout) if rollout is not None else None,
                 )
 
             return loss
 
         head = PolicyHead(_temperature(request.temperature), entropy_gradient=config.entropy_coef != 0)
-        columns = [old_log_probs, advantages, *([reference] if reference is not None else [])]
-        return self.update(rows, request.schedule, call, head, loss_for, *columns)
+        columns = [c for c in (old_log_probs, advantages, reference, rollout) if c is not None]
+        term = self._pretraining(rows, request.loss.pretrain_coefficient, call)
+        return self.update(rows, request.schedule, call, head, loss_for, *columns, term=term)
+
+    @register("3D_PROTO")
+    def tokenize(self, rows: Rows, request: actor_pb2.TokenizeRequest, call: CallContext) -> Result:
+        prompts = self._prompt_ids(rows.texts("prompt"))
+        responses = [self._response_ids(text) for text in rows.texts("response")]
+        most = request.max_response_tokens or max(map(len, responses), default=0)
+        num_cut = sum(len(row) > most for row in responses)
+        columns = {"prompt_ids": _jagged(prompts), "response_ids": _jagged([row[:most] for row in responses])}
+        return Result(columns, {"cut": (num_cut, len(responses))}) if prompts else Result()
+
+    @register("3D_PROTO")
+    def update_supervised(
+        self, rows: Rows, request: actor_pb2.UpdateSupervisedRequest, call: CallContext
+    ) -> Result:
+        require(request, "schedule")
+
+        def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
+            def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+                mask_BR = micro_batch.response_mask_BR
+                return supervised_loss(output.log_probs_BR, mask_BR, num_tokens=num_tokens), {}
+
+            return loss
+
+        return self.update(rows, request.schedule, call, PolicyHead(), loss_for)
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
@@ -162,16 +191,44 @@ class ActorWorker(ModelWorker):
     def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
         return self.tokenizer(prompts)["input_ids"] if prompts else []
 
+    def _response_ids(self, response: str) -> list[int]:
+        """As if it had been generated: no beginning of a text, and an end."""
+        ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
+        return ids if self.eos_id is None else [*ids, self.eos_id]
+
     def _decode(self, responses: Jagged[Tensor]) -> list[str]:
         rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    def _pretraining(self, rows: Rows, coefficient: float, call: CallContext) -> Term[PolicyOutput] | None:
+        """The texts of an update, as a term of its loss; None where they do not count."""
+        if coefficient < 0:
+            raise InvalidRequest(f"loss.pretrain_coefficient must not be negative (given: {coefficient})")
+        if not coefficient:
+            return None
+        with self.ranks.together(call.peers_deadline):
+            sequences = self._pretraining_sequences(rows.texts("pretrain_text"))
+
+        def loss_for(num_tokens: int) -> LossFn[PolicyOutput]:
+            def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+                mask_BR = micro_batch.response_mask_BR
+                return pretraining_loss(output.log_probs_BR, mask_BR, coefficient, num_tokens=num_tokens)
+
+            return loss
+
+        return Term(sequences, PolicyHead(), loss_for, ("pretrain_loss",))
+
+    def _pretraining_sequences(self, texts: list[str]) -> Sequences:
+        """The first token of a text is given; every later one is predicted. An empty text has only an end."""
+        ids = [self._pretraining_ids(text) for text in texts]
+        return _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])
 
     def _pretraining_ids(self, text: str) -> list[int]:
         ids = self.tokenizer(text)["input_ids"]
         if self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids = [*ids, self.eos_id]
         if not ids:
-            raise InvalidRequest("column 'text': an empty text has no tokens to learn from")
+            raise InvalidRequest("an empty text has no tokens to learn from")
         return ids
 
 
@@ -196,6 +253,11 @@ def _loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
         kl_kind=loss.kl_estimator or "k3",
         aggregation=loss.aggregation or "token-mean",
         max_length=loss.max_length or None,
+        surrogate=loss.surrogate or "ppo",
+        correction=loss.rollout_correction or "none",
+        correction_level=loss.rollout_correction_level or "token",
+        correction_low=loss.rollout_correction_low,
+        correction_high=loss.rollout_correction_high,
     )
 
 

@@ -91,12 +91,15 @@ class TrainEngine(ABC):
         data_rank: which share of the rows is this rank's.
         data_size: into how many shares rows are dealt out.
         num_parameters: of the whole model.
+        sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
+            Others `infer` nothing and count no statistics.
     """
 
     device: torch.device
     data_rank: int
     data_size: int
     num_parameters: int
+    sees_outputs: bool = True
 
     @abstractmethod
     def infer(
@@ -107,7 +110,8 @@ class TrainEngine(ABC):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
-        """Run the model without gradients and return what `head` reads, per micro-batch.
+        """Run the model without gradients and return what `head` reads, per micro-batch; where this rank does not see
+        outputs, nothing.
 
         Ranks may have different numbers of micro-batches, and of different shapes.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,38 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from services.engines.agreement import all_or_none, new_directory
-from services.engines.base import (
-    InferenceStopped,
-    LossFn,
-    NonFiniteGradient,
-    OptimizerOptions,
-    Snapshot,
-    StepResult,
-    TrainEngine,
-)
-from services.engines.checkpoint import (
-    NO_SCALARS,
-    Scalars,
-    Shard,
-    read_manifest,
-    read_shards,
-    write_manifest,
-    write_shards,
-)
+from services.engines.agreement import new_directory
+from services.engines.base import LossFn, OptimizerOptions
+from services.engines.checkpoint import Shard
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch, blank
-from services.engines.offload import Parked, num_bytes, park, unpark
+from services.engines.sharded import ShardedEngine
 from services.models import ValueModel, tensors_sha256, write_model
 
 Output = TypeVar("Output")
 
-NUM_STEPS = "engine.num_steps"
-"""Scalar of a checkpoint: optimizer steps done."""
-_SHA256_BYTES = 32
 
-
-class FSDPEngine(TrainEngine):
+class FSDPEngine(ShardedEngine):
     """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
 
     Args:
@@ -70,25 +50,22 @@ class FSDPEngine(TrainEngine):
         compute_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
     ) -> None:
-        self.device = device
         self.data_rank = dist.get_rank()
         self.data_size = dist.get_world_size()
         self._model = model
-        self._parked: list[Parked] = []
         if self.data_size > 1 or compute_dtype not in (None, next(model.parameters()).dtype):
-            _shard(model, device, compute_dtype, reshard_after_forward)
+            _shard_blocks(model, device, compute_dtype, reshard_after_forward)
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
             with torch.no_grad(), self._resharding():
                 self._forward(blank().to(device))
         else:
             nn.Module.to(model, device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        self._parameters = dict(model.named_parameters())
+        trained = [name for name, p in self._parameters.items() if p.requires_grad]
         # AdamW works element by element, so it may as well see the local shards: DTensors would only slow it down.
-        self._shards = {name: _local(p) for name, p in model.named_parameters()}
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._options = optimizer
-        self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
-        self._num_steps = 0
+        shards = {name: _local(p) for name, p in self._parameters.items()}
+        super().__init__(device, shards, trained, optimizer)
 
     @torch.no_grad()
     def infer(
@@ -99,6 +76,7 @@ class FSDPEngine(TrainEngine):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
+        self._check_onloaded()
         with self._resharding():
             outputs = []
             for micro_batch, is_ours in self._evened(micro_batches):
@@ -108,32 +86,6 @@ class FSDPEngine(TrainEngine):
                     outputs.append(head(raw, micro_batch))
                     progress(len(outputs))
             return outputs
-
-    def step(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> StepResult:
-        if self._adamw is None or self._options is None:
-            raise RuntimeError("this engine has no optimizer: its model is not trained")
-        try:
-            with self._resharding(), _deterministic(self.device):
-                loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
-            grad_norm = self._clip_gradients(self._options.max_grad_norm)
-            lr = self._options.lr_at(self._num_steps)
-            self._adamw.param_groups[0]["lr"] = lr
-            self._adamw.step()
-            self._num_steps += 1
-            return StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
-        finally:
-            self._drop_gradients()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self._num_steps, {name: x.to("cpu", copy=True) for name, x in self._state().items()})
-
-    @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
-        for name, x in self._state().items():
-            x.copy_(snapshot.tensors[name])
-        self._set_num_steps(snapshot.num_steps)
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,41 +99,9 @@ class FSDPEngine(TrainEngine):
         with new_directory(directory, self.device) as partial:
             if is_writer:
                 write_model(self._model, weights, partial, tokenizer)
-        digest = bytes.fromhex(tensors_sha256(weights.items())) if is_writer else bytes(_SHA256_BYTES)
-        shared = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
-        dist.broadcast(shared, src=0)
-        return bytes(shared.tolist()).hex()
-
-    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
-        with new_directory(directory, self.device) as partial:
-            write_shards(partial, self.data_rank, self._boxes(self._state()))
-            if self.data_rank == 0:
-                write_manifest(partial, self.data_size, {**scalars, NUM_STEPS: self._num_steps})
-
-    def load(self, directory: Path) -> Scalars:
-        with all_or_none(f"reading {directory}", self.device):
-            num_ranks, scalars = read_manifest(directory)
-            tensors = {name: torch.empty_like(x, device="cpu") for name, x in self._state().items()}
-            read_shards(directory, num_ranks, self._boxes(tensors))
-            loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
-        self.restore(loaded)
-        return {name: value for name, value in scalars.items() if name != NUM_STEPS}
-
-    def offload(self) -> int:
-        if self.device.type == "cpu" or self._parked:
-            return 0
-        self._parked = park(self._state().values())
-        torch.cuda.empty_cache()
-        return num_bytes(self._parked)
-
-    def onload(self) -> int:
-        parked, self._parked = self._parked, []
-        unpark(parked)
-        return num_bytes(parked)
+        return self._from_rank_0(tensors_sha256(weights.items()) if is_writer else "")
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        if self._parked:
-            raise RuntimeError("the engine is offloaded; bring it back first")
         output = self._model(
             input_ids=micro_batch.input_ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored
         )
@@ -192,103 +112,43 @@ class FSDPEngine(TrainEngine):
 
         Forward and backward gather weights from all ranks, so all ranks must run them equally often.
         """
-        most = torch.tensor(len(micro_batches), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        most = self._most(len(micro_batches))
         for micro_batch in micro_batches:
             yield micro_batch.to(self.device), True
-        for _ in range(int(most) - len(micro_batches)):
+        for _ in range(most - len(micro_batches)):
             yield blank().to(self.device), False
-
-    def _stop_together(self, stop: bool) -> None:
-        stopping = torch.tensor(stop, dtype=torch.int64, device=self.device)
-        dist.all_reduce(stopping)
-        if stopping:
-            raise InferenceStopped("inference was stopped between micro-batches")
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        """Leave the gradient of the whole mini-batch in `.grad`; returns its loss and this rank's statistics."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         stats: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=self.device)
         )
-        for micro_batch, is_ours in self._evened(micro_batches):
-            raw = self._forward(micro_batch)
-            if is_ours:
-                loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
-                for name, count in counts.items():
-                    stats[name] += count
-            else:
-                loss = raw.sum() * 0
-            loss.backward()
-            total += loss.detach()
+        with self._resharding():
+            for micro_batch, is_ours in self._evened(micro_batches):
+                raw = self._forward(micro_batch)
+                if is_ours:
+                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
+                    for name, count in counts.items():
+                        stats[name] += count
+                else:
+                    loss = raw.sum() * 0
+                loss.backward()
+                total += loss.detach()
+        for name in self._trained_names:
+            gradient, shard = self._parameters[name].grad, self._kept[name]
+            shard.grad = _local(gradient) if gradient is not None else torch.zeros_like(shard)
         dist.all_reduce(total)
         return float(total), stats
 
-    def _clip_gradients(self, max_norm: float) -> float:
-        """Scale the gradient to at most `max_norm`; returns the norm it had, summed in float64 over all ranks.
-
-        Raises:
-            NonFiniteGradient: on every rank, since all see the same sum.
-        """
-        for name, p in self._trained.items():
-            shard = self._shards[name]
-            shard.grad = _local(p.grad) if p.grad is not None else torch.zeros_like(shard)
-        gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
-        norm = float(squares.sqrt())
-        if not norm < float("inf"):
-            raise NonFiniteGradient(f"gradient norm is {norm} at optimizer step {self._num_steps}")
-        if norm > max_norm:
-            for gradient in gradients:
-                gradient.mul_(max_norm / norm)
-        return norm
+    def _shard(self, name: str, kept: Tensor) -> Shard:
+        return _box(kept, self._parameters[name])
 
     def _drop_gradients(self) -> None:
-        for name, p in self._trained.items():
-            p.grad = self._shards[name].grad = None
-
-    def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
-        shards = [self._shards[name] for name in self._trained]
-        adamw = torch.optim.AdamW(
-            shards,
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-        # Made here and not at the first step, so that the state has one shape for life.
-        for shard in shards:
-            adamw.state[shard] = {
-                "step": torch.zeros((), device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
-        return adamw
-
-    def _state(self) -> dict[str, Tensor]:
-        """Every tensor that makes this rank's part of the engine: weights, first and second moments."""
-        state = {f"weight.{name}": shard for name, shard in self._shards.items()}
-        if self._adamw is not None:
-            for name in self._trained:
-                moments = self._adamw.state[self._shards[name]]
-                state[f"exp_avg.{name}"] = moments["exp_avg"]
-                state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        return state
-
-    def _set_num_steps(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        if self._adamw is not None:
-            for moments in self._adamw.state.values():
-                moments["step"].fill_(num_steps)
-
-    def _boxes(self, state: Mapping[str, Tensor]) -> dict[str, Shard]:
-        parameters = dict(self._model.named_parameters())
-        return {name: _box(x, parameters[name.partition(".")[2]]) for name, x in state.items()}
+        super()._drop_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _tied_names(self) -> set[str]:
         """Names under which a weight appears again: a checkpoint holds it once, under its first name."""
@@ -305,7 +165,7 @@ class FSDPEngine(TrainEngine):
                 self._model.reset_iter_state()
 
 
-def _shard(
+def _shard_blocks(
     model: PreTrainedModel | ValueModel,
     device: torch.device,
     compute_dtype: torch.dtype | None,
@@ -344,18 +204,3 @@ def _box(local: Tensor, parameter: Tensor) -> Shard:
             parameter.shape, parameter.device_mesh, parameter.placements
         )
     return Shard(local, tuple(offsets), tuple(parameter.shape))
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Choose deterministic kernels on CUDA, where there are any; CPU kernels are, for one number of threads."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)

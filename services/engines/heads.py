@@ -1,24 +1,26 @@
 """What is read off a model's output at the positions that predict response tokens, as [B, R] grids.
 
-A head is a pure function of the model's raw output and the micro-batch, so every engine shares it, whichever way
-the engine came by the output. The raw output [B, K, ...] covers the last K positions of the sequences, where K is
-at least `MicroBatch.num_scored`.
+A head is a function of the model's raw output and the micro-batch, so every engine shares it, whichever way the
+engine came by the output. The raw output covers the last K positions of the sequences, where K is at least
+`MicroBatch.num_scored`: values as a tensor [B, K], logits as a tensor [B, K, V] or, where no rank holds those of all
+tokens, as `Logits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.engines.logits import Logits, WholeLogits, at_least_float32
 from services.engines.microbatch import MicroBatch
 
 Output = TypeVar("Output")
-Head = Callable[[Tensor, MicroBatch], Output]
+Head = Callable[[Any, MicroBatch], Output]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,28 +48,22 @@ class PolicyHead:
     temperature: float = 1.0
     entropy_gradient: bool = False
 
-    def __call__(self, logits_BKV: Tensor, micro_batch: MicroBatch) -> PolicyOutput:
-        logits_BKV = _at_least_float32(logits_BKV)
+    def __call__(self, raw: Tensor | Logits, micro_batch: MicroBatch) -> PolicyOutput:
+        logits = raw if isinstance(raw, Logits) else WholeLogits(at_least_float32(raw))
         if self.temperature != 1.0:
-            logits_BKV = logits_BKV / self.temperature
-        num_scored = logits_BKV.shape[1]
+            logits = logits.divided(self.temperature)
+        log_normalizer_BK = logits.log_normalizer()
         # The last position predicts a token that is not there: any id will do.
-        next_ids_BK = F.pad(micro_batch.input_ids_BT, (0, 1))[:, -num_scored:]
-        log_normalizer_BK = logits_BKV.logsumexp(dim=-1)
-        log_probs_BK = logits_BKV.gather(-1, next_ids_BK[..., None])[..., 0] - log_normalizer_BK
+        next_ids_BK = F.pad(micro_batch.input_ids_BT, (0, 1))[:, -log_normalizer_BK.shape[1] :]
+        log_probs_BK = logits.of_tokens(next_ids_BK) - log_normalizer_BK
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            expected_logit_BK = (logits_BKV.softmax(dim=-1) * logits_BKV).sum(dim=-1)
-            entropy_BK = log_normalizer_BK - expected_logit_BK
+            entropy_BK = log_normalizer_BK - logits.expected(log_normalizer_BK)
         return PolicyOutput(_predicting(log_probs_BK, micro_batch), _predicting(entropy_BK, micro_batch))
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Values [B, K] of all positions to those [B, R] of the states in which response tokens are chosen."""
-    return _predicting(_at_least_float32(values_BK), micro_batch)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return _predicting(at_least_float32(values_BK), micro_batch)
 
 
 def _predicting(x_BK: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from google.protobuf import json_format
+
 from rlhf.errors import ConfigError
+from rlhf.v1 import reward_pb2
+from services.reward import verifiers
+from services.reward.scorer import row_score
 
 RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[float]]
 """(prompt, response, ground truth, metadata) to a score of the response, or one per response token."""
@@ -17,15 +25,101 @@ def exact_match(prompt: str, response: str, ground_truth: str, metadata: Mapping
     return float(response.strip() == ground_truth.strip())
 
 
-BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match}
+BUILT_IN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "format": verifiers.form,
+    "gsm8k": verifiers.gsm8k,
+    "length": verifiers.length,
+    "math": verifiers.math,
+}
 
 
-def find_function(name: str) -> RewardFunction:
+def find_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
     """A built-in function by name, or any by "module:function".
 
+    Args:
+        options: Keyword arguments of every call.
+
     Raises:
-        ConfigError: There is no such function; the text lists the built-in ones, or has the import's error.
+        ConfigError: There is no such function; the text lists the built-in ones, or has the import's error. Or it
+            does not take an option.
     """
+    function = _find(name)
+    module = required_module(name)
+    if module and importlib.util.find_spec(module) is None:
+        raise ConfigError(f"function: {name} needs {module}; pip install 'rlhf-cluster[{name}]'")
+    if is_verl(function):
+        adapted = _from_verl(function, options or {})
+    else:
+        adapted = functools.partial(function, **options) if options else function
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return adapted
+    known = _options(signature)
+    unknown = sorted(set(options or ()) - known)
+    if unknown:
+        raise ConfigError(
+            f"options: {name} takes none named {', '.join(unknown)}, only: {', '.join(sorted(known)) or 'none'}"
+        )
+    return adapted
+
+
+def needs_process(name: str) -> bool:
+    """Whether a function asks to be run where it can be killed, because it may never end."""
+    return bool(getattr(_find(name), "needs_process", False))
+
+
+def required_module(name: str) -> str:
+    """A module that a function needs and that is not there in every installation; empty where there is none."""
+    return getattr(_find(name), "required_module", "")
+
+
+def score_row(name: str, function: RewardFunction, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
+    """The verdict of a function on a row; whatever it raises becomes the row's error."""
+    metadata = json_format.MessageToDict(row.metadata)
+    try:
+        verdict = function(row.prompt, row.response, row.ground_truth, metadata)
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the row carries it
+        return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}")
+    return row_score(verdict)
+
+
+def is_verl(function: Callable[..., Any]) -> bool:
+    """Whether a function takes what verl gives its rewards: compute_score(data_source, solution_str, ...)."""
+    try:
+        return "solution_str" in inspect.signature(function).parameters
+    except ValueError:
+        return False
+
+
+def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> RewardFunction:
+    """A reward of verl as one of ours: arguments by name, and of a dictionary its "score"."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+
+    def score(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
+        given = {
+            "data_source": metadata.get("data_source", ""),
+            "solution_str": response,
+            "ground_truth": ground_truth,
+            "extra_info": metadata.get("extra_info") or dict(metadata),
+        }
+        verdict = function(**{name: x for name, x in given.items() if takes_all or name in names}, **options)
+        return verdict["score"] if isinstance(verdict, Mapping) else verdict
+
+    return score
+
+
+def _options(signature: inspect.Signature) -> set[str]:
+    """Parameters that may be left out, beyond the four or so that every call gives."""
+    return {
+        name for name, parameter in signature.parameters.items() if parameter.default is not parameter.empty
+    }
+
+
+def _find(name: str) -> Callable[..., Any]:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")

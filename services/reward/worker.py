@@ -1,52 +1,30 @@
-"""The reward: scores by a Python function or a sequence-classification model. A function needs no torch."""
+"""The reward: scores by a function, a sequence-classification model or the code grader. Only the model needs torch."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from google.protobuf import json_format
-
-from nccl_transfer.columns import Jagged
 from rlhf.config import RewardTable, ServiceTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.ranks import Ranks
-from services.reward.functions import find_function
+from services.reward.functions import find_function, needs_process, score_row
+from services.reward.judge import JudgeScorer
+from services.reward.processes import ProcessScorer
+from services.reward.sandbox.scorer import SandboxScorer
+from services.reward.scorer import Scorer, score_request
 from services.worker import CallContext, Result, Rows, Worker, register
 
-
-class Scorer(ABC):
-    """Scores rows of one input form.
-
-    Attributes:
-        input_form: What Describe says of it.
-        vocabulary_hash: Of the tokenizer whose ids it reads; empty for text.
-    """
-
-    input_form = worker_pb2.INPUT_FORM_TEXT
-    vocabulary_hash = ""
-
-    def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        """One verdict per text row."""
-        raise InvalidRequest("this reward reads token ids: send a batch with prompt_ids and response_ids")
-
-    def score_tokens(self, rows: Rows, call: CallContext) -> list[reward_pb2.RowScore]:
-        """One verdict per row of "prompt_ids" and "response_ids"."""
-        raise InvalidRequest("this reward reads text: send text_rows")
-
-    @abstractmethod
-    def kind(self) -> str:
-        """What Describe calls it."""
+DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 
 
 class FunctionScorer(Scorer):
     """Calls a function once per row; a row on which it fails carries the error."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name = name
-        self._function = find_function(name)
+        self._function = find_function(name, options)
 
     def kind(self) -> str:
         return f"function {self._name}"
@@ -55,83 +33,25 @@ class FunctionScorer(Scorer):
         scores = []
         for done, row in enumerate(rows):
             call.check()
-            scores.append(self._score(row))
+            scores.append(score_row(self._name, self._function, row))
             call.progress(done + 1, len(rows))
         return scores
 
-    def _score(self, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
-        metadata = json_format.MessageToDict(row.metadata)
-        try:
-            verdict = self._function(row.prompt, row.response, row.ground_truth, metadata)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the row carries it
-            return reward_pb2.RowScore(error=f"{self._name} raised {type(error).__name__}: {error}")
-        return row_score(verdict)
 
+def make_scorer(table: RewardTable) -> Scorer:
+    """The scorer that a table asks for."""
+    if table.kind == "model":
+        # Only a model needs torch.
+        from services.reward.model import ModelScorer
 
-class ModelScorer(Scorer):
-    """A Hugging Face sequence-classification model, with a tokenizer of its own or over the actor's ids."""
-
-    def __init__(self, table: RewardTable) -> None:
-        import torch
-
-        from services.models import SequenceScorer, vocabulary_hash
-
-        if table.model is None:
-            raise ConfigError("model: a reward of kind model needs the directory of one")
-        torch.set_num_threads(table.threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            self._scorer = SequenceScorer(table.model, token_budget=table.micro_batch_tokens, device=device)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: {error}") from error
-        if table.input == "tensor":
-            self.input_form = worker_pb2.INPUT_FORM_TENSOR
-            self.vocabulary_hash = vocabulary_hash(self._scorer.tokenizer)
-
-    def kind(self) -> str:
-        return "model"
-
-    def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        if self.input_form == worker_pb2.INPUT_FORM_TENSOR:
-            return super().score_texts(rows, call)
-        return self._scores(
-            lambda: self._scorer.score_texts([row.prompt + row.response for row in rows]), len(rows)
-        )
-
-    def score_tokens(self, rows: Rows, call: CallContext) -> list[reward_pb2.RowScore]:
-        if self.input_form == worker_pb2.INPUT_FORM_TEXT:
-            return super().score_tokens(rows, call)
-        prompts, responses = _id_rows(rows, "prompt_ids"), _id_rows(rows, "response_ids")
-        sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
-        return self._scores(lambda: self._scorer.score_tokens(sequences), len(sequences))
-
-    def _scores(self, score: Callable, rows: int) -> list[reward_pb2.RowScore]:
-        try:
-            return [row_score(value) for value in score().tolist()] if rows else []
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
-
-
-def _id_rows(rows: Rows, name: str) -> list[list[int]]:
-    column = rows[name]
-    if not isinstance(column, Jagged):
-        raise InvalidRequest(f"column {name!r} is not jagged")
-    return [column.row(row).tolist() for row in range(column.rows)]
-
-
-def row_score(verdict: object) -> reward_pb2.RowScore:
-    """A verdict as a message: a finite number, a sequence of them, or else an error."""
-    if isinstance(verdict, str | bytes):
-        return reward_pb2.RowScore(error=f"score is text: {verdict!r}")
-    try:
-        values = [float(x) for x in verdict] if isinstance(verdict, Sequence) else [float(verdict)]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return reward_pb2.RowScore(error=f"score is not a number: {verdict!r}")
-    if not all(map(math.isfinite, values)):
-        return reward_pb2.RowScore(error=f"score is not finite: {verdict!r}")
-    if isinstance(verdict, Sequence):
-        return reward_pb2.RowScore(token_scores=reward_pb2.TokenScores(scores=values))
-    return reward_pb2.RowScore(score=values[0])
+        return ModelScorer(table)
+    if table.kind == "sandbox":
+        return SandboxScorer(table.sandbox)
+    if table.kind == "judge":
+        return JudgeScorer(table.judge)
+    if table.processes or needs_process(table.function):
+        return ProcessScorer(table.function, table.options, max(table.processes, 1), table.row_timeout_s)
+    return FunctionScorer(table.function, table.options)
 
 
 class RewardWorker(Worker):
@@ -141,7 +61,20 @@ class RewardWorker(Worker):
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         super().__init__(table, ranks)
-        self.scorer = ModelScorer(table) if table.kind == "model" else FunctionScorer(table.function)
+        self.scorer = make_scorer(table)
+
+    @classmethod
+    def for_table(cls, table: ServiceTable) -> type[Worker]:
+        if not (isinstance(table, RewardTable) and table.optimizer):
+            return cls
+        if table.kind != "model":
+            raise ConfigError(
+                f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has"
+            )
+        # Only a model needs torch.
+        from services.reward.model import LearningRewardWorker
+
+        return LearningRewardWorker
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
@@ -164,8 +97,12 @@ class RewardWorker(Worker):
     def compute_reward(
         self, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
     ) -> Result:
-        if not request.HasField("batch"):
-            return Result(fields={"scores": self.scorer.score_texts(request.text_rows, call)})
-        if request.text_rows:
-            raise InvalidRequest("compute_reward: give text_rows or a batch, not both")
-        return Result(fields={"scores": self.scorer.score_tokens(rows, call)})
+        return score_request(self.scorer, rows, request, call)
+
+    @register("DP_PROTO", collective=False)
+    def compare_pairs(self, rows: Rows, request: reward_pb2.ComparePairsRequest, call: CallContext) -> Result:
+        raise InvalidRequest(DOES_NOT_LEARN)
+
+    @register("DP_PROTO", collective=False)
+    def update_reward(self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext) -> Result:
+        raise InvalidRequest(DOES_NOT_LEARN)

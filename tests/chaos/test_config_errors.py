@@ -60,7 +60,15 @@ CASES = {
     f"{UP} --set services.reference.model=bare": "services.reference.model: directory bare has no config.json",
     f"{PPO} --set run.directory=chaos.toml": "run directory chaos.toml: file exists",
     f"{PPO} --set run.name=a/b": "run name 'a/b' cannot be part of a directory's name",
-    "rlhf-controller --algo pp0 --config chaos.toml": "unknown algorithm 'pp0'; known: ppo, or module:function",
+    "rlhf-controller --algo pp0 --config chaos.toml": "unknown algorithm 'pp0'; known: cispo, dapo, ",
+    "rlhf-controller --algo safe_rlhf --config chaos.toml": "services.cost_critic: safe_rlhf needs this service, of "
+    "role critic; the config has: actor, critic, reference, reward",
+    "rlhf-controller --algo dapo --config chaos.toml --set algorithm.options.max_round=3": "config algorithm.options "
+    "of dapo: max_round: unknown key; did you mean 'max_rounds'?",
+    "rlhf-controller --algo grpo --config chaos.toml --set rollout.samples_per_prompt=1": "rollout.samples_per_prompt: "
+    "grpo compares the responses to a prompt, so there have to be at least 2 (given: 1)",
+    f"{PPO} --set data.pretrain=no.jsonl": "data.pretrain: no.jsonl: No such file or directory",
+    f"{PPO} --set data.pretrain=train.jsonl": "data.pretrain: train.jsonl:1: not a JSON object with a text",
     "rlhf-controller --algo no:f --config chaos.toml": "algorithm 'no:f' cannot be imported: "
     "ModuleNotFoundError: No module named 'no'",
     "rlhf-controller --algo chaos_plugins:no --config chaos.toml": "algorithm 'chaos_plugins:no' cannot be imported: "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,19 +25,25 @@ import grpc
 import numpy as np
 import pytest
 
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn
+from contract.host_devices import HostCuda, HostNccl
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
 from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import ArenaServer, create_transports, host_id
-from nccl_transfer.wire import endpoint_from_proto, from_proto
-from rlhf.errors import ConfigError, DeadlineExceeded, Refused, ServiceLost, TransferError
+from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
+from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.nccl import NcclTransport
+from nccl_transfer.wire import endpoint_from_proto, from_proto, to_proto
+from rlhf.errors import ConfigError, DeadlineExceeded, OutOfSpace, Refused, ServiceLost, TransferError
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
 PEER = Path(__file__).with_name("transport_peer.py")
 EPOCH = 3
 MIB = 1 << 20
+GPU = "GPU-of-the-peer"
+TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,8 +51,15 @@ pytestmark = pytest.mark.timeout(60)
 class PeerProcess:
     """A second process that stores what it is told to, and serves it."""
 
-    def __init__(self, directory: Path, arena_mib: int = 16, epoch: int = EPOCH) -> None:
-        command = [sys.executable, str(PEER), str(arena_mib), str(epoch)]
+    def __init__(
+        self,
+        directory: Path,
+        arena_mib: int = 16,
+        epoch: int = EPOCH,
+        devices: str = "host",
+        checksums: bool = False,
+    ) -> None:
+        command = [sys.executable, str(PEER), str(arena_mib), str(epoch), devices, str(checksums)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.directory = directory
         self.steps = itertools.count(1)
@@ -88,6 +104,7 @@ class PeerProcess:
         return from_proto(pb.Batch.FromString(bytes.fromhex(reply["batch"])))
 
     def release(self) -> None:
+        self.ask("go_on")
         self.ask("release", through_step=next(self.steps))
 
     def stop(self) -> None:
@@ -127,14 +144,30 @@ def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
     peer.close()
 
 
-@pytest.fixture(params=["memfd", "tcp"])
+def make(transport: str) -> Transport:
+    """A transport of the suite; those between GPUs on GPUs made of the host."""
+    if transport == "cuda_ipc":
+        return CudaIpcTransport(HostCuda(GPU))
+    if transport == "nccl":
+        return NcclTransport(HostNccl(), HostCuda("GPU-of-the-reader"))
+    return create_transports([transport])[0]
+
+
+@pytest.fixture(params=TRANSPORTS)
 def transport(request) -> str:
     return request.param
 
 
 @pytest.fixture
 def fetcher(transport) -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports([transport]))
+    fetcher = Fetcher(host_id(), [make(transport)])
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def nccl() -> Iterator[Fetcher]:
+    fetcher = Fetcher(host_id(), [make("nccl")])
     yield fetcher
     fetcher.close()
 
@@ -146,9 +179,17 @@ def memfd() -> Iterator[Fetcher]:
     fetcher.close()
 
 
+@pytest.fixture(params=["tcp", "grpc"])
+def stream(request) -> Iterator[Fetcher]:
+    """Each transport that streams."""
+    fetcher = Fetcher(host_id(), create_transports([request.param]))
+    yield fetcher
+    fetcher.close()
+
+
 @pytest.fixture
-def tcp() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+def over_grpc() -> Iterator[Fetcher]:
+    fetcher = Fetcher(host_id(), create_transports(["grpc"]))
     yield fetcher
     fetcher.close()
 
@@ -239,14 +280,17 @@ def test_any_size_arrives(fetcher, peer, nbytes):
     assert_same_bits(fetch(fetcher, peer.put(array))["x"], array)
 
 
-@pytest.mark.full
-def test_a_gibibyte_arrives(fetcher, tmp_path):
+@pytest.fixture
+def big_peer(tmp_path) -> Iterator[PeerProcess]:
     peer = PeerProcess(tmp_path, arena_mib=1100)
-    try:
-        array = random_array("uint8", (1, 1 << 30))
-        assert np.array_equal(fetch_array(fetcher, peer.put(array)), array)
-    finally:
-        peer.close()
+    yield peer
+    peer.close()
+
+
+@pytest.mark.full
+def test_a_gibibyte_arrives(fetcher, big_peer):
+    array = random_array("uint8", (1, 1 << 30))
+    assert np.array_equal(fetch_array(fetcher, big_peer.put(array)), array)
 
 
 def test_many_small_columns_arrive_in_one_transfer(fetcher, transport, peer):
@@ -326,7 +370,7 @@ def test_released_rows_are_refused(fetcher, peer):
     batch = peer.put(random_array("int32", (4,)))
     fetch(fetcher, batch)
     peer.release()
-    with pytest.raises(Refused, match=rf"{re.escape(str(peer.endpoint))}: shard \d+ was released"):
+    with pytest.raises(Refused, match=rf"{re.escape(str(peer.endpoint))}: .*shard \d+ was released"):
         fetch(fetcher, batch)
 
 
@@ -373,7 +417,7 @@ def test_a_peer_that_dies_between_reads_is_lost_and_what_was_read_stays_good(fet
     assert_same_bits(got["x"], array)
 
 
-def test_a_peer_that_dies_in_the_middle_of_a_stream_is_lost(tcp, mortal_peer):
+def test_a_peer_that_dies_in_the_middle_of_a_stream_is_lost(stream, mortal_peer):
     batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))
     mortal_peer.ask("configure", pause_after=3)
 
@@ -384,7 +428,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_stream_is_lost(tcp, mortal_peer):
     killer = threading.Thread(target=kill_when_paused)
     killer.start()
     with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
-        fetch(tcp, batch, within_s=10)
+        fetch(stream, batch, within_s=10)
     killer.join()
 
 
@@ -405,12 +449,12 @@ def test_a_peer_that_hangs_ends_the_read_at_its_deadline(fetcher, mortal_peer):
     assert time.monotonic() - start < 1.5
 
 
-def test_a_peer_that_hangs_in_the_middle_of_a_stream_ends_the_read_at_its_deadline(tcp, mortal_peer):
+def test_a_peer_that_hangs_in_the_middle_of_a_stream_ends_the_read_at_its_deadline(stream, mortal_peer):
     batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))
     mortal_peer.ask("configure", pause_after=3)
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=re.escape(str(mortal_peer.endpoint))):
-        fetch(tcp, batch, within_s=0.5)
+        fetch(stream, batch, within_s=0.5)
     assert time.monotonic() - start < 1.5
 
 
@@ -451,9 +495,9 @@ def test_rows_released_while_they_are_used_fail_to_verify(memfd, peer):
         got.verify()
 
 
-def test_rows_that_were_copied_stay_good_when_released(tcp, peer):
+def test_rows_that_were_copied_stay_good_when_released(stream, peer):
     array = random_array("int32", (4,))
-    got = fetch(tcp, peer.put(array))
+    got = fetch(stream, peer.put(array))
     peer.release()
     got.verify()
     assert_same_bits(got["x"], array)
@@ -467,22 +511,22 @@ def test_rows_that_lie_side_by_side_are_not_copied(memfd, peer):
     assert any(first <= address and address + got.nbytes <= last for first, last in spans)
 
 
-def test_a_broken_stream_is_taken_up_where_it_broke(tcp, peer):
+def test_a_broken_stream_is_taken_up_where_it_broke(stream, peer):
     array = random_array("uint8", (1, 5 * MIB + 3))
     batch = peer.put_columns({"x": (array, "uint8", None), "y": (array[:, :9], "uint8", None)})
     peer.ask("configure", break_after=2)
-    got = fetch(tcp, batch)
+    got = fetch(stream, batch)
     assert_same_bits(got["x"], array)
     assert_same_bits(got["y"], array[:, :9])
     assert peer.ask("served") == {"bytes": array.nbytes + 9}
 
 
-def test_a_service_that_keeps_breaking_is_lost(tcp, peer):
+def test_a_service_that_keeps_breaking_is_lost(stream, peer):
     batch = peer.put(random_array("uint8", (1, 100)))
     peer.ask("configure", break_after=0, always=True)
     try:
-        with pytest.raises(ServiceLost, match="broken on purpose"):
-            fetch(tcp, batch)
+        with pytest.raises(ServiceLost, match=r"broken on purpose|the connection ended"):
+            fetch(stream, batch)
     finally:
         peer.ask("configure")
 
@@ -507,22 +551,66 @@ def canned_server(data: bytes, address: str = "127.0.0.1:0") -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_a_rank_that_is_back_at_its_address_is_reached_at_once(tcp, peer):
+def test_a_rank_that_is_back_at_its_address_is_reached_at_once(over_grpc, peer):
     """The connection is not held off by those that failed before."""
     array = random_array("int32", (4,))
     with canned_server(array.tobytes()) as address:
         batch = moved_to(peer.put(array), address=address)
     for _ in range(3):
         with pytest.raises(ServiceLost):
-            fetch(tcp, batch)
+            fetch(over_grpc, batch)
     with canned_server(array.tobytes(), address):
-        assert_same_bits(fetch(tcp, batch, within_s=0.5)["x"], array)
+        assert_same_bits(fetch(over_grpc, batch, within_s=0.5)["x"], array)
 
 
 @pytest.mark.parametrize(("sent", "text"), [(15, "ended before all bytes"), (17, "1 bytes more than asked")])
-def test_a_peer_that_sends_too_little_or_too_much_is_an_error(tcp, peer, sent, text):
+def test_a_peer_that_sends_too_little_or_too_much_is_an_error(over_grpc, peer, sent, text):
     with canned_server(bytes(sent)) as address, pytest.raises(TransferError, match=f"{address}: .*{text}"):
-        fetch(tcp, moved_to(peer.put(random_array("int32", (4,))), address=address))
+        fetch(over_grpc, moved_to(peer.put(random_array("int32", (4,))), address=address))
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    return struct.pack("<II", kind, len(payload)) + payload
+
+
+@contextmanager
+def canned_stream(data: bytes) -> Iterator[int]:
+    """Answers the first request over plain tcp with these bytes; its port."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (frame(1, bytes(15)) + frame(2, b""), "ended before all bytes"),
+        (frame(1, bytes(17)) + frame(2, b""), "1 bytes more than asked"),
+        (frame(9, b""), "sent a frame of kind 9"),
+    ],
+)
+def test_a_stream_that_is_not_as_it_should_be_is_an_error(peer, data, text):
+    batch = peer.put(random_array("int32", (4,)))
+    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    with canned_stream(data) as port, pytest.raises(TransferError, match=text):
+        fetch(fetcher, moved_to(batch, data_port=port))
+    fetcher.close()
+
+
+def test_whoever_sends_no_request_is_hung_up_on(peer):
+    with socket.create_connection(("127.0.0.1", peer.endpoint.data_port), 5) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
 
 
 def test_ranks_on_the_same_host_use_memory_and_others_tcp(peer):
@@ -556,7 +644,7 @@ def test_where_no_transport_reaches_a_rank_the_error_says_why_for_each(peer):
 
 
 def test_an_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: memfd, tcp"):
+    with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, tcp"):
         create_transports(["rdma"])
 
 
@@ -595,6 +683,338 @@ def test_stat_says_what_the_store_holds(peer):
     assert stat.peak_bytes >= stat.used_bytes
 
 
+BETWEEN_GPUS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"], indirect=True)
+
+PLACES = [
+    ("cuda_ipc", "copy", 0),
+    ("cuda_ipc", "copy", 3),
+    ("nccl", "copy", 0),
+    ("nccl", "copy", 1),
+    ("nccl", "send", 0),
+]
+"""Where a transfer between GPUs can stop: in staging, at its beginning and on the way, and in the group."""
+
+
+def two_columns(peer: PeerProcess) -> Batch:
+    """Columns of 3 MiB each: several slots of staging memory, two messages of a group."""
+    array = random_array("uint8", (3, MIB))
+    return peer.put_columns(dict.fromkeys("xy", (array, "uint8", None)))
+
+
+@contextmanager
+def transport_in_use(name: str) -> Iterator[tuple[Fetcher, HostCuda]]:
+    """A fetcher and the GPU it receives into."""
+    transport = make(name)
+    assert isinstance(transport, CudaIpcTransport | NcclTransport)
+    fetcher = Fetcher(host_id(), [transport])
+    yield fetcher, transport._cuda  # type: ignore[misc]
+    fetcher.close()
+
+
+@pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
+def test_a_peer_that_dies_in_the_middle_of_a_transfer_between_gpus_is_lost(
+    fetcher, transport, mortal_peer, at, after
+):
+    batch = two_columns(mortal_peer)
+    mortal_peer.ask("pause", at=at, after=after)
+
+    def kill_when_paused():
+        assert mortal_peer.answer() == {"event": "paused"}
+        mortal_peer.kill()
+
+    killer = threading.Thread(target=kill_when_paused)
+    killer.start()
+    start = time.monotonic()
+    with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
+        fetch(fetcher, batch, within_s=10)
+    assert time.monotonic() - start < 5
+    killer.join()
+
+
+@pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
+def test_a_transfer_between_gpus_that_stops_ends_at_its_deadline_and_leaves_nothing(
+    transport, peer, at, after
+):
+    batch = two_columns(peer)
+    with transport_in_use(transport) as (fetcher, gpu):
+        fetch(fetcher, batch.take(np.arange(1)))
+        held = gpu.used, peer.ask("device_used")["bytes"]
+        peer.ask("pause", at=at, after=after)
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=re.escape(str(peer.endpoint))):
+            fetch(fetcher, batch, within_s=0.5)
+        assert time.monotonic() - start < 1.5
+        assert peer.answer() == {"event": "paused"}
+        assert gpu.used <= held[0]
+        peer.ask("go_on")
+        wait_until(lambda: peer.ask("device_used")["bytes"] <= held[1])
+        assert fetch(fetcher, batch).fetched_bytes == batch.nbytes
+
+
+@pytest.mark.parametrize(("at", "phase"), [("copy", "prepare"), ("send", "transfer")])
+def test_a_group_that_fails_names_plan_peer_and_phase_and_the_next_has_a_new_communicator(
+    nccl, peer, at, phase
+):
+    batch = two_columns(peer)
+    peer.ask("pause", at=at)
+    with pytest.raises(
+        DeadlineExceeded, match=rf"{re.escape(str(peer.endpoint))}: plan [0-9a-f]{{12}}, {phase}: no answer"
+    ):
+        fetch(nccl, batch, within_s=0.5)
+    assert peer.answer() == {"event": "paused"}
+    peer.ask("go_on")
+    fetch(nccl, batch)
+    fetch(nccl, batch)
+    assert peer.ask("communicator_epochs") == {"epochs": [2]}
+
+
+def test_a_source_that_does_not_join_ends_the_read_at_its_deadline_and_may_join_later(nccl, peer):
+    batch, threads = two_columns(peer), threading.active_count()
+    peer.ask("pause", at="join")
+    with pytest.raises(DeadlineExceeded, match=r"plan [0-9a-f]{12}, attach: no answer"):
+        fetch(nccl, batch, within_s=0.5)
+    assert peer.answer() == {"event": "paused"}
+    peer.ask("go_on")
+    fetch(nccl, batch)
+    nccl.close()
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def test_a_refused_plan_leaves_the_communicator_as_it_is(nccl, peer):
+    batch = two_columns(peer)
+    fetch(nccl, batch)
+    peer.release()
+    with pytest.raises(Refused, match=r"plan [0-9a-f]{12}, prepare: shard \d+ was released"):
+        fetch(nccl, batch)
+    fetch(nccl, two_columns(peer))
+    assert peer.ask("communicator_epochs") == {"epochs": [1]}
+
+
+def test_mixed_versions_of_nccl_are_refused(peer):
+    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda("GPU-of-the-reader"))])
+    batch = peer.put(random_array("int32", (4,)))
+    with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
+        fetch(fetcher, batch)
+    fetcher.close()
+
+
+@BETWEEN_GPUS
+@pytest.mark.parametrize("whose", ["the source's", "the reader's"])
+def test_a_gpu_without_room_is_an_error_and_the_next_transfer_works(transport, mortal_peer, whose):
+    array = random_array("uint8", (1, MIB))
+    batch = mortal_peer.put(array)
+    with transport_in_use(transport) as (fetcher, gpu):
+        if whose == "the source's":
+            mortal_peer.ask("limit_device", mib=0)
+        elif transport == "nccl":
+            gpu.capacity = 0
+        else:
+            pytest.skip("its reads need no memory of their own")
+        with pytest.raises(OutOfSpace, match=r"has no .* bytes left"):
+            fetch(fetcher, batch)
+        gpu.capacity = 4 << 30
+        mortal_peer.ask("limit_device", mib=64)
+        assert_same_bits(fetch(fetcher, batch)["x"], array)
+
+
+@BETWEEN_GPUS
+def test_bytes_can_stay_on_the_gpu(transport, peer):
+    array = random_array("uint8", (1, 5 * MIB + 7))
+    column = peer.put(array)["x"]
+    assert isinstance(column, RemoteColumn)
+    between = make(transport)
+    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    ranges = [ByteRange(column.shards[0], 0, 9), ByteRange(column.shards[0], 9, array.nbytes - 9)]
+    buffer = between.receive(peer.endpoint, ranges, time.monotonic() + 20)
+    got = bytearray(buffer.nbytes)
+    between._cuda.copy_out(memoryview(got), buffer.pointer)
+    assert got[:9] == array.tobytes()[:9]
+    assert got[64 : 64 + array.nbytes - 9] == array.tobytes()[9:]
+    buffer.free()
+    between.close()
+
+
+def start_reader(transport: str, batch: Batch, within_s: float) -> subprocess.Popen[bytes]:
+    """A process that fetches a batch."""
+    script, message = PEER.with_name("transport_reader.py"), to_proto(batch).SerializeToString().hex()
+    command = [sys.executable, str(script), transport, message, str(within_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+@BETWEEN_GPUS
+def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transport, peer):
+    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
+    peer.ask("pause", at="copy", after=1)
+    reader = start_reader(transport, batch, within_s=60)
+    assert peer.answer() == {"event": "paused"}
+    assert peer.ask("device_used")["bytes"] > before
+    reader.kill()
+    reader.communicate()
+    peer.ask("go_on")
+    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+
+
+@BETWEEN_GPUS
+def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(transport, peer):
+    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
+    reader = start_reader(transport, batch, within_s=60)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"fetched\n"
+    if transport == "nccl":
+        assert peer.ask("communicator_epochs") == {"epochs": [1]}
+    else:
+        assert peer.ask("device_used")["bytes"] > before
+    reader.kill()
+    reader.communicate()
+    wait_until(lambda: peer.ask("communicator_epochs") == {"epochs": []})
+    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+
+
+def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_passed(peer):
+    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
+    peer.ask("pause", at="send")
+    reader = start_reader("nccl", batch, within_s=3)
+    assert peer.answer() == {"event": "paused"}
+    reader.send_signal(signal.SIGSTOP)
+    assert peer.ask("device_used")["bytes"] > before
+    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+    reader.kill()
+    reader.communicate()
+
+
+def test_a_slot_that_holds_another_generation_is_an_error(peer):
+    batch = peer.put(random_array("uint8", (1, 3 * MIB)))
+    with transport_in_use("cuda_ipc") as (fetcher, _):
+        peer.ask("forge_generation")
+        with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
+            fetch(fetcher, batch)
+        fetch(fetcher, batch)
+
+
+def test_a_slot_that_changes_while_it_is_read_is_an_error(peer):
+    batch = peer.put(random_array("uint8", (1, 3 * MIB)))
+    with transport_in_use("cuda_ipc") as (fetcher, gpu):
+        copy_out = gpu.copy_out
+
+        def copy_out_and_overtake(data, pointer):
+            copy_out(data, pointer)
+            if len(data) > 8:
+                gpu.copy_in(pointer - 64, memoryview((4711).to_bytes(8, "little")))
+
+        gpu.copy_out = copy_out_and_overtake
+        with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
+            fetch(fetcher, batch)
+
+
+def test_the_device_decides_which_transports_reach_a_rank():
+    here, there = HostCuda("GPU-1"), "another host"
+    ipc, nccl, source = CudaIpcTransport(here), NcclTransport(HostNccl(), here), Endpoint("a:1", there)
+    assert (ipc.why_not(source, there), nccl.why_not(source, there)) == ("it has no GPU", "it has no GPU")
+    same, other = replace(source, device_uuid="GPU-1"), replace(source, device_uuid="GPU-2")
+    assert ipc.why_not(same, there) is None
+    assert ipc.why_not(other, there) == "it is on GPU-2, not on GPU-1"
+    assert nccl.why_not(same, there) == "both are on GPU-1, and NCCL takes one rank per GPU"
+    assert nccl.why_not(other, there) is None
+
+
+@pytest.fixture(scope="module")
+def shared_checked_peer(tmp_path_factory) -> Iterator[PeerProcess]:
+    peer = PeerProcess(tmp_path_factory.mktemp("checked"), arena_mib=80, checksums=True)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def checked_peer(shared_checked_peer) -> Iterator[PeerProcess]:
+    """A peer that computes checksums; empty."""
+    yield shared_checked_peer
+    shared_checked_peer.release()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, 65_537, 5 * MIB + 7])
+def test_bytes_that_match_their_checksums_arrive(fetcher, checked_peer, nbytes):
+    array = random_array("uint8", (1, nbytes))
+    assert_same_bits(fetch(fetcher, checked_peer.put(array))["x"], array)
+
+
+def test_some_rows_of_a_shard_are_verified_too(fetcher, checked_peer):
+    array = random_array("int32", (100, 1024))
+    rows = np.array([3, 4, 90, 17])
+    assert_same_bits(fetch(fetcher, checked_peer.put(array).take(rows))["x"], array[rows])
+
+
+def shard_of(batch: Batch) -> Shard:
+    column = batch["x"]
+    assert isinstance(column, RemoteColumn)
+    return column.shards[0]
+
+
+def test_a_corrupted_byte_is_an_error_that_names_source_shard_and_column_and_lasts(
+    fetcher, transport, checked_peer
+):
+    array = random_array("uint8", (2, MIB))
+    batch = checked_peer.put(array)
+    shard, place = shard_of(batch), re.escape(str(checked_peer.endpoint))
+    checked_peer.ask("flip", shard=shard.id, byte=MIB + 70_000)
+    with pytest.raises(
+        TransferError,
+        match=rf"{place}: column 'x', shard {shard.id}: the bytes from {17 * 65536} on do not match",
+    ):
+        fetch(fetcher, batch)
+    checked_peer.ask("flip", shard=shard.id, byte=MIB + 70_000)
+    with pytest.raises(TransferError, match=rf"{place}: .*shard {shard.id} is marked bad"):
+        fetch(fetcher, batch)
+    another = Fetcher(host_id(), [make(transport)])
+    with pytest.raises(TransferError, match=rf"{place}: .*shard {shard.id} is marked bad"):
+        fetch(another, batch.take(np.arange(1)))
+    another.close()
+
+
+def test_rows_in_use_fail_to_verify_once_their_shard_is_marked_bad(memfd, checked_peer):
+    batch = checked_peer.put(random_array("uint8", (2, MIB)))
+    got = fetch(memfd, batch)
+    checked_peer.ask("flip", shard=shard_of(batch).id, byte=0)
+    with pytest.raises(TransferError, match="do not match"):
+        fetch(memfd, batch)
+    with pytest.raises(TransferError, match="is marked bad"):
+        got.verify()
+
+
+def test_a_byte_that_is_corrupted_on_the_way_is_an_error_also_where_the_owner_cannot_be_told(
+    over_grpc, checked_peer
+):
+    array = random_array("uint8", (1, 100))
+    wrong = bytearray(array.tobytes())
+    wrong[50] ^= 1
+    with canned_server(bytes(wrong)) as address:
+        batch = moved_to(checked_peer.put(array), address=address)
+        with pytest.raises(TransferError, match=r"column 'x', .*do not match"):
+            fetch(over_grpc, batch)
+        with pytest.raises(TransferError, match=r"is marked bad: .*column 'x'"):
+            fetch(over_grpc, batch)
+
+
+def test_what_does_not_ask_for_checksums_is_not_verified(fetcher, peer):
+    batch = peer.put(random_array("uint8", (2, 100)))
+    peer.ask("flip", shard=shard_of(batch).id, byte=0)
+    fetch(fetcher, batch)
+
+
+def test_a_rank_verifies_its_own_rows_too():
+    store = TensorStore(MIB, checksums=True)
+    store.endpoint = Endpoint("127.0.0.1:1", host_id(), "", EPOCH, "actor", 0)
+    batch = Batch(4, {"x": store.put_column(random_array("int32", (4, 2)), "int32", Lease("session", 1))})
+    fetcher = Fetcher(host_id(), [], store)
+    fetch(fetcher, batch)
+    store._memory(shard_of(batch))[5] ^= 1
+    with pytest.raises(TransferError, match="column 'x', shard 1: the bytes from 0 on do not match"):
+        fetch(fetcher, batch)
+    with pytest.raises(TransferError, match="is marked bad"):
+        store.read(1, 0, 1)
+    fetcher.close()
+    store.close()
+
+
 def open_here() -> tuple[int, int, int]:
     """(descriptors, mapped arenas, threads) of this process."""
     gc.collect()
@@ -604,7 +1024,7 @@ def open_here() -> tuple[int, int, int]:
 
 def test_nothing_is_left_open_here_or_there(transport, peer, tmp_path):
     def work():
-        fetcher = Fetcher(host_id(), create_transports([transport]))
+        fetcher = Fetcher(host_id(), [make(transport)])
         doomed = PeerProcess(tmp_path)
         try:
             alive, dead = peer.put(random_array("uint8", (4, MIB))), doomed.put(random_array("uint8", (4,)))

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from controller.config import Config
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
+from integration import node_reward
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
 
 START_TIMEOUT_S = 110.0
@@ -22,7 +23,7 @@ STOP_TIMEOUT_S = 40.0
 SUPERVISED_STEPS = 40
 """Enough that the model ends its answers, so that responses have different lengths."""
 NUM_TRAIN, NUM_HELDOUT = 64, 16
-LEARNS = ("actor", "lone_actor", "critic", "cut_critic")
+LEARNS = ("actor", "lone_actor", "critic", "cost_critic", "cut_critic")
 
 # As a rank does: oracles compute with the services' number of threads.
 torch.set_num_threads(1)
@@ -99,9 +100,10 @@ def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
     learner = {"model": task.model, "optimizer": {"learning_rate": 3e-4}}
     cut = {"micro_batch_tokens": 48}
     tables: dict[str, dict[str, Any]] = {
-        "actor": {"role": "actor", "ranks": 2, **learner},
+        "actor": {"role": "actor", "ranks": 2, "checksums": True, **learner},
         "lone_actor": {"role": "actor", **learner, **cut},
         "critic": {"role": "critic", **learner},
+        "cost_critic": {"role": "critic", **learner},
         # Reads the same ids as the others, but its tokenizer says that it means something else by them.
         "cut_critic": {"role": "critic", "ranks": 2, **learner, **cut, "model": task.renumbered},
         "reference": {"role": "reference", "model": task.model},
@@ -150,6 +152,12 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert not processes.living()
     finally:
         processes.kill()
+
+
+@pytest.fixture(scope="session")
+def reward_node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reward in Node.js, ready to start."""
+    return node_reward.install(tmp_path_factory.mktemp("node"))
 
 
 def _save_all(config: Config, directory: Path) -> dict[str, Path]:

@@ -27,7 +27,8 @@ from nccl_transfer import wire
 from nccl_transfer.batch import Batch
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.protocols import Mesh, get_protocol
+from nccl_transfer.mesh import Mesh
+from nccl_transfer.protocols import get_protocol
 from nccl_transfer.transports import create_transports, host_id
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
 from rlhf.errors import RlhfError, from_rpc_error

@@ -227,6 +227,11 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
         assert {"actor/loss", "actor/grad_norm", "critic/loss", "kl/mean", "score/mean"} <= line.keys()
         assert {"time/step_s", "time/tokens_per_s", "mem/actor_bytes"} <= line.keys()
         assert line["transfer/batch_bytes"] > 0
+        assert line["transfer/memfd/bytes"] > 0
+        assert line["time/transfer/memfd/gb_per_s"] == pytest.approx(
+            line["transfer/memfd/bytes"] / line["time/transfer/memfd/seconds"] / 1e9
+        )
+        assert line["transfer/critic.update_critic/bytes"] > 0
     assert len({line["actor/loss"] for line in metrics[1:]}) == STEPS
     assert len(read_samples(launched.path)) == 2 * launched.controller.config.run.samples
 
@@ -291,10 +296,10 @@ def run_on(cluster: Cluster, directory: Path, *, pools: Any = None, **run: Any) 
     return Ran(path, summary)
 
 
-POOLS = {"both": ["cpu0", "cpu1"], "left": ["cpu0"], "right": ["cpu1"]}
+POOLS = {"both": ["cpu0", "cpu1"], "left": ["cpu0"], "right": ["cpu1"], "front": ["cpu0", "cpu2"]}
 COLOCATED = dict.fromkeys(ROLES, "both")
 INTERLEAVED = {"actor": "both", "critic": "both", "reference": "left", "reward": "right"}
-SPLIT = {"actor": "left", "reference": "left", "critic": "right", "reward": "right"}
+SPLIT = {"actor": "front", "reference": "left", "critic": "right", "reward": "right"}
 
 
 @pytest.mark.parametrize(

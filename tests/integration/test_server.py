@@ -33,7 +33,8 @@ from integration.harness import (
     wait_for_line,
     write_config,
 )
-from nccl_transfer.batch import Batch
+from nccl_transfer.batch import Batch, RemoteColumn
+from nccl_transfer.transports import unavailable
 from rlhf.contract import group_methods
 from rlhf.errors import (
     STATUS_KEY,
@@ -320,6 +321,25 @@ def test_release_frees_the_rows_of_steps_that_are_over(actor: Service) -> None:
     for rank in actor.ranks:
         actor.ask("Release", rank, session=actor.session, all_steps=True)
     assert actor.used_bytes() == [0, 0]
+
+
+def test_rows_carry_checksums_where_the_service_is_told_to_compute_them(
+    actor: Service, reference: Service
+) -> None:
+    """And they match: `values` verifies them."""
+    generated = actor.rows("generate_sequences", prompts(4), sampling=SAMPLING)
+    column = generated["response_ids"]
+    assert isinstance(column, RemoteColumn)
+    assert all(shard.checksums for shard in column.shards)
+    assert actor.values(generated, "response_ids").rows == 4
+    scored = reference.rows("compute_ref_log_prob", generated, temperature=1.0)["ref_log_probs"]
+    assert isinstance(scored, RemoteColumn)
+    assert not any(shard.checksums for shard in scored.shards)
+
+
+def test_stat_says_why_transports_are_not_available(actor: Service) -> None:
+    for rank in actor.ranks:
+        assert dict(actor.ask("Stat", rank).unavailable_transports) == unavailable()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,15 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("rollout.top_k=5\nalgorithm.recompute_log_probs=false", r"recompute_log_probs: must be true with"),
         ("services.actor.address='0.0.0.0:7101'", r"services\.actor\.address: .*name one of this host"),
         ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 devices for 2 ranks"),
+        (
+            "algorithm.rollout_correction='mask'\nalgorithm.recompute_log_probs=false",
+            r"rollout_correction: needs recompute_log_probs",
+        ),
+        (
+            "algorithm.rollout_correction='mask'\nalgorithm.rollout_correction_low=3",
+            r"rollout_correction_low: 3 is not below rollout_correction_high, 2",
+        ),
+        ("algorithm.surrogate='trpo'", r"algorithm\.surrogate: .*'ppo', 'gspo' or 'cispo'.*given: 'trpo'"),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
     ],
 )
@@ -111,3 +120,8 @@ def test_every_field_has_a_sentence() -> None:
 def test_the_configuration_page_is_that_of_the_types() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))["render"]()
     assert (ROOT / "docs" / "configuration.md").read_text() == page, "run docs/generate_configuration.py"
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(512, 4), (500, 3), (128, 1), (127, 1), (640, 5)])
+def test_a_batch_is_cut_into_as_many_mini_batches_as_it_fills(rows: int, expected: int) -> None:
+    assert load(QUICKSTART).mini_batches(rows) == expected

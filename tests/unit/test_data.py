@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.data import PromptData
+from controller.data import PromptData, TextData
 from rlhf.errors import ConfigError
 
 
@@ -64,3 +64,28 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, text: str, expected
 def test_a_missing_file_is_named_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.heldout: .*gone\.jsonl: No such file"):
         PromptData.load(tmp_path / "gone.jsonl", "data.heldout")
+
+
+def test_texts_are_read_and_dealt_out_pass_after_pass(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': text, 'more': 1})}\n" for text in "abcde"))
+    data = TextData.load(path, "data.pretrain")
+    assert data.texts == list("abcde")
+    assert sorted(data.texts_of_step(1, 5, 0)) == list("abcde")
+    assert data.texts_of_step(1, 5, 0) != data.texts_of_step(2, 5, 0)
+    assert data.texts_of_step(2, 5, 0) == TextData(list("abcde")).texts_of_step(2, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"}', "with a text"),
+        ('{"text": 3}', "text is not a text, or empty: 3"),
+        ("[]", "with a text"),
+    ],
+)
+def test_a_row_without_a_text_is_told_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'{{"text": "a"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"data\.pretrain: .*texts\.jsonl:2: .*{message}"):
+        TextData.load(path, "data.pretrain")

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from controller.dataflow import FutureBatch, Loop, Placement, resolve_after, resolved, then
+from controller.dataflow import FutureBatch, Loop, Placement, all_of, resolve_after, resolved, then
 from nccl_transfer.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
@@ -82,3 +82,44 @@ def test_two_rewards_fit_into_one_batch_under_names_of_their_own() -> None:
     assert sorted(both.columns) == ["costs", "rewards"]
     with pytest.raises(InvalidRequest, match="no columns"):
         costs.rename(values="cost_values")
+
+
+def test_batches_of_several_rounds_become_one_without_waiting() -> None:
+    pending: Future[Column] = Future()
+    first = FutureBatch.of(prompt=["a", "b"], only=["x", "y"]) | FutureBatch(2, {"scores": pending})
+    second = FutureBatch.of(prompt=["c"], scores=np.array([3.0]))
+    both = FutureBatch.concat([first, second, second.take(np.array([], int))])
+    assert set(both.columns) == {"prompt", "scores"}
+    pending.set_result(LocalColumn(np.array([1.0, 2.0])))
+    result = both.result(["prompt", "scores"], TIMEOUT_S)
+    assert result.rows == 3
+    assert result["prompt"].values == ["a", "b", "c"]  # type: ignore[union-attr]
+    assert result["scores"].values.tolist() == [1.0, 2.0, 3.0]  # type: ignore[union-attr]
+
+
+def test_the_calls_of_batches_put_together_are_those_of_all_once() -> None:
+    calls = [Future(), Future()]
+    first = FutureBatch(1, FutureBatch.of(x=["a"]).columns, (calls[0],))
+    second = FutureBatch(1, FutureBatch.of(x=["b"]).columns, (calls[0], calls[1]))
+    assert FutureBatch.concat([first, second]).calls == tuple(calls)
+
+
+def test_columns_are_dropped_where_they_are() -> None:
+    batch = FutureBatch.of(x=["a"], y=["b"])
+    assert set(batch.drop("y", "z").columns) == {"x"}
+
+
+def test_all_results_come_in_order_once_the_last_is_there() -> None:
+    futures: list[Future[int]] = [Future(), Future(), Future()]
+    together = all_of(futures)
+    for number in (2, 0, 1):
+        assert not together.done()
+        futures[number].set_result(number)
+    assert together.result(TIMEOUT_S) == [0, 1, 2]
+
+
+def test_an_error_of_one_is_that_of_all() -> None:
+    failed: Future[int] = Future()
+    failed.set_exception(InvalidRequest("no"))
+    with pytest.raises(InvalidRequest, match="no"):
+        all_of([resolved(1), failed]).result(TIMEOUT_S)

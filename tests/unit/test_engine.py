@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from nccl_transfer.columns import Jagged
-from services.engines import fsdp
+from services.engines import sharded
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_fails_half_way_leaves_the_older_one(
     engine.save(tmp_path / "checkpoint")
     before = weights(engine)
     engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
-    monkeypatch.setattr(fsdp, "write_manifest", disk_full)
+    monkeypatch.setattr(sharded, "write_manifest", disk_full)
     with pytest.raises(OSError, match="No space left"):
         engine.save(tmp_path / "checkpoint")
     engine.load(tmp_path / "checkpoint")

@@ -1,24 +1,66 @@
 """Transfer protocols put every row where Table 3 of HybridFlow says, on any mesh."""
 
 import itertools
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nccl_transfer.batch import Batch, LocalColumn
-from nccl_transfer.protocols import Mesh, get_protocol, names, register_protocol
+from nccl_transfer.mesh import Mesh
+from nccl_transfer.protocols import ThreeD, get_protocol, padded_rows, protocol_names, register_protocol
 from rlhf.errors import ConfigError
 
-MESHES = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 ROWS = st.integers(0, 40)
+SIZES = st.integers(1, 4)
+CONCATENATING = ["DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "3D_PP_AS_DP"]
 
 
-def coordinates(mesh: Mesh) -> list[tuple[int, int, int]]:
-    """(p, t, d) of every rank, counted out: tensor index fastest, then pipeline stage, then data."""
-    return [
-        (p, t, d) for d, p, t in itertools.product(range(mesh.data), range(mesh.pipeline), range(mesh.tensor))
-    ]
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Any mesh with sizes up to 4, and any generation mesh that is coarser."""
+    pipeline, tensor, data = draw(SIZES), draw(SIZES), draw(SIZES)
+    return Mesh(
+        pipeline,
+        tensor,
+        data,
+        draw(st.sampled_from([n for n in range(1, pipeline + 1) if pipeline % n == 0])),
+        draw(st.sampled_from([n for n in range(1, tensor + 1) if tensor % n == 0])),
+    )
+
+
+MESHES = meshes()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, counted out."""
+
+    p: int
+    t: int
+    d: int
+    g_p: int
+    g_t: int
+    replica: int
+
+
+def places(mesh: Mesh) -> list[Place]:
+    """Every rank in order: data index slowest, then the generation replicas of a data index, then the generation
+    stages and the generation tensor ranks within a replica."""
+    over_p = mesh.pipeline // mesh.generation_pipeline
+    over_t = mesh.tensor // mesh.generation_tensor
+    found: list[Place] = []
+    replica = 0
+    for d in range(mesh.data):
+        for i_p in range(over_p):
+            for i_t in range(over_t):
+                for g_p in range(mesh.generation_pipeline):
+                    for g_t in range(mesh.generation_tensor):
+                        found.append(Place(g_p * over_p + i_p, g_t * over_t + i_t, d, g_p, g_t, replica))
+                replica += 1
+    return found
 
 
 def dealt(rows: int, parts: int) -> list[list[int]]:
@@ -35,9 +77,40 @@ def distributed(name: str, rows: int, mesh: Mesh) -> list[list[int]]:
 
 
 @given(MESHES)
-def test_a_mesh_numbers_ranks_by_tensor_then_pipeline_then_data(mesh):
-    assert [mesh.position(rank) for rank in range(mesh.size)] == coordinates(mesh)
-    assert [mesh.rank(*position) for position in coordinates(mesh)] == list(range(mesh.size))
+def test_a_mesh_puts_ranks_where_they_count_out(mesh):
+    assert [mesh.position(rank) for rank in range(mesh.size)] == [(x.p, x.t, x.d) for x in places(mesh)]
+    assert [mesh.rank(x.p, x.t, x.d) for x in places(mesh)] == list(range(mesh.size))
+    got = [mesh.generation_position(rank) for rank in range(mesh.size)]
+    assert got == [(x.g_p, x.g_t, x.replica) for x in places(mesh)]
+
+
+@given(SIZES, SIZES, SIZES)
+def test_without_a_generation_mesh_the_order_is_tensor_then_pipeline_then_data(p, t, d):
+    counted = [(x, y, z) for z, x, y in itertools.product(range(d), range(p), range(t))]
+    assert [Mesh(p, t, d).position(rank) for rank in range(p * t * d)] == counted
+
+
+@given(MESHES)
+def test_the_training_shards_of_a_micro_data_group_make_the_generation_shard_of_each_of_its_ranks(mesh):
+    all_places = places(mesh)
+    stages, columns = mesh.pipeline // mesh.generation_pipeline, mesh.tensor // mesh.generation_tensor
+    for rank, place in enumerate(all_places):
+        group = mesh.micro_data_group(rank)
+        assert rank in group
+        held = sorted((all_places[r].p, all_places[r].t) for r in group)
+        first_p, first_t = place.g_p * stages, place.g_t * columns
+        assert held == [(first_p + i, first_t + j) for i in range(stages) for j in range(columns)]
+        assert {all_places[r].d for r in group} == {place.d}
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ((2, 4, 1, 2, 3), "generation tensor size must divide the training one, 4 .given: 3; allowed: 1, 2, 4."),
+    ((3, 1, 1, 2, 1), "generation pipeline size must divide the training one, 3"),
+    ((0, 1, 1), "pipeline size must be at least 1 .given: 0."),
+])  # fmt: skip
+def test_an_impossible_mesh_is_refused_with_what_is_allowed(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        Mesh(*sizes)
 
 
 @given(ROWS, MESHES)
@@ -55,13 +128,47 @@ def test_dp_proto_deals_rows_to_all_ranks_in_order(rows, mesh):
 @given(ROWS, MESHES)
 def test_3d_proto_gives_every_rank_the_rows_of_its_data_group(rows, mesh):
     parts = dealt(rows, mesh.data)
-    assert distributed("3D_PROTO", rows, mesh) == [parts[d] for _, _, d in coordinates(mesh)]
+    assert distributed("3D_PROTO", rows, mesh) == [parts[place.d] for place in places(mesh)]
 
 
 @given(MESHES)
 def test_3d_proto_collects_from_the_last_stage_of_every_data_group(mesh):
-    last = [rank for rank, (p, t, _) in enumerate(coordinates(mesh)) if (p, t) == (mesh.pipeline - 1, 0)]
-    assert get_protocol("3D_PROTO").collect(mesh) == last
+    last = [rank for rank, place in enumerate(places(mesh)) if (place.p, place.t) == (mesh.pipeline - 1, 0)]
+    assert get_protocol("3D_PROTO").collect(mesh) == sorted(last, key=lambda rank: places(mesh)[rank].d)
+
+
+@given(ROWS, MESHES)
+def test_3d_all_micro_dp_gives_every_rank_the_rows_of_its_generation_replica(rows, mesh):
+    parts = dealt(rows, len({place.replica for place in places(mesh)}))
+    assert distributed("3D_ALL_MICRO_DP", rows, mesh) == [parts[place.replica] for place in places(mesh)]
+
+
+@given(MESHES)
+def test_3d_all_micro_dp_collects_from_the_first_rank_of_every_replica(mesh):
+    first = [rank for rank, place in enumerate(places(mesh)) if (place.g_p, place.g_t) == (0, 0)]
+    assert get_protocol("3D_ALL_MICRO_DP").collect(mesh) == first
+
+
+@given(ROWS, MESHES)
+def test_3d_pp_only_broadcasts_and_collects_once_per_stage(rows, mesh):
+    assert distributed("3D_PP_ONLY", rows, mesh) == [list(range(rows))] * mesh.size
+    got = [places(mesh)[rank] for rank in get_protocol("3D_PP_ONLY").collect(mesh)]
+    assert [(place.p, place.t, place.d) for place in got] == [(stage, 0, 0) for stage in range(mesh.pipeline)]
+
+
+@given(ROWS, MESHES)
+def test_3d_pp_as_dp_deals_rows_to_the_stages_of_every_data_rank(rows, mesh):
+    parts = dealt(rows, mesh.data * mesh.pipeline)
+    assert distributed("3D_PP_AS_DP", rows, mesh) == [
+        parts[place.d * mesh.pipeline + place.p] for place in places(mesh)
+    ]
+
+
+@given(ROWS, MESHES)
+def test_dp_metric_deals_rows_as_dp_proto_and_collects_a_list(rows, mesh):
+    assert distributed("DP_METRIC", rows, mesh) == dealt(rows, mesh.size)
+    assert get_protocol("DP_METRIC").collect(mesh) == list(range(mesh.size))
+    assert not get_protocol("DP_METRIC").splits
 
 
 @given(st.integers(0, 5), MESHES)
@@ -76,7 +183,7 @@ def test_all_to_all_refuses_rows_that_do_not_divide():
         get_protocol("ALL_TO_ALL").distribute(6, Mesh(2, 2, 1))
 
 
-@given(st.sampled_from(["DP_PROTO", "3D_PROTO"]), ROWS, MESHES)
+@given(st.sampled_from(CONCATENATING), ROWS, MESHES)
 def test_rows_through_workers_that_change_nothing_come_back_once_and_in_order(name, rows, mesh):
     text = [f"row {row}" for row in range(rows)]
     batch = Batch.of(text=text)
@@ -89,18 +196,89 @@ def test_rows_through_workers_that_change_nothing_come_back_once_and_in_order(na
     assert column.values == text
 
 
-@given(st.sampled_from(["DP_PROTO", "3D_PROTO"]), ROWS, MESHES)
+@given(st.sampled_from(CONCATENATING), ROWS, MESHES)
 def test_data_groups_differ_by_at_most_one_row(name, rows, mesh):
     sizes = [len(part) for part in distributed(name, rows, mesh)]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    assert {"3D_PROTO", "ALL_TO_ALL", "DP_PROTO", "ONE_TO_ALL"} <= set(names())
-    with pytest.raises(ConfigError, match=f"'3D_PORTO'; known: {', '.join(names())}$"):
+    known = "3D_ALL_MICRO_DP, 3D_PP_AS_DP, 3D_PP_ONLY, 3D_PROTO, ALL_TO_ALL, DP_METRIC, DP_PROTO, ONE_TO_ALL"
+    with pytest.raises(ConfigError, match=f"'3D_PORTO'; known: {known}$"):
         get_protocol("3D_PORTO")
 
 
 def test_a_name_can_be_taken_once():
     with pytest.raises(ConfigError, match="'DP_PROTO' exists already"):
         register_protocol(get_protocol("DP_PROTO"))
+
+
+@given(ROWS, st.integers(1, 9))
+def test_padding_repeats_rows_from_the_first_and_keeping_the_first_rows_undoes_it(rows, parts):
+    padded = padded_rows(rows, parts)
+    assert len(padded) % parts == 0
+    assert len(padded) - rows < parts
+    assert padded[:rows].tolist() == list(range(rows))
+    assert all(row in range(rows) for row in padded.tolist())
+
+
+def test_the_table_in_the_documentation_is_what_the_protocols_do():
+    mesh = Mesh(2, 2, 2, 1, 2)
+    page = (Path(__file__).parents[2] / "docs" / "transfer.md").read_text()
+    for name in protocol_names():
+        protocol = get_protocol(name)
+        cells = [
+            "".join("abcdefgh"[row] for row in rows.tolist()) + "*" * (rank in protocol.collect(mesh))
+            for rank, rows in enumerate(protocol.distribute(8, mesh))
+        ]
+        result = "rows" if protocol.splits else "one per rank"
+        assert f"| `{name}` | {' | '.join(cells)} | {result} |" in page
+
+
+class Padded(ThreeD):
+    name, pads = "3D_PADDED", True
+
+
+@given(ROWS, MESHES)
+def test_a_protocol_that_pads_gives_equal_parts_and_drops_what_came_back_twice(rows, mesh):
+    batch = Batch.of(text=[f"row {row}" for row in range(rows)])
+    parts = Padded().distribute(rows, mesh)
+    assert len({len(part) for part in parts}) == 1
+    outputs = Batch.concat([batch.take(parts[rank]) for rank in Padded().collect(mesh)])
+    column = Padded().restore(outputs, rows)["text"]
+    assert isinstance(column, LocalColumn)
+    assert column.values == [f"row {row}" for row in range(rows)]
+
+
+def install(site: Path, name: str, value: str) -> None:
+    """An installed package that brings a protocol, as pip leaves one behind."""
+    info = site / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[rlhf_cluster.protocols]\n{name} = {value}\n")
+
+
+def test_an_installed_package_brings_a_protocol(tmp_path, monkeypatch):
+    install(tmp_path, "REVERSED", "their_protocols:Reversed")
+    (tmp_path / "their_protocols.py").write_text(
+        "from nccl_transfer.protocols import DataParallel\n"
+        "class Reversed(DataParallel):\n"
+        "    name = 'REVERSED'\n"
+        "    def part(self, rank, mesh):\n"
+        "        return mesh.size - 1 - rank\n"
+        "    def collect(self, mesh):\n"
+        "        return list(reversed(range(mesh.size)))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "REVERSED" in protocol_names()
+    assert distributed("REVERSED", 5, Mesh(data=2)) == [[3, 4], [0, 1, 2]]
+
+
+def test_a_package_that_cannot_be_imported_is_shown_with_its_cause(tmp_path, monkeypatch):
+    install(tmp_path, "BROKEN", "broken_protocols:Broken")
+    (tmp_path / "broken_protocols.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"'BROKEN' of broken_protocols:Broken .* 'a_module_that_is_not_there'"
+    ):
+        get_protocol("BROKEN")

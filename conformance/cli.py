@@ -1,0 +1,106 @@
+"""rlhf-conformance: checks any server of the contract, and says what does not hold and what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf import json_format, struct_pb2
+from rich.console import Console
+from rich.table import Table
+
+from conformance.findings import Finding, Result
+from conformance.reward import MIB, check_rules
+from conformance.target import RewardTarget, Row
+from rlhf.errors import ConfigError
+
+USAGE_ERROR = 2
+STYLES = {Result.PASS: "green", Result.WARN: "yellow", Result.FAIL: "bold red", Result.SKIP: "dim"}
+PROBES = (
+    ("1+1=", "2", "2"),
+    ("1+2=", "4", "3"),
+    ("2+2=", "It is 4, as far as I can tell.", "4"),
+    ("Think first. 3+4=", "<think>3 and 4 make 7</think> 7", "7"),
+    ("10/4=", "#### 2.5", "2.5"),
+)
+"""Prompt, response and ground truth of rows that most rewards tell apart."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Check a server against the contract."""
+
+
+@main.command()
+@click.option("--target", required=True, metavar="HOST:PORT", help="The server.")
+@click.option("--rows", type=click.Path(path_type=Path), metavar="FILE",
+              help="JSONL rows to probe with: prompt, response, ground_truth, any further fields.")  # fmt: skip
+@click.option("--deadline", "deadline_s", type=click.FloatRange(0.1, 3600), default=10.0, show_default=True,
+              help="Seconds a call may take.")  # fmt: skip
+@click.option("--many", "num_rows", type=click.IntRange(1, 1_000_000), default=4000, show_default=True,
+              help="Rows of the largest call; fewer where a row is dear.")  # fmt: skip
+@click.option("--max-message", "max_mib", type=click.IntRange(1, 512), default=32, show_default=True,
+              help="Size in MiB of the largest message.")  # fmt: skip
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the findings too."
+)
+def reward(
+    target: str, rows: Path | None, deadline_s: float, num_rows: int, max_mib: int, json_path: Path | None
+) -> None:
+    """Check a reward that reads text; the exit code is 1 where a rule is broken."""
+    try:
+        probes = (
+            read_rows(rows) if rows else [Row(prompt=p, response=r, ground_truth=g) for p, r, g in PROBES]
+        )
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR)
+    checked = RewardTarget(target, deadline_s, probes, num_rows, max_mib * MIB)
+    try:
+        findings = check_rules(checked)
+    finally:
+        checked.close()
+    failed = sum(finding.result is Result.FAIL for finding in findings)
+    if json_path:
+        report = {"role": "reward", "target": target, "passed": not failed,
+                  "findings": [finding.to_json() for finding in findings]}  # fmt: skip
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    Console().print(to_table(findings, f"reward at {target}"))
+    sys.exit(1 if failed else 0)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
+
+    Raises:
+        ConfigError: The file cannot be read, a line is no row, or there are fewer than two.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [_row(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, ValueError, TypeError, AttributeError, json_format.ParseError) as error:
+        raise ConfigError(f"--rows {path}: {error}") from error
+    if len(rows) < 2:
+        raise ConfigError(f"--rows {path}: {len(rows)} rows; two are needed to see their order")
+    return rows
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    texts = {name: str(fields.pop(name, "")) for name in ("prompt", "response", "ground_truth")}
+    return Row(**texts, metadata=json_format.ParseDict(fields, struct_pb2.Struct()))
+
+
+def to_table(findings: list[Finding], title: str) -> Table:
+    """The findings for people."""
+    table = Table(title=title, title_justify="left")
+    for column in ("rule", "result", "what was seen", "what to do"):
+        table.add_column(column, overflow="fold", no_wrap=column == "rule")
+    for finding in findings:
+        style = STYLES[finding.result]
+        table.add_row(finding.rule, f"[{style}]{finding.result}[/]", finding.seen, finding.advice)
+    counts = (f"{sum(f.result is result for f in findings)} {result}" for result in Result)
+    table.caption = ", ".join(counts)
+    return table

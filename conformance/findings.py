@@ -1,0 +1,67 @@
+"""What a check finds: a finding per rule, and the exceptions by which a check says that its rule does not hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class Result(StrEnum):
+    """How a rule came out."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How one rule came out.
+
+    Attributes:
+        rule: Name of the rule.
+        result: pass, warn, fail; skip where the rule could not be judged.
+        seen: What was seen, in a sentence.
+        advice: What to do; empty where there is nothing to do.
+    """
+
+    rule: str
+    result: Result
+    seen: str
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class Unmet(Exception):
+    """A rule that does not hold.
+
+    Attributes:
+        rule: The rule, where it is another than the one that is being checked.
+    """
+
+    result = Result.FAIL
+
+    def __init__(self, seen: str, advice: str, rule: str = "") -> None:
+        super().__init__(seen)
+        self.seen = seen
+        self.advice = advice
+        self.rule = rule
+
+
+class Violation(Unmet):
+    """The contract is broken."""
+
+
+class Caution(Unmet):
+    """Allowed, but the user will want to know."""
+
+    result = Result.WARN
+
+
+class Unjudged(Unmet):
+    """Nothing can be said."""
+
+    result = Result.SKIP

@@ -1,0 +1,145 @@
+"""The server under test: one channel, and answers that are looked at before anyone reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from conformance.findings import Violation
+from rlhf.contract import PLAIN_OPTIONS, SERVICES
+from rlhf.v1 import reward_pb2
+
+COMPUTE_REWARD = SERVICES["reward"]["ComputeReward"]
+COUNT, VERDICTS = "one verdict per row", "finite verdicts"
+"""Rules that every answer is held to, whatever it was asked for."""
+
+Row = reward_pb2.TextRow
+Verdict = reward_pb2.RowScore
+Status = grpc.StatusCode
+
+
+class RewardTarget:
+    """A reward server.
+
+    Args:
+        address: host:port.
+        deadline_s: Deadline of every call that is not meant to miss it.
+        rows: Rows to probe the server with, at least two.
+        num_rows: Rows of the largest call.
+        max_bytes: Size of the largest message.
+
+    Attributes:
+        is_repeatable: Whether the same rows got the same verdicts twice.
+        alone: The verdict of each probe row sent alone, where other answers may be compared with it.
+        long_rows: Rows of a call that takes a while: as many as are known to be answered.
+    """
+
+    def __init__(
+        self, address: str, deadline_s: float, rows: Sequence[Row], num_rows: int, max_bytes: int
+    ) -> None:
+        self.address = address
+        self.deadline_s = deadline_s
+        self.rows = list(rows)
+        self.num_rows = num_rows
+        self.max_bytes = max_bytes
+        self.is_repeatable = False
+        self.alone: list[Verdict] = []
+        self.long_rows = self.rows
+        self.channel = grpc.insecure_channel(address, PLAIN_OPTIONS)
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def start(self, request: reward_pb2.ComputeRewardRequest, timeout_s: float | None = None) -> Any:
+        """Sends a request; returns its call, which is a future."""
+        return self.method(COMPUTE_REWARD.path).future(
+            request.SerializeToString(), timeout=timeout_s or self.deadline_s
+        )
+
+    def method(self, path: str) -> grpc.UnaryUnaryMultiCallable:
+        """A method by its path, in bytes."""
+        return self.channel.unary_unary(path)
+
+    def score(self, rows: Sequence[Row], timeout_s: float | None = None) -> list[Verdict]:
+        """The verdicts on rows.
+
+        Raises:
+            Violation: The call failed, or its answer breaks a rule that holds for all.
+        """
+        request = reward_pb2.ComputeRewardRequest(text_rows=rows)
+        return self.verdicts(self.start(request, timeout_s), len(rows))
+
+    def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
+        """What a call of `num_rows` rows answered; raises as `score`."""
+        try:
+            answer = reward_pb2.ComputeRewardResponse.FromString(call.result())
+        except grpc.RpcError as error:
+            raise Violation(
+                f"a call with {num_rows} rows ended with {described(error)}",
+                "Answer every request for text rows; a row that cannot be scored carries `error`.",
+            ) from error
+        if len(answer.scores) != num_rows:
+            raise Violation(
+                f"{len(answer.scores)} verdicts for {num_rows} rows",
+                "Give exactly one RowScore per row, in row order.",
+                rule=COUNT,
+            )
+        for row, verdict in enumerate(answer.scores):
+            if fault := verdict_fault(verdict):
+                raise Violation(
+                    f"row {row} of {num_rows}: {fault}",
+                    "Give a finite `score`, finite `token_scores`, or an `error` that says why there is none.",
+                    rule=VERDICTS,
+                )
+        return list(answer.scores)
+
+    def is_alive(self) -> bool:
+        """Whether the server still answers for a row within the deadline."""
+        try:
+            self.score(self.rows[:1])
+        except Violation as violation:
+            return violation.rule in (COUNT, VERDICTS)
+        return True
+
+
+def verdict_fault(verdict: Verdict) -> str:
+    """What is wrong with a verdict; empty where nothing is."""
+    match verdict.WhichOneof("verdict"):
+        case None:
+            return "no verdict is set"
+        case "error":
+            return "" if verdict.error.strip() else "an error without a text"
+        case "score":
+            values = [verdict.score]
+        case _:
+            values = list(verdict.token_scores.scores)
+    bad = [value for value in values if not math.isfinite(value)]
+    return f"score {bad[0]:g} is not finite" if bad else ""
+
+
+def are_equal(left: Sequence[Verdict], right: Sequence[Verdict]) -> bool:
+    """Whether verdicts are the same, up to what a model's rounding makes of another batch; errors by kind alone."""
+    return len(left) == len(right) and all(map(_is_equal, left, right))
+
+
+def _is_equal(left: Verdict, right: Verdict) -> bool:
+    if left.WhichOneof("verdict") != right.WhichOneof("verdict"):
+        return False
+    ours, theirs = _values(left), _values(right)
+    return len(ours) == len(theirs) and all(
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _values(verdict: Verdict) -> list[float]:
+    return [*verdict.token_scores.scores, *([verdict.score] if verdict.HasField("score") else [])]
+
+
+def described(error: grpc.RpcError) -> str:
+    """`CODE (details)`."""
+    call: Any = error
+    details = " ".join((call.details() or "").split())
+    return f"{call.code().name} ({details[:120]})" if details else call.code().name

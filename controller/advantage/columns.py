@@ -1,0 +1,131 @@
+"""What every advantage is made of: jagged columns of response tokens, checked, summed and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from nccl_transfer.columns import Jagged
+
+FloatColumn = Jagged[np.ndarray]
+Scores = np.ndarray | FloatColumn
+"""What a reward gave: one score per response [rows], or jagged, one per response token."""
+
+EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """What an update trains on, and what to log about it.
+
+    Attributes:
+        advantages: One per response token.
+        metrics: By name.
+    """
+
+    advantages: FloatColumn
+    metrics: dict[str, float]
+
+    @property
+    def columns(self) -> dict[str, FloatColumn]:
+        """Every column by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "metrics"}
+
+
+@dataclass(frozen=True)
+class CriticAdvantage(Advantage):
+    """An advantage with what a critic regresses to, one number per response token."""
+
+    returns: FloatColumn
+
+
+def whiten(x: FloatColumn) -> FloatColumn:
+    """Bring all tokens to mean 0 and standard deviation 1: (x - mean) / sqrt(var + 1e-8), var unbiased.
+
+    Tokens that are all equal become 0: the epsilon keeps rounding errors from being blown up.
+
+    Raises:
+        ValueError: fewer than 2 tokens, of which there is no variance.
+    """
+    tokens = float64(x)
+    if tokens.size < 2:
+        raise ValueError(f"whitening needs at least 2 tokens, got {tokens.size}")
+    return make_column((tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + EPS), x.lengths)
+
+
+def spread(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
+    """One number per response [rows], at every token of the response."""
+    return make_column(np.repeat(values, lengths), lengths)
+
+
+def sequence_scores(scores: Scores) -> np.ndarray:
+    """One score per response [rows] float64; scores of tokens are added up.
+
+    Raises:
+        ValueError: A score is not finite: a failed reward must not train anything.
+    """
+    require_finite(scores)
+    return row_sums(scores) if isinstance(scores, Jagged) else scores.astype(np.float64)
+
+
+def row_sums(x: FloatColumn) -> np.ndarray:
+    """[rows] float64, added from left to right."""
+    row_of_token = np.repeat(np.arange(len(x.lengths)), x.lengths)
+    return np.bincount(row_of_token, weights=x.values, minlength=len(x.lengths))
+
+
+def float64(x: FloatColumn) -> np.ndarray:
+    """The values as they are computed with."""
+    return x.values.astype(np.float64)
+
+
+def make_column(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
+    """The values as they travel."""
+    return Jagged(values.astype(np.float32), lengths)
+
+
+def last_tokens(lengths: np.ndarray) -> np.ndarray:
+    """Index of the last token of every row that has one."""
+    return np.cumsum(lengths)[lengths > 0] - 1
+
+
+def mean(x: np.ndarray) -> float:
+    """Mean of all numbers; 0 of none."""
+    return float(x.sum() / max(x.size, 1))
+
+
+def std(x: np.ndarray) -> float:
+    """Unbiased standard deviation; 0 of fewer than two numbers."""
+    return float(x.std(ddof=1)) if x.size > 1 else 0.0
+
+
+def advantage_metrics(advantages: FloatColumn) -> dict[str, float]:
+    """`advantage/mean` and `advantage/std`, over all tokens."""
+    tokens = float64(advantages)
+    return {"advantage/mean": mean(tokens), "advantage/std": std(tokens)}
+
+
+def require_finite(scores: Scores) -> None:
+    """Raises ValueError where a score is not finite: a failed reward must not train anything."""
+    finite = np.isfinite(scores.values if isinstance(scores, Jagged) else scores)
+    if not finite.all():
+        unit = "token" if isinstance(scores, Jagged) else "response"
+        bad = np.flatnonzero(~finite)
+        raise ValueError(f"{bad.size} of {finite.size} scores are not finite, the first at {unit} {bad[0]}")
+
+
+def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
+    """Raises ValueError where a column does not have this many tokens in every row."""
+    for name, column in columns.items():
+        if not np.array_equal(column.lengths, lengths):
+            raise ValueError(
+                f"{name} does not fit the responses row by row: "
+                f"{len(column.values)} tokens in {column.rows} rows against {lengths.sum()} in {len(lengths)}"
+            )
+
+
+def require_equal_lengths(**columns: FloatColumn) -> None:
+    """Raises ValueError where columns differ in the number of tokens of a row."""
+    first = next(iter(columns.values()))
+    require_lengths(first.lengths, **columns)

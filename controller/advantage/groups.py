@@ -1,0 +1,119 @@
+"""Baselines without a critic: the responses to one prompt are compared with each other.
+
+A group is told by numbers: `group` [rows] int64 says which responses belong together. Groups need not lie side by
+side and may differ in size, as they do once some responses were dropped. All in float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controller.advantage.columns import (
+    Advantage,
+    Scores,
+    advantage_metrics,
+    mean,
+    require_finite,
+    sequence_scores,
+    spread,
+)
+
+STD_EPS = 1e-6
+
+
+def group_sizes(group: np.ndarray) -> np.ndarray:
+    """How many responses each response's group has [rows] int64."""
+    numbers, counts = _numbered(group)
+    return counts[numbers]
+
+
+def group_means(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The mean score of each response's group [rows]; 0 for a response that is alone in its group."""
+    sizes = group_sizes(group)
+    return np.where(sizes > 1, _group_sums(scores, group) / sizes, 0.0)
+
+
+def group_stds(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The standard deviation, unbiased, of each response's group [rows]; 1 for a response that is alone."""
+    sizes = group_sizes(group)
+    squares = _group_sums((scores - group_means(scores, group)) ** 2, group)
+    return np.where(sizes > 1, np.sqrt(squares / np.maximum(sizes - 1, 1)), 1.0)
+
+
+def centred(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """s - mean(group) (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, section 3.2)."""
+    return scores - group_means(scores, group)
+
+
+def standardized(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """(s - mean(group)) / (std(group) + 1e-6) (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1.2)."""
+    return centred(scores, group) / (group_stds(scores, group) + STD_EPS)
+
+
+def leave_one_out(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """s minus the mean of the others in the group, which is n / (n - 1) (s - mean(group)) (RLOO, Ahmadian et al.
+    2024, arXiv 2402.14740); s itself where there are no others."""
+    sizes = group_sizes(group)
+    return centred(scores, group) * np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 1.0)
+
+
+def differs_within(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Whether the scores of each response's group are not all the same [rows] bool: only then do group baselines
+    leave anything to learn from it."""
+    numbers, counts = _numbered(group)
+    lowest, highest = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    np.minimum.at(lowest, numbers, scores)
+    np.maximum.at(highest, numbers, scores)
+    return (highest > lowest)[numbers]
+
+
+def group_advantage(
+    scores: Scores, lengths: np.ndarray, group: np.ndarray, *, normalize_std: bool = True
+) -> Advantage:
+    """The whole of `compute_advantage` for GRPO: every token of a response has the response's advantage.
+
+    Args:
+        scores: per response [rows], or per token, which are added up.
+        lengths: tokens per response [rows] int64.
+        group: which responses answer the same prompt [rows] int64.
+        normalize_std: divide by the group's standard deviation (GRPO), or leave that out (Dr. GRPO).
+
+    Returns:
+        Advantages, and as metrics: `score/mean` and `reward/mean` (per response, here the same),
+        `group/same_score` (share of the responses whose group has only one score, so that nothing is learned from
+        them), `advantage/mean` and `advantage/std` (per token).
+
+    Raises:
+        ValueError: a score that is not finite, or not one score and one group for each response.
+    """
+    per_row = sequence_scores(scores)
+    require_rows(len(lengths), scores=per_row, group=group)
+    values = standardized(per_row, group) if normalize_std else centred(per_row, group)
+    advantages = spread(values, lengths)
+    metrics = {"score/mean": mean(per_row), "reward/mean": mean(per_row)}
+    metrics |= group_metrics(per_row, group) | advantage_metrics(advantages)
+    return Advantage(advantages, metrics)
+
+
+def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:
+    """`group/same_score`, see `group_advantage`."""
+    return {"group/same_score": mean((~differs_within(scores, group)).astype(np.float64))}
+
+
+def require_rows(rows: int, **columns: np.ndarray) -> None:
+    """Raises ValueError where a column does not have one number for each response, or one that is not finite."""
+    for name, column in columns.items():
+        if column.shape != (rows,):
+            raise ValueError(f"expected one {name} for each of {rows} responses, got shape {column.shape}")
+        require_finite(column)
+
+
+def _numbered(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Groups numbered from 0: the number of each response's [rows], and the size of each [groups]."""
+    _, numbers, counts = np.unique(group, return_inverse=True, return_counts=True)
+    return numbers, counts
+
+
+def _group_sums(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    numbers, counts = _numbered(group)
+    return np.bincount(numbers, weights=values, minlength=len(counts))[numbers]

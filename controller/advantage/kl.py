@@ -1,0 +1,107 @@
+"""The price of leaving the reference policy: estimators of the KL divergence, and who sets its coefficient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from controller.advantage.columns import FloatColumn, float64, make_column, require_equal_lengths
+from controller.config import MAX_KL_ERROR, AlgorithmTable
+
+KL_KINDS = ("k1", "k2", "k3")
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+
+def kl_estimate(log_probs: FloatColumn, ref_log_probs: FloatColumn, kind: str) -> FloatColumn:
+    """Estimate KL(policy || reference) at every sampled token (Schulman 2020, "Approximating KL Divergence").
+
+    With d = log_probs - ref_log_probs: k1 = d (unbiased), k2 = d^2 / 2 (low variance), k3 = exp(-d) + d - 1
+    (unbiased, low variance, not negative); k3 clamps d to +-20 and its result to +-10.
+
+    Raises:
+        ValueError: an unknown kind, or columns of different lengths.
+    """
+    require_equal_lengths(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    log_ratio = float64(log_probs) - float64(ref_log_probs)
+    match kind:
+        case "k1":
+            kl = log_ratio
+        case "k2":
+            kl = log_ratio**2 / 2
+        case "k3":
+            inverse = np.clip(-log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+            kl = np.clip(np.expm1(inverse) - inverse, -_MAX_K3, _MAX_K3)
+        case _:
+            raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(KL_KINDS)}")
+    return make_column(kl, log_probs.lengths)
+
+
+class KlController(Protocol):
+    """Who sets the price of KL in the reward, from one step to the next."""
+
+    beta: float
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Take note of the KL measured on a batch of `num_sequences` responses."""
+        ...
+
+
+@dataclass
+class FixedKL:
+    """A constant price of KL."""
+
+    beta: float = 0.001
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """A constant does not learn."""
+
+
+@dataclass
+class AdaptiveKL:
+    """A price that steers the KL to a target (Ziegler et al. 2019, section 2.2); `beta` is all its state.
+
+    Args:
+        beta: where the price starts, above 0.
+        target: the wanted KL, above 0, in the unit of what `update` is given (per token or per response).
+        horizon: over how many responses the price follows, above 0.
+
+    Raises:
+        ValueError: an argument that is not above 0.
+    """
+
+    beta: float = 0.001
+    target: float = 0.1
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "target", "horizon"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} of an adaptive KL must be above 0, got {getattr(self, name)}")
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon.
+
+        Raises:
+            ValueError: a batch so much larger than the horizon that the price could turn negative.
+        """
+        if MAX_KL_ERROR * num_sequences >= self.horizon:
+            raise ValueError(f"{num_sequences} responses are too many for a KL horizon of {self.horizon}")
+        error = float(np.clip(kl / self.target - 1, -MAX_KL_ERROR, MAX_KL_ERROR))
+        self.beta *= 1 + error * num_sequences / self.horizon
+
+
+def steer(controller: KlController, metrics: dict[str, float], num_sequences: int) -> None:
+    """Notes the price of KL in a step's metrics, as `kl/coefficient`, and then lets the controller see the
+    step's KL per response, `kl/sequence_mean`."""
+    metrics["kl/coefficient"] = controller.beta
+    controller.update(metrics["kl/sequence_mean"], num_sequences)
+
+
+def kl_controller(algorithm: AlgorithmTable) -> KlController:
+    """The controller that the configuration asks for: adaptive where it has a target."""
+    if algorithm.kl_target:
+        return AdaptiveKL(algorithm.kl_reward_coefficient, algorithm.kl_target, algorithm.kl_horizon)
+    return FixedKL(algorithm.kl_reward_coefficient)

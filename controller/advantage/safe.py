@@ -1,0 +1,132 @@
+"""Reward under a limit on cost: Safe-RLHF (Dai et al. 2024, arXiv 2310.12773), as its authors' code has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from controller.advantage.columns import (
+    CriticAdvantage,
+    FloatColumn,
+    Scores,
+    advantage_metrics,
+    float64,
+    make_column,
+    mean,
+    sequence_scores,
+    whiten,
+)
+from controller.advantage.gae import gae, penalized_rewards, token_rewards, value_metrics
+from controller.advantage.kl import kl_estimate
+
+
+@dataclass
+class Multiplier:
+    """The Lagrange multiplier of the cost constraint; the fields are all its state.
+
+    Attributes:
+        log_lambda: Its natural logarithm.
+        costs: Costs of the newest responses, at most as many as are averaged, oldest first.
+    """
+
+    log_lambda: float = 0.0
+    costs: list[float] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        """Lambda, what a unit of cost is worth in units of reward."""
+        return math.exp(self.log_lambda)
+
+    def update(
+        self,
+        costs: Iterable[float],
+        *,
+        limit: float,
+        learning_rate: float = 0.1,
+        largest: float = 5.0,
+        episodes: int = 128,
+    ) -> float:
+        """One step of gradient ascent on lambda (J_C - d) in log lambda (section 3.3):
+        log_lambda += learning_rate lambda (J_C - d), at most log(largest).
+
+        Args:
+            costs: of the responses of this step, in order.
+            limit: d.
+            episodes: J_C is the mean cost of this many newest responses, or of as many as there were.
+
+        Returns:
+            J_C.
+        """
+        self.costs = [*self.costs, *map(float, costs)][-episodes:]
+        mean_cost = math.fsum(self.costs) / len(self.costs)
+        step = learning_rate * self.value * (mean_cost - limit)
+        self.log_lambda = min(self.log_lambda + step, math.log(largest))
+        return mean_cost
+
+
+@dataclass(frozen=True)
+class SafeAdvantage(CriticAdvantage):
+    """An advantage with what the critic and the cost critic regress to."""
+
+    cost_returns: FloatColumn
+
+
+def safe_advantage(
+    log_probs: FloatColumn,
+    ref_log_probs: FloatColumn,
+    values: FloatColumn,
+    cost_values: FloatColumn,
+    scores: Scores,
+    costs: Scores,
+    *,
+    multiplier: float,
+    beta: float,
+    kl_kind: str = "k1",
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    clip: float = 50.0,
+    whiten_advantages: bool = False,
+) -> SafeAdvantage:
+    """The whole of `compute_advantage` for Safe-RLHF (section 3.3 and appendix B).
+
+    Per token r = -beta KL + R at the last token and c = beta KL + C at the last token, both clipped to +-clip;
+    A_R and A_C by GAE from the critic's and the cost critic's values; A = (A_R - lambda A_C) / (1 + lambda).
+
+    Args:
+        log_probs, ref_log_probs: of the policy that sampled, and of the reference.
+        values, cost_values: of the critic and of the cost critic, before each token.
+        scores, costs: per response [rows] or per token, see `token_rewards`.
+        multiplier: lambda.
+        clip: bound of the rewards and costs of tokens.
+        whiten_advantages: of A, over all tokens of the batch.
+
+    Returns:
+        Advantages, returns and cost returns, and as metrics those of `ppo_advantage`, with `cost/mean` (per
+        response) and `cost_value/explained_variance`.
+
+    Raises:
+        ValueError: as `ppo_advantage`.
+    """
+    rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
+    kl = kl_estimate(log_probs, ref_log_probs, kl_kind)
+    # What is close to the reference counts as safe, too: the price of KL is a reward there and a cost here.
+    token_costs = token_rewards(costs, log_probs.lengths, kl, -beta)
+    reward_advantages, returns = gae(_clipped(rewards, clip), values, gamma, lam)
+    cost_advantages, cost_returns = gae(_clipped(token_costs, clip), cost_values, gamma, lam)
+    combined = (float64(reward_advantages) - multiplier * float64(cost_advantages)) / (1 + multiplier)
+    advantages = make_column(combined, values.lengths)
+    metrics |= advantage_metrics(advantages) | value_metrics(values, returns)
+    metrics |= {
+        "cost/mean": mean(sequence_scores(costs)),
+        "cost_value/explained_variance": value_metrics(cost_values, cost_returns)["value/explained_variance"],
+    }
+    if whiten_advantages:
+        advantages = whiten(advantages)
+    return SafeAdvantage(advantages, metrics, returns, cost_returns)
+
+
+def _clipped(x: FloatColumn, bound: float) -> FloatColumn:
+    return make_column(np.clip(float64(x), -bound, bound), x.lengths)

@@ -1,0 +1,139 @@
+"""What an algorithm is: a function of a run, and what it declares about itself. Nobody else knows it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from controller.config import Config
+from controller.run import Run
+from rlhf.config import Strict, validate
+from rlhf.errors import ConfigError
+
+
+class NoOptions(Strict):
+    """Nothing beside what algorithms share."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A function of a run, called as `function(run)`, or as `function(run, options)` where it has options.
+
+    Attributes:
+        function: The algorithm.
+        services: Role by name of the services it works with; None: all that the configuration has.
+        options: Type of `[algorithm.options]`.
+        defaults: Keys of `[algorithm]` with a default of the algorithm's own.
+        compares_groups: Whether it compares the responses to a prompt with each other, and so needs several.
+        quickstart: Name of the bundled configuration that it runs with where it is given none.
+        columns: Texts that every row of its data has to have beside the prompt.
+        trains: Name of the service whose weights are what comes of it.
+    """
+
+    function: Callable[..., Any]
+    services: Mapping[str, str] | None = None
+    options: type[Strict] = NoOptions
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    compares_groups: bool = False
+    quickstart: str = "quickstart"
+    columns: tuple[str, ...] = ()
+    trains: str = "actor"
+
+    @property
+    def name(self) -> str:
+        """Name of its function."""
+        return getattr(self.function, "__name__", repr(self.function))
+
+    def __call__(self, run: Run) -> None:
+        """Runs it, on a run whose configuration `configure` has made."""
+        if self.options is NoOptions:
+            self.function(run)
+        else:
+            self.function(run, self.options.model_validate(run.config.algorithm.options))
+
+    def configure(self, config: Config) -> Config:
+        """The configuration of a run of this algorithm: of the services only those it needs, its own defaults where
+        the configuration says nothing, and all of its options.
+
+        Raises:
+            ConfigError: A service is missing or has another role, an option is unknown or wrong, or the configuration
+                cannot work with this algorithm.
+        """
+        given = config.algorithm.model_dump(exclude_unset=True)
+        options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
+        tables = config.model_dump(exclude_unset=True)
+        tables["algorithm"] = {**self.defaults, **given, "options": options.model_dump(mode="json")}
+        tables["services"] = {name: tables["services"][name] for name in self._needed(config)}
+        configured = validate(Config, tables, f"for {self.name}")
+        self._check(configured)
+        return configured
+
+    def _needed(self, config: Config) -> Iterable[str]:
+        """Names of the services it needs, in the order of the configuration."""
+        needed = (
+            {name: table.role for name, table in config.services.items()}
+            if self.services is None
+            else _with_parts(self.services, config)
+        )
+        for name, role in needed.items():
+            table = config.services.get(name)
+            if table is None:
+                raise ConfigError(
+                    f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
+                    f"{', '.join(sorted(config.services))}"
+                )
+            if table.role != role:
+                raise ConfigError(
+                    f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
+                )
+        return [name for name in config.services if name in needed]
+
+    def _check(self, config: Config) -> None:
+        samples = config.rollout.samples_per_prompt
+        if self.compares_groups and samples < 2:
+            raise ConfigError(
+                f"rollout.samples_per_prompt: {self.name} compares the responses to a prompt, so there have to be at "
+                f"least 2 (given: {samples})"
+            )
+        coefficient = config.algorithm.kl_loss_coefficient
+        if coefficient and self.services is not None and "reference" not in self.services.values():
+            raise ConfigError(
+                f"algorithm.kl_loss_coefficient: {self.name} works without a reference policy, so it has to be 0 "
+                f"(given: {coefficient:g})"
+            )
+
+
+def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Role by name of the services, in place of a reward or cost those that it is made of."""
+    parts: dict[str, str] = {}
+    for name, role in services.items():
+        recipes = config.recipes(name).values() if role == "reward" else [{name: 1.0}]
+        parts |= {part: role for recipe in recipes for part in recipe}
+    return parts
+
+
+def algorithm(
+    *,
+    services: Iterable[str] | Mapping[str, str],
+    options: type[Strict] = NoOptions,
+    defaults: Mapping[str, Any] | None = None,
+    compares_groups: bool = False,
+    quickstart: str = "quickstart",
+    columns: tuple[str, ...] = (),
+    trains: str = "actor",
+) -> Callable[[Callable[..., None]], Algorithm]:
+    """Declares a function to be an algorithm.
+
+    Args:
+        services: Names of the services it needs, where they are those of their roles; else role by name.
+        options, defaults, compares_groups, quickstart, columns, trains: As in `Algorithm`.
+    """
+    roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
+
+    def declare(function: Callable[..., None]) -> Algorithm:
+        return Algorithm(
+            function, roles, options, defaults or {}, compares_groups, quickstart, columns, trains
+        )
+
+    return declare

@@ -1,0 +1,25 @@
+"""CISPO (MiniMax-M1, Chen et al. 2025, arXiv 2506.13585): GRPO's advantages under a loss that clips how much a token
+weighs and not whether it learns, so that rare tokens which change much are not lost. Only the upper clip counts."""
+
+from __future__ import annotations
+
+from controller.algorithm import algorithm
+from controller.algorithms.grpo import compute_advantage
+from controller.run import Run
+
+
+@algorithm(
+    services=("actor", "reward"),
+    defaults={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2},
+    compares_groups=True,
+    quickstart="groups",
+)
+def cispo(run: Run) -> None:
+    """Actor and reward."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))

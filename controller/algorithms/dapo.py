@@ -1,0 +1,114 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO with a higher upper clip, only groups whose responses differ in reward,
+a loss over tokens, and a soft punishment of overlong responses; without KL."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from controller.advantage import Advantage, Scores, sequence_scores
+from controller.advantage.columns import mean
+from controller.advantage.groups import differs_within, group_advantage
+from controller.advantage.lengths import overlong_penalty
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.rewards import Reward
+from controller.run import Actor, Run, Step
+from rlhf.config import Positive, Strict
+from rlhf.errors import InvalidRequest
+
+
+class Options(Strict):
+    """What only DAPO has."""
+
+    max_rounds: Positive = 10
+    """Rounds of generation in a step, each of data.prompts_per_step prompts, until as many groups have different
+    rewards. After the last, the step trains on those there are; without any the run ends with an error."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """The last tokens before rollout.max_response_tokens, over which the punishment of length grows; 0: no
+    punishment."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Largest punishment."""
+
+
+@algorithm(
+    services=("actor", "reward"),
+    options=Options,
+    defaults={"clip_high": 0.28},
+    compares_groups=True,
+    quickstart="groups",
+)
+def dapo(run: Run, options: Options) -> None:
+    """Actor and reward."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = sample_groups(run, step, actor, reward, options)
+        batch |= actor.compute_log_prob(batch)
+        batch |= compute_advantage(run, step, batch, options)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: Options) -> FutureBatch:
+    """Dynamic sampling (section 3.2): generates and scores rounds of prompts until as many groups as a step has prompts
+    have responses with different rewards, and returns those."""
+    wanted, found, rounds = run.config.data.prompts_per_step, 0, []
+    for prompts in step.rounds(options.max_rounds):
+        batch = prompts | actor.generate_sequences(prompts)
+        batch = reward.score(batch)
+        rewards, group = run.fetch(batch, "rewards", "group").values()
+        rows = rows_to_learn_from(sequence_scores(rewards), group, wanted - found)
+        found += len(np.unique(group[rows]))
+        rounds.append(batch.take(rows))
+        if found == wanted:
+            break
+    step.metrics |= {"groups/rounds": float(len(rounds)), "groups/trained": float(found)}
+    if not found:
+        raise InvalidRequest(
+            f"step {step.number}: in {len(rounds)} rounds no prompt had responses with different rewards: the task is "
+            "solved, or out of reach"
+        )
+    return FutureBatch.concat(rounds)
+
+
+def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
+    """Rows of the first groups, at most `most`, in which scores differ; groups are numbered in their order."""
+    rows = np.flatnonzero(differs_within(scores, group))
+    return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
+
+
+def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: Options) -> FutureBatch:
+    """Column advantages, from one reward per response and its length."""
+    rewards, group = run.fetch(batch, "rewards", "group").values()
+    return step.compute(
+        dapo_advantage,
+        rewards,
+        run.lengths(batch),
+        group,
+        max_length=run.config.rollout.max_response_tokens,
+        buffer=options.overlong_buffer_tokens,
+        penalty=options.overlong_penalty,
+    )
+
+
+def dapo_advantage(
+    scores: Scores, lengths: np.ndarray, group: np.ndarray, *, max_length: int, buffer: int, penalty: float
+) -> Advantage:
+    """GRPO's advantage of the scores with the soft punishment of length added (section 3.4).
+
+    Args:
+        max_length: longest response in tokens.
+        buffer: see `overlong_penalty`; 0: no punishment.
+        penalty: largest punishment.
+
+    Returns:
+        Advantages, and as metrics those of `group_advantage` of the punished scores, but `score/mean`, which is
+        before; and `overlong/mean`, the punishment per response.
+
+    Raises:
+        ValueError: as `group_advantage` and `overlong_penalty`.
+    """
+    given = sequence_scores(scores)
+    punishment = penalty * overlong_penalty(lengths, max_length, buffer) if buffer else np.zeros(len(lengths))
+    result = group_advantage(given + punishment, lengths, group)
+    metrics = {**result.metrics, "score/mean": mean(given), "overlong/mean": mean(punishment)}
+    return Advantage(result.advantages, metrics)

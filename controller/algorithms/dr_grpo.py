@@ -1,0 +1,33 @@
+"""Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases. The advantage is not divided by the
+standard deviation, which favours prompts that are too easy or too hard, and the loss is the sum over a response divided
+by a constant, where its mean favours long wrong responses."""
+
+from __future__ import annotations
+
+from controller.advantage.groups import group_advantage
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Run, Step
+
+
+@algorithm(
+    services=("actor", "reward"),
+    defaults={"aggregation": "seq-mean-token-sum-norm"},
+    compares_groups=True,
+    quickstart="groups",
+)
+def dr_grpo(run: Run) -> None:
+    """Actor and reward."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
+    """Column advantages, from one reward per response: s - mean within the group."""
+    rewards, group = run.fetch(batch, "rewards", "group").values()
+    return step.compute(group_advantage, rewards, run.lengths(batch), group, normalize_std=False)

@@ -1,0 +1,32 @@
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): responses to the same prompt are each other's baseline."""
+
+from __future__ import annotations
+
+from controller.advantage.groups import group_advantage
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Run, Step
+
+
+@algorithm(
+    services=("actor", "reference", "reward"),
+    defaults={"aggregation": "seq-mean-token-mean", "kl_loss_coefficient": 0.001},
+    compares_groups=True,
+    quickstart="groups",
+)
+def grpo(run: Run) -> None:
+    """Actor, reference and reward; KL in the loss."""
+    actor, reference, reward = run.actor(), run.reference(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
+    """Column advantages, from one reward per response: (s - mean) / (std + 1e-6) within the group."""
+    columns = run.fetch(batch, "rewards", "group")
+    return step.compute(group_advantage, columns["rewards"], run.lengths(batch), columns["group"])

@@ -1,0 +1,30 @@
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO whose probability ratio is that of the whole response, to the power
+of one over its length, as one reward is for the whole response. The clip range is far narrower for it."""
+
+from __future__ import annotations
+
+from controller.algorithm import algorithm
+from controller.algorithms.grpo import compute_advantage
+from controller.run import Run
+
+
+@algorithm(
+    services=("actor", "reward"),
+    defaults={
+        "surrogate": "gspo",
+        "aggregation": "seq-mean-token-mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    compares_groups=True,
+    quickstart="groups",
+)
+def gspo(run: Run) -> None:
+    """Actor and reward."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))

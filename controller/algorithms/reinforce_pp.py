@@ -1,0 +1,92 @@
+"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): REINFORCE with PPO's clip and KL, whose baseline is the mean over the
+whole batch; with option `baseline`, the mean of the responses to the same prompt first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from controller.advantage import (
+    Advantage,
+    FloatColumn,
+    KlController,
+    Scores,
+    discounted_returns,
+    kl_controller,
+    penalized_rewards,
+    spread,
+    steer,
+    whiten,
+)
+from controller.advantage.columns import advantage_metrics, row_sums
+from controller.advantage.groups import centred
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Run, Step
+from rlhf.config import Strict
+
+
+class Options(Strict):
+    """What only REINFORCE++ has."""
+
+    baseline: Literal["batch", "group"] = "batch"
+    """batch: discounted returns, whitened over the batch; group: rewards of responses minus the mean of their
+    prompt's, whitened over the batch (REINFORCE++-baseline), for rollout.samples_per_prompt above 1."""
+
+
+@algorithm(services=("actor", "reference", "reward"), options=Options)
+def reinforce_pp(run: Run, options: Options) -> None:
+    """Actor, reference and reward; KL in the reward."""
+    actor, reference, reward = run.actor(), run.reference(), run.reward()
+    kl = run.keep("kl", kl_controller(run.config.algorithm))
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch, kl, options)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def compute_advantage(
+    run: Run, step: Step, batch: FutureBatch, kl: KlController, options: Options
+) -> FutureBatch:
+    """Column advantages, from rewards and log-probabilities."""
+    config = run.config.algorithm
+    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    made = step.compute(
+        reinforce_pp_advantage,
+        *columns.values(),
+        baseline=options.baseline,
+        beta=kl.beta,
+        kl_kind=config.kl_reward_estimator,
+        gamma=config.gamma,
+    )
+    steer(kl, step.metrics, batch.rows)
+    return made
+
+
+def reinforce_pp_advantage(
+    log_probs: FloatColumn,
+    ref_log_probs: FloatColumn,
+    scores: Scores,
+    group: np.ndarray,
+    *,
+    baseline: str,
+    beta: float,
+    kl_kind: str = "k1",
+    gamma: float = 1.0,
+) -> Advantage:
+    """Discounted sums of the KL-penalised rewards of tokens, or, with baseline "group", at every token their sum over
+    the response minus the mean of the group; either way whitened over all tokens of the batch.
+
+    Raises:
+        ValueError: as `penalized_rewards` and `whiten`.
+    """
+    rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
+    if baseline == "group":
+        advantages = spread(centred(row_sums(rewards), group), rewards.lengths)
+    else:
+        advantages = discounted_returns(rewards, gamma)
+    return Advantage(whiten(advantages), metrics | advantage_metrics(advantages))

@@ -1,0 +1,82 @@
+"""Reward models, the second step of RLHF: which of two responses people chose (Bradley and Terry 1952; Ouyang et al.
+2022, arXiv 2203.02155, equation 1), and the cost models of Safe RLHF (Dai et al. 2024, arXiv 2310.12773, equation 6)."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Literal
+
+import numpy as np
+
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Evaluation, Run
+from nccl_transfer.batch import LocalColumn
+from rlhf.config import Strict
+from rlhf.errors import InvalidRequest
+
+Z_95 = 1.959964
+"""Standard score of a two-sided confidence of 95 %."""
+
+
+class Options(Strict):
+    """What only reward models have."""
+
+    loss: Literal["bradley_terry", "cost"] = "bradley_terry"
+    """bradley_terry makes the chosen response score higher. cost makes it, the safer one, score lower, and what is
+    unsafe above 0; it needs fields chosen_unsafe and rejected_unsafe, true or false, in every row."""
+
+
+@algorithm(services=("reward",), options=Options, columns=("chosen", "rejected"), trains="reward")
+def reward_model(run: Run, options: Options) -> None:
+    """Reward, of kind model with an optimizer; rows with prompt, chosen and rejected."""
+    reward = run.reward_model()
+    sign = -1.0 if options.loss == "cost" else 1.0
+
+    def evaluate(heldout: FutureBatch) -> Evaluation:
+        """Share of the held-out pairs in the right order, with its confidence interval, and the mean margin."""
+        scored = reward.compare_pairs(heldout)
+        chosen, rejected = run.fetch(scored, "chosen_scores", "rejected_scores").values()
+        margins = sign * (chosen.astype(np.float64) - rejected.astype(np.float64))
+        correct = int(np.sum(margins > 0))
+        low, high = wilson_interval(correct, len(margins))
+        measured = {"accuracy": correct / len(margins), "accuracy_low": low, "accuracy_high": high}
+        return {**measured, "pairs": float(len(margins)), "margin": float(margins.mean())}, [scored]
+
+    for step in run.steps(evaluate):
+        batch = step.prompts
+        if options.loss == "cost":
+            batch |= signs(batch)
+        step.finish(batch, reward.update_reward(batch, options.loss))
+
+
+def signs(batch: FutureBatch) -> FutureBatch:
+    """Columns chosen_sign and rejected_sign [rows] float64, from the rows' metadata: +1 unsafe, -1 safe."""
+    column = batch.result(["metadata"])["metadata"]
+    assert isinstance(column, LocalColumn)
+    rows = [json.loads(text) for text in column.texts]
+    return FutureBatch.of(
+        chosen_sign=np.asarray([_sign(row, "chosen_unsafe") for row in rows]),
+        rejected_sign=np.asarray([_sign(row, "rejected_unsafe") for row in rows]),
+    )
+
+
+def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
+    """Confidence interval of a share (Wilson 1927): with p = successes / trials and n = trials,
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Args:
+        trials: At least 1.
+        z: Standard score of the confidence; default 95 %.
+    """
+    share, ratio = successes / trials, z * z / trials
+    centre = share + ratio / 2
+    spread = z * math.sqrt(share * (1 - share) / trials + ratio / (4 * trials))
+    return (centre - spread) / (1 + ratio), (centre + spread) / (1 + ratio)
+
+
+def _sign(row: dict[str, object], name: str) -> float:
+    if not isinstance(row.get(name), bool | int):
+        raise InvalidRequest(f"a row of the data has no {name}, true or false, which loss cost needs")
+    return 1.0 if row[name] else -1.0

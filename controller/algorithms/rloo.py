@@ -1,0 +1,64 @@
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE with the mean of the other responses as baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controller.advantage import (
+    Advantage,
+    FloatColumn,
+    KlController,
+    Scores,
+    kl_controller,
+    penalized_rewards,
+    spread,
+    steer,
+)
+from controller.advantage.columns import advantage_metrics, row_sums
+from controller.advantage.groups import group_metrics, leave_one_out
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Run, Step
+
+
+@algorithm(services=("actor", "reference", "reward"), compares_groups=True, quickstart="groups")
+def rloo(run: Run) -> None:
+    """Actor, reference and reward; KL in the reward."""
+    actor, reference, reward = run.actor(), run.reference(), run.reward()
+    kl = run.keep("kl", kl_controller(run.config.algorithm))
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reference.compute_ref_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch, kl)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
+    """Column advantages, from rewards and log-probabilities."""
+    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    kind = run.config.algorithm.kl_reward_estimator
+    made = step.compute(rloo_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
+    steer(kl, step.metrics, batch.rows)
+    return made
+
+
+def rloo_advantage(
+    log_probs: FloatColumn,
+    ref_log_probs: FloatColumn,
+    scores: Scores,
+    group: np.ndarray,
+    *,
+    beta: float,
+    kl_kind: str = "k1",
+) -> Advantage:
+    """n / (n - 1) (s - mean of the group), where s is the score of a response minus beta times its KL.
+
+    Raises:
+        ValueError: as `penalized_rewards`.
+    """
+    rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
+    per_row = row_sums(rewards)
+    advantages = spread(leave_one_out(per_row, group), rewards.lengths)
+    return Advantage(advantages, metrics | group_metrics(per_row, group) | advantage_metrics(advantages))

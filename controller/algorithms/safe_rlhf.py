@@ -1,0 +1,103 @@
+"""Safe-RLHF (Dai et al. 2024, arXiv 2310.12773): PPO for a reward under a limit on a cost, as in Figure 6 of
+HybridFlow. The cost model is a second reward service, its critic a second critic; a Lagrange multiplier weighs one
+against the other, and texts of the pretraining data may be learned beside them."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from controller.advantage import KlController, kl_controller, sequence_scores, steer
+from controller.advantage.safe import Multiplier, safe_advantage
+from controller.algorithm import algorithm
+from controller.dataflow import FutureBatch
+from controller.run import Run, Step
+from rlhf.config import Positive, Strict
+
+
+class Options(Strict):
+    """What only Safe-RLHF has."""
+
+    cost_limit: float = 0.0
+    """Mean cost of a response (d) that the policy is to stay below."""
+    initial_lambda: float = Field(default=1.0, gt=0)
+    """Multiplier before the first step."""
+    lambda_learning_rate: float = Field(default=0.1, ge=0)
+    """Step size of the ascent on the logarithm of the multiplier."""
+    largest_lambda: float = Field(default=5.0, gt=0)
+    """The multiplier grows no further."""
+    episodes: Positive = 128
+    """Newest responses over which the cost is averaged."""
+    score_clip: float = Field(default=50.0, gt=0)
+    """Bound of the rewards and costs of tokens."""
+
+
+@algorithm(
+    services={
+        "actor": "actor",
+        "critic": "critic",
+        "cost_critic": "critic",
+        "reference": "reference",
+        "reward": "reward",
+        "cost": "reward",
+    },
+    options=Options,
+    defaults={
+        "lam": 0.95,
+        "value_clip": 5.0,
+        "kl_reward_coefficient": 0.02,
+        "whiten_advantages": False,
+        "pretrain_coefficient": 16.0,
+    },
+    quickstart="safe_rlhf",
+)
+def safe_rlhf(run: Run, options: Options) -> None:
+    """Actor, reference, reward and cost, with a critic for either; KL in both."""
+    actor, reference, reward, cost = run.actor(), run.reference(), run.reward(), run.reward("cost")
+    critic, cost_critic = run.critic(), run.critic("cost_critic")
+    kl = run.keep("kl", kl_controller(run.config.algorithm))
+    multiplier = run.keep("multiplier", Multiplier(math.log(options.initial_lambda)))
+    for step in run.steps():
+        batch = step.prompts | step.pretraining | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= critic.compute_values(batch)
+        batch |= cost_critic.compute_values(batch).rename(values="cost_values")
+        batch |= reference.compute_ref_log_prob(batch)
+        batch = reward.score(batch)
+        batch = cost.score(batch, "costs")
+        batch |= compute_advantage(run, step, batch, kl, multiplier, options)
+        costs = batch.drop("values", "returns").rename(cost_values="values", cost_returns="returns")
+        step.finish(
+            batch, critic.update_critic(batch), cost_critic.update_critic(costs), actor.update_actor(batch)
+        )
+
+
+def compute_advantage(
+    run: Run, step: Step, batch: FutureBatch, kl: KlController, multiplier: Multiplier, options: Options
+) -> FutureBatch:
+    """Columns advantages, returns and cost_returns; the multiplier moves first, so that the actor feels it."""
+    config = run.config.algorithm
+    names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
+    columns = run.fetch(batch, *names)
+    mean_cost = multiplier.update(
+        sequence_scores(columns["costs"]),
+        limit=options.cost_limit,
+        learning_rate=options.lambda_learning_rate,
+        largest=options.largest_lambda,
+        episodes=options.episodes,
+    )
+    made = step.compute(
+        safe_advantage,
+        *columns.values(),
+        multiplier=multiplier.value,
+        beta=kl.beta,
+        kl_kind=config.kl_reward_estimator,
+        gamma=config.gamma,
+        lam=config.lam,
+        clip=options.score_clip,
+        whiten_advantages=config.whiten_advantages,
+    )
+    step.metrics |= {"cost/recent_mean": mean_cost, "lambda": multiplier.value}
+    steer(kl, step.metrics, batch.rows)
+    return made

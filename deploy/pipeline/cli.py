@@ -1,0 +1,153 @@
+"""The pipeline: builds a small model, then runs the three steps, each on services of its own, and sums them up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.pipeline.report import check, render, summarize
+
+HERE = Path(__file__).parent
+DATA = Path("../shared/data/hh_harmless_test.jsonl.gz")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of RLHF.
+
+    Attributes:
+        algorithm: Name of the algorithm, of its config beside this file, and of the stage's directory.
+        trained: Service whose weights the later stages begin with.
+        models: By service, what it begins with: an earlier stage, or "" for the model with random weights.
+        rows: Stem of the names of its data.
+    """
+
+    algorithm: str
+    trained: str
+    models: dict[str, str]
+    rows: str
+
+
+STAGES = (
+    Stage("sft", "actor", {"actor": ""}, "sft"),
+    Stage("reward_model", "reward", {"reward": "sft"}, "pairs"),
+    Stage(
+        "ppo",
+        "actor",
+        {"actor": "sft", "reference": "sft", "critic": "reward_model", "reward": "reward_model"},
+        "prompts",
+    ),
+)
+
+
+@dataclass
+class Pipeline:
+    """One run of all stages.
+
+    Attributes:
+        directory: Where everything goes.
+        settings: Of each stage, put into its config, as KEY=VALUE.
+        runs: Run directory of each stage that is done.
+    """
+
+    directory: Path
+    settings: dict[str, list[str]]
+    runs: dict[str, Path] = field(default_factory=dict)
+
+    def prepare(self, data: Path, seed: int) -> None:
+        """Builds tokenizer, model and rows."""
+        out = str(self.directory / "data")
+        _run("-m", "deploy.pipeline.prepare", "--data", str(data), "--out", out, "--seed", str(seed))
+
+    def run(self, stage: Stage, seed: int) -> None:
+        """One stage, its services started and stopped."""
+        parent = self.directory / stage.algorithm
+        settings = [
+            f"run.directory={parent}",
+            f"run.seed={seed}",
+            f"data.train={self.directory}/data/{stage.rows}_train.jsonl",
+            f"data.heldout={self.directory}/data/{stage.rows}_heldout.jsonl",
+            *(f"services.{name}.model={self.model(begin)}" for name, begin in stage.models.items()),
+            *self.settings.get(stage.algorithm, []),
+        ]
+        config = HERE / f"{stage.algorithm}.toml"
+        given = [part for setting in settings for part in ("--set", setting)]
+        _run("-m", "controller.cli", "--algo", stage.algorithm, "--config", str(config), "--launch", *given)
+        (self.runs[stage.algorithm],) = parent.iterdir()
+
+    def model(self, stage: str) -> Path:
+        """What came of a stage; of no stage, the model with random weights."""
+        if not stage:
+            return self.directory / "data" / "model"
+        trained = next(each.trained for each in STAGES if each.algorithm == stage)
+        return self.runs[stage] / trained
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option(
+    "--data", type=click.Path(path_type=Path), default=DATA, help="Pairs of HH-RLHF, JSONL, gzipped or not."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its directory goes."
+)
+@click.option("--seed", default=0, help="Of the weights and of every stage.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="STAGE.KEY=VALUE", help="As sft.run.steps=10; repeatable."
+)
+def main(data: Path, out: Path, seed: int, settings: tuple[str, ...]) -> None:
+    """Supervised fine-tuning, a reward model and PPO from the raw dialogues of HH-RLHF, with a small model."""
+    if not data.is_file():
+        raise click.ClickException(
+            f"no data at {data}: put hh_harmless_test.jsonl.gz there (test.jsonl.gz of harmless-base of "
+            "https://huggingface.co/datasets/Anthropic/hh-rlhf), or say where it is with --data"
+        )
+    started = time.time()
+    directory = out / time.strftime("pipeline-%Y%m%d-%H%M%S")
+    directory.mkdir(parents=True)
+    pipeline = Pipeline(directory, _by_stage(settings))
+    click.echo(f"pipeline: {directory}")
+    pipeline.prepare(data, seed)
+    for number, stage in enumerate(STAGES, 1):
+        click.echo(
+            f"stage {number} of {len(STAGES)}: {stage.algorithm} ({time.time() - started:.0f} s so far)"
+        )
+        pipeline.run(stage, seed)
+    summary = summarize(pipeline.runs, time.time() - started)
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (directory / "report.html").write_text(render(directory, pipeline.runs, summary), encoding="utf-8")
+    for name, (held, text) in check(summary).items():
+        click.echo(f"{'met' if held else 'MISSED':<7} {name}: {text}")
+    click.echo(f"report: {directory / 'report.html'}")
+    if not all(held for held, _ in check(summary).values()):
+        sys.exit(1)
+
+
+def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:
+    """Settings by stage.
+
+    Raises:
+        click.ClickException: One begins with no stage's name.
+    """
+    found: dict[str, list[str]] = {stage.algorithm: [] for stage in STAGES}
+    for setting in settings:
+        name, _, rest = setting.partition(".")
+        if name not in found or "=" not in rest:
+            raise click.ClickException(
+                f"--set {setting}: expected STAGE.KEY=VALUE; stages: {', '.join(found)}"
+            )
+        found[name].append(rest)
+    return found
+
+
+def _run(*arguments: str) -> None:
+    """A Python module as a process, which says on the terminal what it does."""
+    ended: Any = subprocess.run([sys.executable, *arguments], check=False)
+    if ended.returncode:
+        raise click.exceptions.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)

@@ -1,0 +1,120 @@
+"""What the three steps came to: figures, bars, and a page that ties their reports together."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+KL = "kl/mean"
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/><title>{title}</title><style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 0 auto; padding: 32px 20px; }}
+table {{ border-collapse: collapse; width: 100%; margin-bottom: 28px; font-size: 14px; }}
+th, td {{ text-align: left; vertical-align: top; padding: 8px 14px 8px 0; border-bottom: 1px solid #8886; }}
+td.text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+</style></head><body>
+<h1>{title}</h1>
+<h2>Bars</h2><table><tr><th>bar</th><th>measured</th><th></th></tr>{bars}</table>
+<h2>Steps</h2><table><tr><th>step</th><th>figures</th><th>report</th></tr>{stages}</table>
+<h2>Held-out prompts, before and after PPO</h2>
+<table><tr><th>prompt</th><th>SFT policy</th><th>after PPO</th></tr>{samples}</table>
+</body></html>
+"""
+
+
+def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
+    """The figures of all steps, by step.
+
+    Args:
+        runs: Run directory of each step.
+        wall_s: Of everything.
+    """
+    sft, pairs, ppo = (_read(runs[name] / "summary.json") for name in ("sft", "reward_model", "ppo"))
+    lines = [json.loads(line) for line in (runs["ppo"] / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "sft": {"loss_before": sft["loss_before"], "loss_after": sft["loss_after"], "wall_s": sft["wall_s"]},
+        "reward_model": {
+            "accuracy": pairs["accuracy_after"],
+            "accuracy_low": pairs["accuracy_low_after"],
+            "accuracy_high": pairs["accuracy_high_after"],
+            "pairs": int(pairs["pairs_after"]),
+            "wall_s": pairs["wall_s"],
+        },
+        "ppo": {
+            "reward_before": ppo["accuracy_before"],
+            "reward_after": ppo["accuracy_after"],
+            "kl": next((line[KL] for line in reversed(lines) if KL in line), None),
+            "wall_s": ppo["wall_s"],
+        },
+        "wall_s": wall_s,
+    }
+
+
+def check(summary: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
+    """By bar, whether it is met, and its figures."""
+    sft, pairs, ppo = summary["sft"], summary["reward_model"], summary["ppo"]
+    interval = f"{pairs['accuracy_low']:.1%} to {pairs['accuracy_high']:.1%}"
+    return {
+        "SFT: the held-out loss falls": (
+            sft["loss_after"] < sft["loss_before"],
+            f"{sft['loss_before']:.3f} to {sft['loss_after']:.3f} nats per token",
+        ),
+        "Reward model: held-out pairs in the right order, 95 % interval above one half": (
+            pairs["accuracy_low"] > 0.5,
+            f"{pairs['accuracy']:.1%} of {pairs['pairs']} ({interval})",
+        ),
+        "PPO: the mean held-out reward rises": (
+            ppo["reward_after"] > ppo["reward_before"],
+            f"{ppo['reward_before']:.3f} to {ppo['reward_after']:.3f}, KL per response {ppo['kl']:.2f} nats",
+        ),
+    }
+
+
+def render(directory: Path, runs: Mapping[str, Path], summary: Mapping[str, Any]) -> str:
+    """The page."""
+    bars = "".join(
+        _row(name, text, "met" if held else "MISSED") for name, (held, text) in check(summary).items()
+    )
+    stages = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_figures(summary[name]))}</td>"
+        f'<td><a href="{html.escape(os.path.relpath(path / "report.html", directory))}">report</a></td></tr>'
+        for name, path in runs.items()
+    )
+    samples = "".join(
+        "<tr>" + "".join(f'<td class="text">{html.escape(text)}</td>' for text in texts) + "</tr>"
+        for texts in before_and_after(runs["ppo"])
+    )
+    return PAGE.format(title=html.escape(directory.name), bars=bars, stages=stages, samples=samples)
+
+
+def before_and_after(run: Path) -> list[tuple[str, str, str]]:
+    """Prompt, first and last response with their rewards, of each prompt with samples."""
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = max((row["step"] for row in rows), default=0)
+    first = {row["prompt"]: row for row in rows if row["step"] == 0}
+    return [
+        (row["prompt"].strip(), _answer(first[row["prompt"]]), _answer(row))
+        for row in rows
+        if row["step"] == last and row["prompt"] in first
+    ]
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    return f"{row['response'].strip()}\n[{row['reward']:.2f}]"
+
+
+def _figures(figures: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+
+
+def _row(*texts: str) -> str:
+    return f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))

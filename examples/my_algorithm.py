@@ -1,0 +1,36 @@
+"""An algorithm of one's own, in the style of RLOO: the baseline of a response lies between the mean and the best of the
+other responses to its prompt. Run it on the quickstart with `rlhf-controller --algo examples.my_algorithm:optimist`."""
+
+import numpy as np
+
+from controller.advantage import Advantage, sequence_scores, spread
+from controller.algorithm import algorithm
+from controller.run import Run
+from rlhf.config import Strict
+
+
+class Options(Strict):
+    optimism: float = 0.5
+    """0: the baseline is the mean of the others, as in RLOO; 1: the best of them."""
+
+
+@algorithm(services=("actor", "reward"), options=Options, compares_groups=True, quickstart="groups")
+def optimist(run: Run, options: Options) -> None:
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= reward.compute_reward(batch)
+        rewards, group = run.fetch(batch, "rewards", "group").values()
+        batch |= step.compute(compute_advantage, rewards, run.lengths(batch), group, options.optimism)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def compute_advantage(
+    rewards: np.ndarray, lengths: np.ndarray, group: np.ndarray, optimism: float
+) -> Advantage:
+    scores, above = sequence_scores(rewards), np.zeros(len(group))
+    for row, score in enumerate(scores):
+        others = np.delete(scores, row)[np.delete(group, row) == group[row]]
+        above[row] = score - optimism * others.max() - (1 - optimism) * others.mean()
+    return Advantage(spread(above, lengths), {"score/mean": float(scores.mean())})

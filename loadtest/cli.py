@@ -1,0 +1,201 @@
+"""rlhf-loadtest: what one service can do, and how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import selectors
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadtest import compare, page, slo, table
+from loadtest.payloads import Lengths
+from loadtest.run import Json, Settings, measure, stopping_on_signals
+from loadtest.schedule import ramp
+from rlhf.contract import ROLES
+from rlhf.errors import ConfigError, RlhfError
+
+USAGE_ERROR = 2
+OBJECTIVE_MISSED = 3
+DEFAULT_RATE = 10.0
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("role", required=False, type=click.Choice(ROLES))
+@click.option("--target", metavar="HOST:PORT", help="Where the service, or its rank 0, serves.")
+@click.option(
+    "--method", metavar="M", help="ComputeReward, compute_values, Synchronize, Describe, Check, ..."
+)
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Open loop: calls per second. Default: 10."
+)
+@click.option(
+    "--arrivals", type=click.Choice(["poisson", "constant"]), default="poisson", show_default=True,
+    help="Open loop: independent clients, or equal gaps.",
+)  # fmt: skip
+@click.option(
+    "--concurrency", type=click.IntRange(1), help="Closed loop: so many callers, one call at a time each."
+)
+@click.option(
+    "--ramp", "ramp_text", metavar="LOW:HIGH:STEPS", help="Rates, or with --closed callers, to find the knee."
+)
+@click.option("--closed", is_flag=True, help="The levels of --ramp are callers of a closed loop.")
+@click.option(
+    "--duration", default=10.0, show_default=True, type=click.FloatRange(0.1), help="Seconds a level."
+)
+@click.option(
+    "--warmup", default=1.0, show_default=True, type=click.FloatRange(0), help="Seconds before that."
+)
+@click.option(
+    "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for late answers."
+)
+@click.option(
+    "--timeout", default=60.0, show_default=True, type=click.FloatRange(0.001), help="Deadline of a call."
+)
+@click.option("--connections", default=1, show_default=True, type=click.IntRange(1), help="To each rank.")
+@click.option("--rows", default=1, show_default=True, type=click.IntRange(0), help="Rows per call.")
+@click.option(
+    "--prompt-length", default="8", show_default=True, help="N or N-M: tokens, or characters of text."
+)
+@click.option(
+    "--response-length", default="8", show_default=True, help="The same; of GenerateSequences the most."
+)
+@click.option(
+    "--vocabulary", default=100, show_default=True, type=click.IntRange(1), help="Ids are below it."
+)
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), help="JSONL file with rows.")
+@click.option("--seed", default=0, show_default=True, help="Of gaps and of rows that are made up.")
+@click.option(
+    "--slo", "objectives", default="", metavar="BOUNDS", help="p99=50ms,errors=0: exit code 3 if missed."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here."
+)
+@click.option(
+    "--html", "html_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a page here."
+)
+@click.option(
+    "--compare", "compared", nargs=2, type=click.Path(path_type=Path, dir_okay=False), metavar="A.json B.json",
+    help="Show two results side by side, and call nobody.",
+)  # fmt: skip
+def main(
+    compared: tuple[Path, Path] | None, json_path: Path | None, html_path: Path | None, **options: Any
+) -> None:
+    """Load one method of one service, and say how long its calls took and how many it answered.
+
+    Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
+    its calls from one session at a time: testing it ends the session of a run that uses it.
+    """
+    # A connection that closes at the end is nothing to tell of.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        if compared:
+            _compare(*compared)
+            return
+        result, signals = _run(_settings(**options))
+        table.console().print(table.report(result))
+        _write(json_path, json.dumps(result, indent=1) + "\n")
+        _write(html_path, page.render(result))
+    except RlhfError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
+    if signals:
+        sys.exit(128 + signals[0])
+    if not _objectives_met(result):
+        sys.exit(OBJECTIVE_MISSED)
+
+
+def _settings(
+    *,
+    role: str | None,
+    target: str | None,
+    method: str | None,
+    rate: float | None,
+    arrivals: str,
+    concurrency: int | None,
+    ramp_text: str | None,
+    closed: bool,
+    objectives: str,
+    **rest: Any,
+) -> Settings:
+    if not role or not target or not method:
+        raise ConfigError("ROLE, --target and --method must be given, or --compare")
+    if sum(given is not None for given in (rate, concurrency, ramp_text)) > 1:
+        raise ConfigError("--rate, --concurrency and --ramp exclude each other")
+    if closed and ramp_text is None:
+        raise ConfigError("--closed goes with --ramp; a closed loop of one level is --concurrency")
+    slo.parse(objectives)
+    if ramp_text is not None:
+        levels = ramp(ramp_text)
+        if closed:
+            levels = sorted({float(max(round(level), 1)) for level in levels})
+    else:
+        levels = [float(concurrency or rate or DEFAULT_RATE)]
+    return Settings(
+        role=role,
+        target=target,
+        method=method,
+        arrivals="closed" if concurrency or closed else arrivals,
+        levels=tuple(levels),
+        duration_s=rest["duration"],
+        warmup_s=rest["warmup"],
+        drain_s=rest["drain"],
+        timeout_s=rest["timeout"],
+        connections=rest["connections"],
+        rows=rest["rows"],
+        prompt=Lengths.parse(rest["prompt_length"]),
+        response=Lengths.parse(rest["response_length"]),
+        vocabulary=rest["vocabulary"],
+        seed=rest["seed"],
+        data=rest["data"],
+        objectives=objectives,
+    )
+
+
+def _run(settings: Settings) -> tuple[Json, list[int]]:
+    """The result, and the signals that ended it early."""
+
+    def tell(step: Json) -> None:
+        if settings.is_ramp:
+            click.echo(table.progress_line(step, settings.is_closed), err=True)
+
+    async def run() -> tuple[Json, list[int]]:
+        stop = asyncio.Event()
+        with stopping_on_signals(stop) as signals:
+            return await measure(settings, tell, stop), signals
+
+    # epoll rounds a wait up to the next millisecond, select does not: sends are on time.
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+        return runner.run(run())
+
+
+def _objectives_met(result: Json) -> bool:
+    """Whether the step met its objectives; of a ramp, whether any step did."""
+    return any(all(verdict["met"] for verdict in step["objectives"]) for step in result["steps"])
+
+
+def _compare(before_path: Path, after_path: Path) -> None:
+    before, after = compare.read(before_path), compare.read(after_path)
+    screen = table.console()
+    screen.print(f"A: {before_path}\nB: {after_path}", highlight=False)
+    for difference in compare.differing_settings(before, after):
+        screen.print(f"not the same: {difference}", style="bold", highlight=False)
+    screen.print(compare.table(compare.differences(before, after)))
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RlhfError(f"{path}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Two results side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from loadtest.run import FORMAT
+from loadtest.units import rate_text, seconds_text
+from rlhf.errors import ConfigError
+
+Json = Mapping[str, Any]
+
+LATENCIES = ("mean", "p50", "p90", "p99", "p99.9", "max")
+_NOT_COMPARED = ("target", "objectives", "data")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A figure of two results; None where one of them does not have it."""
+
+    level: float
+    name: str
+    before: float | None
+    after: float | None
+    is_time: bool = False
+
+    @property
+    def change(self) -> float | None:
+        """(after - before) / before; None where that says nothing."""
+        if self.before is None or self.after is None or self.before == 0:
+            return None
+        return (self.after - self.before) / self.before
+
+
+def read(path: Path) -> Json:
+    """A result that `--json` wrote.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--compare: {path}: {error}") from None
+    if not isinstance(result, dict) or result.get("format") != FORMAT or "steps" not in result:
+        raise ConfigError(f"--compare: {path} is not a result of rlhf-loadtest, format {FORMAT}")
+    return result
+
+
+def differences(before: Json, after: Json) -> list[Difference]:
+    """Figures of the levels that both results have, in order."""
+    theirs = {step["level"]: step for step in after["steps"]}
+    pairs = [(step, theirs[step["level"]]) for step in before["steps"] if step["level"] in theirs]
+    return [difference for pair in pairs for difference in _of_step(*pair)]
+
+
+def differing_settings(before: Json, after: Json) -> list[str]:
+    """Settings that make the figures incomparable, as "rows: 1 and 8"."""
+    ours, theirs = before["settings"], after["settings"]
+    names = [name for name in ours if name not in _NOT_COMPARED and ours[name] != theirs.get(name)]
+    return [f"{name}: {ours[name]} and {theirs.get(name)}" for name in names]
+
+
+def table(found: list[Difference]) -> Table:
+    """The differences, as a terminal shows them."""
+    shown = Table()
+    for name in ("level", "figure", "A", "B", "B over A"):
+        shown.add_column(name, justify="left" if name == "figure" else "right")
+    for difference in found:
+        values = [_text(value, difference.is_time) for value in (difference.before, difference.after)]
+        change = "" if difference.change is None else f"{difference.change:+.1%}"
+        shown.add_row(f"{difference.level:g}", difference.name, *values, change)
+    return shown
+
+
+def _of_step(before: Json, after: Json) -> Iterator[Difference]:
+    level = before["level"]
+    yield Difference(level, "answered/s", before["throughput_per_s"], after["throughput_per_s"])
+    yield Difference(level, "errors", sum(before["errors"].values()), sum(after["errors"].values()))
+    for name in LATENCIES:
+        yield _time(level, name, before["latency_s"].get(name), after["latency_s"].get(name))
+    for part in before["server_s"].keys() & after["server_s"].keys():
+        means = (step["server_s"][part]["mean"] for step in (before, after))
+        yield _time(level, f"service: {part}, mean", *means)
+
+
+def _time(level: float, name: str, before: float | None, after: float | None) -> Difference:
+    return Difference(level, name, before, after, is_time=True)
+
+
+def _text(value: float | None, is_time: bool) -> str:
+    if value is None:
+        return "-"
+    return seconds_text(value) if is_time else rate_text(value)

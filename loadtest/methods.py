@@ -1,0 +1,50 @@
+"""The methods that can be load-tested: those that leave a service as it was."""
+
+from __future__ import annotations
+
+from grpc_health.v1 import health_pb2
+
+from rlhf.contract import ROLES, SERVICES, Method
+from rlhf.errors import ConfigError
+
+HEALTH_CHECK = Method(
+    service="grpc.health.v1.Health",
+    name="Check",
+    request=health_pb2.HealthCheckRequest,
+    response=health_pb2.HealthCheckResponse,
+    streams=False,
+    spec=None,
+)
+
+OF_ROLE = {
+    "actor": ("GenerateSequences", "ComputeLogProb", "ComputeLoss"),
+    "critic": ("ComputeValues",),
+    "reference": ("ComputeRefLogProb",),
+    "reward": ("ComputeReward",),
+}
+OF_ALL = ("Describe", "Synchronize")
+
+
+def offered(role: str) -> dict[str, Method]:
+    """The methods of a role that may be called at any rate, by name."""
+    own = {name: SERVICES[role][name] for name in OF_ROLE[role]}
+    return {**own, **{name: SERVICES["worker"][name] for name in OF_ALL}, HEALTH_CHECK.name: HEALTH_CHECK}
+
+
+def find_method(role: str, name: str) -> Method:
+    """The method of a role by its name in the proto or in Python.
+
+    Raises:
+        ConfigError: There is none, or it would change the service.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
+    methods = offered(role)
+    for method in methods.values():
+        if name in (method.name, method.snake_name):
+            return method
+    others = {**SERVICES[role], **SERVICES["worker"]}.values()
+    if any(name in (method.name, method.snake_name) for method in others):
+        raise ConfigError(f"--method: {name} changes the service, or is no call of its own, and is not load-tested; "
+                          f"of {role}: {', '.join(methods)}")  # fmt: skip
+    raise ConfigError(f"--method: {role} has no method {name!r}; known: {', '.join(methods)}")

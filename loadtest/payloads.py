@@ -1,0 +1,171 @@
+"""Rows to send: made up from a seed, or from a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format, struct_pb2
+
+from nccl_transfer.batch import Batch
+from nccl_transfer.columns import Jagged
+from rlhf.errors import ConfigError
+from rlhf.v1 import reward_pb2
+
+Row = Mapping[str, Any]
+
+MADE_UP = 64
+"""Different requests that are made up; calls take turns with them."""
+MOST_FROM_FILE = 1024
+"""Most different requests that are made from a file."""
+IDS = ("prompt_ids", "response_ids")
+_ALPHABET = string.ascii_letters + string.digits + " "
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of rows, drawn uniformly from `least` to `most`: tokens of ids, characters of text."""
+
+    least: int
+    most: int
+
+    @staticmethod
+    def parse(text: str) -> Lengths:
+        """ "16" or "8-32".
+
+        Raises:
+            ConfigError: It is neither, or contradicts itself.
+        """
+        low, dash, high = text.partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()):
+            raise ConfigError(f"a length is a number or a range such as 8-32, not {text!r}")
+        lengths = Lengths(int(low), int(high or low))
+        if lengths.least > lengths.most:
+            raise ConfigError(f"length {text!r} begins above its end")
+        return lengths
+
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.least, self.most)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What rows look like where they are made up.
+
+    Attributes:
+        rows: Rows per call.
+        prompt, response: Their lengths.
+        vocabulary: Token ids are drawn below it.
+        seed: Same seed, same rows.
+    """
+
+    rows: int
+    prompt: Lengths
+    response: Lengths
+    vocabulary: int
+    seed: int
+
+
+def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> list[list[dict[str, Any]]]:
+    """Rows of the requests that calls take turns with; a row has a value for each column.
+
+    Fields that the file lacks are made up, and `ground_truth` left empty.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    generator, columns = random.Random(shape.seed), list(columns)
+    given: list[Row] = [{}] * (MADE_UP * shape.rows) if data is None else read_rows(data)
+    if data is not None:
+        needed = -(-len(given) // shape.rows) if shape.rows else 1
+        total = min(max(needed, 1), MOST_FROM_FILE) * shape.rows
+        given = [given[number % len(given)] for number in range(total)]
+    rows = [{name: _value(name, row, shape, generator) for name in columns} for row in given]
+    if not shape.rows:
+        return [[]]
+    return [rows[start : start + shape.rows] for start in range(0, len(rows), shape.rows)]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a JSONL file.
+
+    Raises:
+        ConfigError: The file is missing, empty, or a line of it is not an object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data: {path}: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--data: {path}:{number}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"--data: {path}:{number}: not a JSON object")
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"--data: {path} has no rows")
+    return rows
+
+
+def to_batch(rows: list[dict[str, Any]], columns: Iterable[str]) -> Batch:
+    """The rows as columns held in the request itself: ids jagged int64, all else text."""
+    values = {name: _column(name, [row[name] for row in rows]) for name in columns}
+    return Batch.of(**values) if values else Batch(len(rows), {})
+
+
+def to_text_rows(rows: list[dict[str, Any]]) -> list[reward_pb2.TextRow]:
+    """The rows as a reward takes them."""
+    return [
+        reward_pb2.TextRow(
+            prompt=row["prompt"],
+            response=row["response"],
+            ground_truth=row["ground_truth"],
+            metadata=json_format.ParseDict(row["metadata"], struct_pb2.Struct()),
+        )
+        for row in rows
+    ]
+
+
+def _column(name: str, values: list[Any]) -> Jagged[np.ndarray] | list[str]:
+    if name not in IDS:
+        return values
+    lengths = np.asarray([len(row) for row in values], np.int64)
+    return Jagged(np.asarray([token for row in values for token in row], np.int64), lengths)
+
+
+def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
+    if name == "metadata":
+        known = ("prompt", "response", "ground_truth", *IDS)
+        return {key: value for key, value in row.items() if key not in known}
+    if name == "ground_truth":
+        return str(row.get(name) or "")
+    if name == "text":
+        return "".join(_value(part, row, shape, generator) for part in ("prompt", "response"))
+    if row.get(name) is not None:
+        return _checked(name, row[name])
+    length = (shape.prompt if name.startswith("prompt") else shape.response).draw(generator)
+    if name in IDS:
+        return [generator.randrange(shape.vocabulary) for _ in range(length)]
+    return "".join(generator.choices(_ALPHABET, k=length))
+
+
+def _checked(name: str, value: Any) -> Any:
+    right = isinstance(value, list) and all(type(token) is int for token in value) if name in IDS else (
+        isinstance(value, str)
+    )  # fmt: skip
+    if not right:
+        raise ConfigError(
+            f"--data: {name} is not {'a list of integers' if name in IDS else 'text'}: {value!r:.80}"
+        )
+    return value

@@ -1,0 +1,121 @@
+"""What happened in one step of a load test: counted as it happens, in memory that does not grow with the calls."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtest.histogram import Histogram
+from loadtest.target import OK, ROW_ERROR, Reply
+
+UNFINISHED = "UNFINISHED"
+"""A call that had no answer when the time to drain was over."""
+TIMED = (OK, ROW_ERROR, UNFINISHED, "DEADLINE_EXCEEDED")
+"""Codes whose times belong to the latency. A call that was given up counts with the time it had waited by then: left
+out, the slowest calls would make the service look faster."""
+SERVER_PARTS = ("queue", "fetch", "compute", "store")
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a step that is measured: after its warm-up, until nothing more is sent. On the loop's clock."""
+
+    start_s: float
+    stop_s: float
+
+    def holds(self, moment_s: float) -> bool:
+        return self.start_s <= moment_s < self.stop_s
+
+    @property
+    def length_s(self) -> float:
+        return self.stop_s - self.start_s
+
+
+@dataclass
+class Interval:
+    """One stretch of the window: calls by when they were due, answers by when they came."""
+
+    latency: Histogram = field(default_factory=Histogram)
+    answered: int = 0
+    errors: int = 0
+
+
+class Recorder:
+    """Counts the calls of a step.
+
+    Attributes:
+        sent: Calls due in the window that were sent.
+        answered: Answers without error that came in the window, whenever the call was due.
+        latency: From when a call was due to its answer.
+        lag: From when a call was due to when it was sent.
+        server: What the service says of itself, by part; the slowest rank's figure.
+        rest: From sending to the answer, less all that the service says: network, gRPC and the tester.
+        codes: Calls due in the window, by how they ended; and those due in the warm-up that never did.
+    """
+
+    def __init__(self, window: Window, interval_s: float) -> None:
+        self.window = window
+        self.interval_s = interval_s
+        self.sent = 0
+        self.answered = 0
+        self.latency = Histogram()
+        self.lag = Histogram()
+        self.rest = Histogram()
+        self.server = {part: Histogram() for part in SERVER_PARTS}
+        self.codes: Counter[str] = Counter()
+        self.intervals: defaultdict[int, Interval] = defaultdict(Interval)
+
+    def begin(self, due_s: float, sent_s: float) -> None:
+        """A call goes out."""
+        if self.window.holds(due_s):
+            self.sent += 1
+            self.lag.add(sent_s - due_s)
+
+    def end(self, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
+        """A call has ended, well or not."""
+        if reply.code == OK and self.window.holds(ended_s):
+            self.answered += 1
+            self._interval(ended_s).answered += 1
+        # Of the warm-up, only a call that has been waiting through the whole window and longer counts.
+        if not self.window.holds(due_s) and reply.code != UNFINISHED:
+            return
+        self.codes[reply.code] += 1
+        interval = self._interval(max(due_s, self.window.start_s))
+        interval.errors += reply.code != OK
+        if reply.code in TIMED:
+            self.latency.add(ended_s - due_s)
+            interval.latency.add(ended_s - due_s)
+        if reply.timings:
+            self._note_server(reply, ended_s - sent_s)
+
+    def cut(self, now_s: float) -> None:
+        """Ends the window now, where it would have gone on."""
+        stop_s = max(min(self.window.stop_s, now_s), self.window.start_s)
+        self.window = Window(self.window.start_s, stop_s)
+
+    def _note_server(self, reply: Reply, seconds: float) -> None:
+        for part, histogram in self.server.items():
+            slowest = max(getattr(timing, f"{part}_s") for timing in reply.timings)
+            histogram.add(slowest)
+            seconds -= slowest
+        self.rest.add(seconds)
+
+    def _interval(self, moment_s: float) -> Interval:
+        return self.intervals[int((moment_s - self.window.start_s) / self.interval_s)]
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """The intervals, in order; latencies are missing where no call was due."""
+        rows = []
+        for number, interval in sorted(self.intervals.items()):
+            known = interval.latency.count > 0
+            rows.append(
+                {
+                    "start_s": round(number * self.interval_s, 3),
+                    "answered_per_s": interval.answered / self.interval_s,
+                    "errors": interval.errors,
+                    "p50_s": interval.latency.percentile_s(50) if known else None,
+                    "p99_s": interval.latency.percentile_s(99) if known else None,
+                }
+            )
+        return rows

@@ -1,0 +1,51 @@
+"""When calls are meant to be sent: decided before the first is, so that a slow answer delays no later call."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Literal
+
+from rlhf.errors import ConfigError
+
+Arrivals = Literal["poisson", "constant"]
+
+
+def arrivals(kind: Arrivals, rate: float, seed: int) -> Iterator[float]:
+    """Offsets in seconds from the start at which calls are due, without end.
+
+    Args:
+        kind: "poisson": independent exponential gaps, as from many independent clients; "constant": equal gaps.
+        rate: Calls per second, > 0.
+        seed: Same seed, same gaps.
+    """
+    return constant(rate) if kind == "constant" else poisson(rate, seed)
+
+
+def constant(rate: float) -> Iterator[float]:
+    """0, 1 / rate, 2 / rate, ..."""
+    return (number / rate for number in itertools.count())
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """A Poisson process: gaps are exponential with mean 1 / rate."""
+    generator = random.Random(seed)
+    return itertools.accumulate(generator.expovariate(rate) for _ in itertools.count())
+
+
+def ramp(text: str) -> list[float]:
+    """The levels of a ramp "LOW:HIGH:STEPS": STEPS levels, each the same factor above the one before.
+
+    Raises:
+        ConfigError: The text is not one.
+    """
+    try:
+        low_text, high_text, steps_text = text.split(":")
+        low, high, steps = float(low_text), float(high_text), int(steps_text)
+    except ValueError:
+        raise ConfigError(f"--ramp: {text!r} is not LOW:HIGH:STEPS, such as 50:800:9") from None
+    if not 0 < low < high < float("inf") or steps < 2:
+        raise ConfigError(f"--ramp: {text!r}: needs 0 < LOW < HIGH and at least 2 steps")
+    factor = (high / low) ** (1 / (steps - 1))
+    return [float(f"{low * factor**step:.4g}") for step in range(steps)]

@@ -1,0 +1,122 @@
+"""The result in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loadtest.units import rate_text, seconds_text
+
+Json = Mapping[str, Any]
+
+PERCENTILES = ("mean", "p50", "p90", "p99", "p99.9", "max")
+
+
+def console() -> Console:
+    """Standard output; in a file or a pipe wide enough for the tables."""
+    shown = Console()
+    return shown if shown.is_terminal else Console(width=120)
+
+
+def progress_line(step: Json, closed: bool) -> str:
+    """One line of a step that has just ended."""
+    latency = step["latency_s"]
+    told = (
+        f"p50 {seconds_text(latency['p50'])}, p99 {seconds_text(latency['p99'])}" if latency else "no answer"
+    )
+    errors = sum(step["errors"].values())
+    return (
+        f"{level_text(step, closed)}: {rate_text(step['throughput_per_s'])}/s, {told}"
+        + (f", {errors} errors" if errors else "")
+        + ("" if step["sustained"] else ", not sustained")
+    )
+
+
+def level_text(step: Json, closed: bool) -> str:
+    """What a step asked of the service."""
+    return f"{step['level']:g} callers" if closed else f"{step['level']:g}/s offered"
+
+
+def report(result: Json) -> RenderableType:
+    """Everything a terminal is told of a result."""
+    settings, closed = result["settings"], result["settings"]["arrivals"] == "closed"
+    steps = result["steps"]
+    loop = "closed loop" if closed else f"open loop, {settings['arrivals']}"
+    title = f"{result['service']['method'][1:]} at {settings['target']} ({loop}, {settings['rows']} rows)"
+    parts: list[RenderableType] = [_levels(steps, closed, title)]
+    if len(steps) == 1:
+        parts.append(_parts(steps[0]))
+    parts += [Text(line, style="bold" if bold else "") for line, bold in _notes(result, closed)]
+    return Group(*parts)
+
+
+def _levels(steps: Iterable[Json], closed: bool, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("callers" if closed else "offered/s", "sent", "answered/s", "errors", *PERCENTILES):
+        table.add_column(name, justify="right")
+    for step in steps:
+        latency = [seconds_text(step["latency_s"].get(name)) for name in PERCENTILES]
+        counts = (f"{step['level']:g}", str(step["sent"]), rate_text(step["throughput_per_s"]))
+        table.add_row(*counts, str(sum(step["errors"].values())), *latency)
+    return table
+
+
+def _parts(step: Json) -> Table:
+    table = Table(title="Where the time went", title_justify="left")
+    table.add_column("part")
+    for name in ("mean", "p50", "p99", "max"):
+        table.add_column(name, justify="right")
+    for part, summary in time_parts(step):
+        table.add_row(part, *(seconds_text(summary.get(name)) for name in ("mean", "p50", "p99", "max")))
+    return table
+
+
+def time_parts(step: Json) -> list[tuple[str, Json]]:
+    """Parts of the latency with their figures, the tester's own first. Without Timing in the replies, only that."""
+    parts = [("tester: sent late by", step["lag_s"])]
+    parts += [(f"service: {part}", summary) for part, summary in step["server_s"].items()]
+    if step["rest_s"]:
+        parts.append(("network, gRPC, rest", step["rest_s"]))
+    return [(name, summary) for name, summary in parts if summary]
+
+
+def _notes(result: Json, closed: bool) -> Iterable[tuple[str, bool]]:
+    steps = result["steps"]
+    if not steps or not any(step["server_s"] for step in steps):
+        yield "The service does not say where its time goes (no Outcome.timing).", False
+    if len(steps) == 1 and steps[0]["expected_queue_s"] is not None:
+        expected, queue = seconds_text(steps[0]["expected_queue_s"]), steps[0]["server_s"]["queue"]["mean"]
+        yield f"One server with these computing times would queue calls for {expected} (M/G/1); measured " \
+              f"{seconds_text(queue)}.", False  # fmt: skip
+    for step in steps:
+        where = f"{level_text(step, closed)}: " if len(steps) > 1 else ""
+        for code, count in step["errors"].items():
+            cause = step["causes"].get(code, "")
+            yield f"{where}{code} x {count}" + (f": {cause[:300]}" if cause else ""), False
+        for warning in step["warnings"]:
+            yield f"{where}{warning}", True
+        if step["overrun"]:
+            yield f"{where}stopped early: too many calls had no answer or could not be sent", True
+        if step["testers_limit"]:
+            yield f"{where}the tester can send no faster; what the service can do is not known", True
+        for verdict in step["objectives"]:
+            yield (
+                f"{where}{verdict['objective']}: {'met' if verdict['met'] else 'MISSED'}",
+                not verdict["met"],
+            )
+    if result["knee"]:
+        yield f"knee: {ramp_text(result['knee'], closed)} (most throughput per latency)", True
+    if result["capacity"]:
+        yield f"capacity: {ramp_text(result['capacity'], closed)} (highest throughput kept up)", True
+    if result["interrupted"]:
+        yield "interrupted: these figures are of the time until then", True
+
+
+def ramp_text(level: Json, closed: bool) -> str:
+    """A level of a ramp in words."""
+    offered = f"{level['level']:g} {'callers' if closed else 'calls/s'}"
+    return f"{offered}: {rate_text(level['throughput'])}/s answered, mean {seconds_text(level['latency_s'])}"

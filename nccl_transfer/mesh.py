@@ -1,0 +1,109 @@
+"""Which rank stands where: the training mesh p-t-d, and the generation mesh pg-tg-dg-d on the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A training mesh p-t-d and, on the same ranks, a generation mesh pg-tg-dg-d with dg = p t / (pg tg)
+    (HybridFlow, section 5).
+
+    A generation shard is the union of p/pg by t/tg training shards, those of a micro-DP group. The ranks of a
+    generation replica are neighbours, tensor ranks the closest, as inference engines want them; where the two
+    meshes are the same this is the usual order of Megatron: tensor index r % t, stage r // t % p.
+
+    Args:
+        pipeline, tensor, data: p, t and d.
+        generation_pipeline, generation_tensor: pg and tg; 0 stands for p and t.
+
+    Raises:
+        ConfigError: A size is below 1, or pg does not divide p, or tg does not divide t.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    generation_pipeline: int = 0
+    generation_tensor: int = 0
+
+    def __post_init__(self) -> None:
+        for name, whole in (("pipeline", self.pipeline), ("tensor", self.tensor), ("data", self.data)):
+            if whole < 1:
+                raise ConfigError(f"mesh: the {name} size must be at least 1 (given: {whole})")
+        object.__setattr__(self, "generation_pipeline", self.generation_pipeline or self.pipeline)
+        object.__setattr__(self, "generation_tensor", self.generation_tensor or self.tensor)
+        for name, part, whole in (
+            ("pipeline", self.generation_pipeline, self.pipeline),
+            ("tensor", self.generation_tensor, self.tensor),
+        ):
+            if part < 1 or whole % part:
+                allowed = [size for size in range(1, whole + 1) if whole % size == 0]
+                raise ConfigError(
+                    f"mesh: the generation {name} size must divide the training one, {whole} (given: {part}; "
+                    f"allowed: {', '.join(map(str, allowed))})"
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.tensor * self.data
+
+    @property
+    def micro_data(self) -> int:
+        """dg: generation replicas per training replica, and ranks per micro-DP group."""
+        return self.pipeline * self.tensor // self.replica_size
+
+    @property
+    def replicas(self) -> int:
+        """Generation replicas: dg d."""
+        return self.micro_data * self.data
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks per generation replica: pg tg."""
+        return self.generation_pipeline * self.generation_tensor
+
+    def position(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline stage, tensor index, data index) of a rank in training."""
+        g_p, g_t, replica = self.generation_position(rank)
+        data, within = divmod(replica, self.micro_data)
+        i_p, i_t = divmod(within, self._tensor_ratio)
+        return g_p * self._pipeline_ratio + i_p, g_t * self._tensor_ratio + i_t, data
+
+    def rank(self, pipeline: int, tensor: int, data: int) -> int:
+        """The rank at a position in training."""
+        g_p, i_p = divmod(pipeline, self._pipeline_ratio)
+        g_t, i_t = divmod(tensor, self._tensor_ratio)
+        replica = (data * self._pipeline_ratio + i_p) * self._tensor_ratio + i_t
+        return (replica * self.generation_pipeline + g_p) * self.generation_tensor + g_t
+
+    def generation_position(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline stage, tensor index, replica) of a rank in generation."""
+        replica, within = divmod(rank, self.replica_size)
+        return *divmod(within, self.generation_tensor), replica
+
+    def micro_data_group(self, rank: int) -> list[int]:
+        """The ranks that hold the training shards of this rank's generation shard, in rank order: those among
+        which the weights are all-gathered for generation."""
+        within = rank % self.replica_size
+        first = rank // (self.micro_data * self.replica_size) * self.micro_data
+        return [(first + replica) * self.replica_size + within for replica in range(self.micro_data)]
+
+    @property
+    def _pipeline_ratio(self) -> int:
+        return self.pipeline // self.generation_pipeline
+
+    @property
+    def _tensor_ratio(self) -> int:
+        return self.tensor // self.generation_tensor
+
+    def __str__(self) -> str:
+        training = f"{self.pipeline}-{self.tensor}-{self.data}"
+        if (self.generation_pipeline, self.generation_tensor) == (self.pipeline, self.tensor):
+            return training
+        generation = f"{self.generation_pipeline}-{self.generation_tensor}-{self.micro_data}-{self.data}"
+        return f"{training} / {generation}"

@@ -1,0 +1,155 @@
+"""Bytes that cross to a host once: one rank reads them from the other host and keeps them, its neighbours map them.
+
+See `plans.plan_rows` for who reads what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import grpc
+
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import Endpoint, Shard
+from nccl_transfer.plans import Relay
+from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.transports import MemfdTransport, Reading
+from nccl_transfer.transports.base import remaining_s
+from nccl_transfer.transports.grpc_stream import insecure_channel
+from rlhf.errors import DeadlineExceeded, Refused, TransferError, from_rpc_error
+from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import transfer_pb2_grpc as pb_grpc
+
+REMEMBERED = 64
+"""Reads that are kept findable; a call makes one per rank it reads from, and its neighbours ask within the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """The relays of a call on one rank, and under which lease it keeps what it reads for others."""
+
+    call_id: str
+    lease: Lease
+    relays: Sequence[Relay] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Ranges of another rank's shards, end to end in a shard of this rank."""
+
+    ranges: tuple[ByteRange, ...]
+    shard: Shard
+
+
+class RelayBoard:
+    """What this rank has read for its neighbours, by call and by the rank it came from. Thread-safe."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._kept: dict[tuple[str, str], Future[Kept]] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, relay: Relay, view: Callable[[ByteRange], memoryview], errand: Errand) -> None:
+        """Puts bytes that were read where neighbours can map them, and tells those who wait.
+
+        Raises:
+            OutOfSpace: The arena is full.
+        """
+        shard, memory = self._store.reserve(sum(r.nbytes for r in relay.ranges), errand.lease)
+        start = 0
+        for r in relay.ranges:
+            memory[start : start + r.nbytes] = view(r)
+            start += r.nbytes
+        self._promise(errand.call_id, relay.source.address).set_result(Kept(relay.ranges, shard))
+
+    def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
+        """Tells those who wait that the bytes will not come."""
+        promise = self._promise(call_id, relay.source.address)
+        if not promise.done():
+            promise.set_exception(error)
+
+    async def take(
+        self, request: pb.TakeRelayedRequest, epoch: int, timeout_s: float
+    ) -> pb.TakeRelayedResponse:
+        """The answer to a TakeRelayed.
+
+        Raises:
+            Refused: The request is of another epoch.
+            DeadlineExceeded: The bytes did not come.
+        """
+        if request.epoch not in (0, epoch):
+            raise Refused(f"the epoch is {epoch}, the relay is of epoch {request.epoch}")
+        promise = asyncio.wrap_future(self._promise(request.call_id, request.source))
+        try:
+            kept = await asyncio.wait_for(asyncio.shield(promise), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"call {request.call_id} did not read from {request.source} within {timeout_s:.1f} s"
+            ) from None
+        ranges = [pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes) for r in kept.ranges]
+        shard = kept.shard
+        return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
+
+    def _promise(self, call_id: str, source: str) -> Future[Kept]:
+        with self._lock:
+            promise = self._kept.setdefault((call_id, source), Future())
+            while len(self._kept) > REMEMBERED:
+                del self._kept[next(iter(self._kept))]
+            return promise
+
+
+class RelayTaker:
+    """Takes bytes that neighbours have read. Thread-safe."""
+
+    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+        self._open = channel
+        self._channels: dict[str, grpc.Channel] = {}
+        self._memory = MemfdTransport()
+        self._lock = threading.Lock()
+
+    def take(self, relay: Relay, call_id: str, deadline: float) -> Reading:
+        """The relay's ranges, in order.
+
+        Raises:
+            DeadlineExceeded, ServiceLost, Refused: The neighbour did not get them, or is gone.
+        """
+        request = pb.TakeRelayedRequest(
+            epoch=relay.reader.epoch, call_id=call_id, source=relay.source.address
+        )
+        try:
+            stub = pb_grpc.TransferServiceStub(self._channel(relay.reader))
+            answer = stub.TakeRelayed(request, timeout=remaining_s(deadline, relay.reader))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(relay.reader)) from error
+        shard = Shard(relay.reader, answer.shard, answer.offset, answer.nbytes)
+        wanted = [_find(r, answer.ranges, shard) for r in relay.ranges]
+        return self._memory.read(relay.reader, wanted, deadline)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+        self._memory.close()
+
+    def _channel(self, reader: Endpoint) -> grpc.Channel:
+        with self._lock:
+            if reader.address not in self._channels:
+                self._channels[reader.address] = self._open(reader.address)
+            return self._channels[reader.address]
+
+
+def _find(wanted: ByteRange, kept: Sequence[pb.ByteRange], shard: Shard) -> ByteRange:
+    """Where a range is in the shard that holds the kept ones end to end."""
+    start = 0
+    for r in kept:
+        first = wanted.start - r.start
+        if r.shard == wanted.shard.id and first >= 0 and first + wanted.nbytes <= r.nbytes:
+            return ByteRange(shard, start + first, wanted.nbytes)
+        start += r.nbytes
+    raise TransferError(f"{shard.endpoint}: did not keep bytes {wanted.start} of shard {wanted.shard.id}")

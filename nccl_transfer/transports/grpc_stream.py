@@ -1,0 +1,189 @@
+"""Bytes over gRPC streams: reaches every rank that serves, whatever the host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import grpc
+import grpc.experimental
+
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import Endpoint, Shard
+from nccl_transfer.store import TensorStore
+from nccl_transfer.transports.base import Reading, Traffic, Transport, check_epoch, remaining_s
+from nccl_transfer.transports.sink import Sink
+from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.errors import Refused, ServiceLost, TransferError, from_rpc_error
+from rlhf.v1 import common_pb2
+from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import transfer_pb2_grpc as pb_grpc
+
+ATTEMPTS = 3
+"""How often a broken stream is taken up, the first time included."""
+
+CONDEMN_S = 2.0
+"""How long a rank may take to note that a shard of it is bad."""
+
+DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
+MAX_CHUNK_BYTES = 4 << 20
+
+_CLIENT_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # A connection of its own per channel: the back-off of an earlier one does not delay a rank that is back.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Streams are read in the calling thread, without a helper thread each.
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
+)
+
+
+def insecure_channel(address: str) -> grpc.Channel:
+    """A channel without encryption, for loopback and trusted networks."""
+    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+
+
+def condemn(shard: Shard, reason: str) -> None:
+    """Tells the rank that holds a shard that it was read wrong. Whoever found that knows already: a rank that
+    cannot be told is only noted in the log."""
+    with insecure_channel(shard.endpoint.address) as channel:
+        request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
+        try:
+            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=CONDEMN_S)
+        except grpc.RpcError as error:
+            logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))
+
+
+class GrpcTransport(Transport):
+    """Streams ranges with TransferService.Fetch and takes up broken streams where they broke.
+
+    Args:
+        channel: Opens a channel to an address; called once per address.
+    """
+
+    name = "grpc"
+
+    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+        self._open = channel
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+
+    def why_not(self, source: Endpoint, host_id: str) -> str | None:
+        return None if source.address else "it has no address"
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        sink = Sink(ranges)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._stream(source, sink, deadline)
+                break
+            except ServiceLost:
+                if attempt == ATTEMPTS:
+                    raise
+        return Reading(sink.views)
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
+        channel = self._channel(source.address)
+        request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing())
+        try:
+            stub = pb_grpc.TransferServiceStub(channel)
+            for response in stub.Fetch(request, timeout=remaining_s(deadline, source)):
+                _write(sink, memoryview(response.data), source)
+        except grpc.RpcError as error:
+            mapped = from_rpc_error(error, str(source))
+            if isinstance(mapped, ServiceLost):
+                self._forget(source.address, channel)
+            raise mapped from error
+        if sink.missing():
+            raise TransferError(f"{source}: the stream ended before all bytes were sent")
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = self._open(address)
+            return self._channels[address]
+
+    def _forget(self, address: str, channel: grpc.Channel) -> None:
+        """Drops a broken channel. It is not closed here: other threads may learn from it why it broke."""
+        with self._lock:
+            if self._channels.get(address) is channel:
+                del self._channels[address]
+
+
+def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
+    """Takes the next bytes of a stream; those beyond the last range are the sender's error."""
+    while len(data):
+        room = sink.room(len(data))
+        if not room:
+            raise TransferError(f"{source}: sent {len(data)} bytes more than asked")
+        for target in room:
+            target[:] = data[: len(target)]
+            data = data[len(target) :]
+            sink.advance(len(target))
+
+
+async def serve_fetch(
+    store: TensorStore, epoch: int, request: pb.FetchRequest
+) -> AsyncIterator[pb.FetchResponse]:
+    """The stream that answers a Fetch. Every byte of it was read while its shard was there.
+
+    Raises:
+        Refused: The request is of another epoch, or a shard was released, if need be in the middle of the stream.
+        TransferError: A range reaches beyond its shard.
+    """
+    if request.epoch not in (0, epoch):
+        raise Refused(f"the epoch is {epoch}, the rows are of epoch {request.epoch}")
+    chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    pieces: list[bytes] = []
+    room = chunk_bytes
+    for wanted in request.ranges:
+        start, stop = wanted.start, wanted.start + wanted.nbytes
+        while start < stop:
+            count = min(stop - start, room)
+            pieces.append(store.read_bytes(wanted.shard, start, count))
+            start, room = start + count, room - count
+            if room == 0:
+                yield pb.FetchResponse(data=b"".join(pieces))
+                pieces, room = [], chunk_bytes
+    if pieces:
+        yield pb.FetchResponse(data=b"".join(pieces))
+
+
+def condemn_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
+    """The answer to a Condemn.
+
+    Raises:
+        Refused: The request is of another epoch.
+    """
+    check_epoch(store, request.epoch)
+    logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
+    return pb.CondemnResponse(found=store.condemn(request.shard))
+
+
+def stat_response(
+    store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
+) -> pb.StatResponse:
+    """The answer to a Stat; `traffic` as of `Fetcher.traffic`, `unavailable` as of `transports.unavailable`."""
+    stat = store.stat()
+    return pb.StatResponse(
+        arena_bytes=stat.arena_bytes,
+        used_bytes=stat.used_bytes,
+        peak_bytes=stat.peak_bytes,
+        shards=stat.shards,
+        traffic=traffic_to_proto(traffic),
+        unavailable_transports=unavailable or {},
+    )
+
+
+def traffic_to_proto(traffic: Mapping[str, Traffic]) -> dict[str, common_pb2.Traffic]:
+    """Counts by transport as a message carries them."""
+    return {
+        name: common_pb2.Traffic(bytes=moved.bytes, seconds=moved.seconds, transfers=moved.transfers)
+        for name, moved in traffic.items()
+    }

@@ -1,0 +1,331 @@
+"""Between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
+
+The reader leads. Attach makes a communicator of the two; Prepare tells the source what is wanted, and it
+acknowledges once the bytes are staged on its GPU; only then does Commit send both into the group. Whatever goes
+wrong after that, a deadline included, aborts the communicator on both sides, because NCCL itself would wait for
+ever; the next transfer makes a new one, with the next communicator epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import Endpoint
+from nccl_transfer.communicator import (
+    Communicator,
+    CommunicatorError,
+    CupyNccl,
+    Message,
+    Nccl,
+    why_no_nccl,
+)
+from nccl_transfer.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
+from nccl_transfer.transaction import Phase, Transaction
+from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.tether import Tether, answer, tether_channel
+from rlhf.errors import (
+    DeadlineExceeded,
+    RlhfError,
+    ServiceLost,
+    TransferError,
+    from_rpc_error,
+)
+from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import transfer_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+
+READER, SOURCE = 0, 1
+"""Ranks in a communicator of two."""
+
+LAST_WORDS_S = 0.5
+"""How long a communicator that broke is given for the reason to come in: that its other rank has died."""
+
+ABORT_S = 1.0
+"""How long the source may take to hear that a plan was given up; it notices by itself, too."""
+
+
+class NcclTransport(Transport):
+    """Receives from GPUs of other ranks into this rank's GPU, and from there into host memory.
+
+    Args:
+        nccl, cuda: The library and the GPU; this process's own by default.
+        channel: Opens a channel to an address; called once per source.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        nccl: Nccl | None = None,
+        cuda: Cuda | None = None,
+        channel: Callable[[str], grpc.Channel] = tether_channel,
+    ) -> None:
+        self._cuda = cuda or own_cuda()
+        self._nccl = nccl or own_nccl()
+        self._open = channel
+        self._pairs: dict[str, _Pair] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return why_no_nccl()
+
+    def why_not(self, source: Endpoint, host_id: str) -> str | None:
+        if not source.device_uuid:
+            return "it has no GPU"
+        if source.device_uuid == self._cuda.uuid:
+            return f"both are on {source.device_uuid}, and NCCL takes one rank per GPU"
+        return None
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        buffer = self.receive(source, ranges, deadline)
+        data = np.empty(buffer.nbytes, np.uint8).data
+        try:
+            self._cuda.copy_out(data, buffer.pointer)
+        finally:
+            buffer.free()
+        offsets, _ = layout(r.nbytes for r in ranges)
+        return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
+
+    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
+        """The bytes in this rank's GPU, each range where `layout` puts it. Errors as in `read`, and
+
+        Raises:
+            OutOfSpace: One of the two GPUs has no room for them.
+        """
+        return self._pair(source).receive(source, ranges, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            pairs, self._pairs = list(self._pairs.values()), {}
+        for pair in pairs:
+            pair.close()
+
+    def _pair(self, source: Endpoint) -> _Pair:
+        with self._lock:
+            if source.address not in self._pairs:
+                self._pairs[source.address] = _Pair(self._nccl, self._cuda, self._open(source.address))
+            return self._pairs[source.address]
+
+
+class _Attachment:
+    """A communicator with one source, and the thread in which it is used."""
+
+    def __init__(self, epoch: int, tether: Tether) -> None:
+        self.epoch = epoch
+        self.tether = tether
+        self._joined: Future[Communicator] | None = None
+        self._worker = ThreadPoolExecutor(1, "nccl")
+
+    @property
+    def communicator(self) -> Communicator:
+        assert self._joined is not None
+        return self._joined.result()
+
+    def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
+        """Makes the communicator; the source is doing the same."""
+        self._joined = self.submit(join)
+        self.tether.wait(self._joined.done, deadline, where)
+        self._joined.result()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Runs `work` in the attachment's thread, where NCCL may hold it for as long as it likes."""
+        return self._worker.submit(work)
+
+    def explain(self, error: CommunicatorError, where: str) -> RlhfError:
+        """What is behind it that the communicator is broken."""
+        return self.tether.end(where, LAST_WORDS_S) or TransferError(f"{where}: {error}")
+
+    def end(self) -> None:
+        """Aborts the communicator here, and by cutting the tether at the source."""
+        if self._joined is not None:
+            # At once where it has been made, and else as soon as it is.
+            self._joined.add_done_callback(_abort)
+        self.tether.cut()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+class _Pair:
+    """This process and one source: at most one communicator, and one transfer at a time."""
+
+    def __init__(self, nccl: Nccl, cuda: Cuda, channel: grpc.Channel) -> None:
+        self._nccl = nccl
+        self._cuda = cuda
+        self._channel = channel
+        self._stub = pb_grpc.TransferServiceStub(channel)
+        self._reader = uuid.uuid4().hex
+        self._epoch = 0
+        self._attachment: _Attachment | None = None
+        self._turn = threading.Lock()
+
+    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
+        plan = uuid.uuid4().hex[:12]
+        if not self._turn.acquire(timeout=remaining_s(deadline, source)):
+            raise DeadlineExceeded(f"{source}: plan {plan}, queue: an earlier plan took until the deadline")
+        try:
+            attachment = self._attached(source, f"{source}: plan {plan}, attach", deadline)
+            buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
+            self._transfer(source, attachment, Transaction(plan, attachment.epoch), ranges, buffer, deadline)
+            return buffer
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.end()
+        self._channel.close()
+
+    def _attached(self, source: Endpoint, where: str, deadline: float) -> _Attachment:
+        if self._attachment is not None and not self._attachment.tether.holds:
+            self._detach()
+        if self._attachment is None:
+            self._epoch += 1
+            unique_id = self._nccl.unique_id()
+            request = pb.AttachRequest(
+                reader=self._reader,
+                epoch=source.epoch,
+                communicator_epoch=self._epoch,
+                unique_id=unique_id,
+                nccl_version=self._nccl.version,
+            )
+            self._attachment = _Attachment(self._epoch, Tether(self._stub.Attach(request)))
+            try:
+                self._attachment.tether.first(deadline, where)
+                self._attachment.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
+            except CommunicatorError as error:
+                explained = self._attachment.explain(error, where)
+                self._detach()
+                raise explained from error
+            except BaseException:
+                self._detach()
+                raise
+        return self._attachment
+
+    def _detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.end()
+        self._attachment = None
+
+    def _transfer(
+        self,
+        source: Endpoint,
+        attachment: _Attachment,
+        transaction: Transaction,
+        ranges: Sequence[ByteRange],
+        buffer: DeviceBuffer,
+        deadline: float,
+    ) -> None:
+        offsets, _ = layout(r.nbytes for r in ranges)
+        places = zip(offsets, ranges, strict=True)
+        receives = [Message(SOURCE, buffer.pointer + offset, r.nbytes) for offset, r in places]
+        place = f"{source}: plan {transaction.plan}"
+        try:
+            self._prepare(source, attachment, transaction, ranges, deadline, f"{place}, prepare")
+            transaction.prepare()
+            transaction.commit(transaction.plan, attachment.epoch)
+            self._commit(attachment, transaction, receives, deadline, f"{place}, transfer")
+            transaction.finish()
+        except BaseException as error:
+            was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
+            transaction.abort(str(error))
+            if not was_refused:
+                self._give_up(transaction)
+            buffer.free()
+            raise
+
+    def _prepare(
+        self,
+        source: Endpoint,
+        attachment: _Attachment,
+        transaction: Transaction,
+        ranges: Sequence[ByteRange],
+        deadline: float,
+        where: str,
+    ) -> None:
+        left = remaining_s(deadline, source)
+        request = pb.PrepareRequest(
+            reader=self._reader,
+            plan=transaction.plan,
+            epoch=source.epoch,
+            communicator_epoch=attachment.epoch,
+            items=map(_manifest_item, ranges),
+            nbytes=sum(r.nbytes for r in ranges),
+            deadline_s=left,
+        )
+        answer(self._stub.Prepare.future(request, timeout=left), attachment.tether, deadline, where)
+
+    def _commit(
+        self,
+        attachment: _Attachment,
+        transaction: Transaction,
+        receives: Sequence[Message],
+        deadline: float,
+        where: str,
+    ) -> None:
+        """Enters the group while the source is told to; done when the bytes are here and the source says the same."""
+        request = pb.CommitRequest(
+            reader=self._reader, plan=transaction.plan, communicator_epoch=attachment.epoch
+        )
+        commit, communicator = self._stub.Commit.future(request), attachment.communicator
+        entered = attachment.submit(partial(communicator.group, [], receives))
+
+        def received() -> bool:
+            if commit.done():
+                commit.result()  # raises where the source did not enter or fell out, for which nobody else waits
+            if entered.done():
+                entered.result()
+            return entered.done() and communicator.done()
+
+        try:
+            attachment.tether.wait(received, deadline, where)
+        except CommunicatorError as error:
+            raise attachment.explain(error, where) from error
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, where) from error
+        answer(commit, attachment.tether, deadline, where)
+
+    def _give_up(self, transaction: Transaction) -> None:
+        """Aborts here at once. The source hears it by three ways: the message, the tether, its own deadline."""
+        self._stub.Abort.future(
+            pb.AbortRequest(
+                reader=self._reader,
+                plan=transaction.plan,
+                communicator_epoch=transaction.communicator_epoch,
+                reason=transaction.reason,
+            ),
+            timeout=ABORT_S,
+        )
+        self._detach()
+
+
+def _abort(joined: Future[Communicator]) -> None:
+    if joined.exception() is None:
+        joined.result().abort()
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether the source itself refused, and so is well."""
+    return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))
+
+
+def _manifest_item(r: ByteRange) -> pb.ManifestItem:
+    dtype: Any = f"ELEMENT_TYPE_{r.dtype.upper()}" if r.dtype else "ELEMENT_TYPE_UNSPECIFIED"
+    wanted = pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
+    return pb.ManifestItem(range=wanted, column=r.column, dtype=dtype)
+
+
+def own_nccl() -> Nccl:
+    """NCCL on the GPU of this process."""
+    cuda = own_cuda()
+    assert isinstance(cuda, CupyCuda)
+    return CupyNccl(cuda)

@@ -1,0 +1,61 @@
+"""Where streamed bytes arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nccl_transfer.arena import ByteRange
+from rlhf.v1 import transfer_pb2 as pb
+
+MAX_PIECES = 512
+"""Buffers in one system call; the kernel takes 1,024."""
+
+Pieces = list[memoryview]
+
+
+class Sink:
+    """Where the ranges of one read arrive, end to end; knows what is still missing."""
+
+    def __init__(self, ranges: Sequence[ByteRange]) -> None:
+        self.views = [np.empty(r.nbytes, np.uint8).data for r in ranges]
+        self._ranges = ranges
+        self._range = 0
+        self._filled = 0
+        self._skip_full()
+
+    def missing(self) -> list[pb.ByteRange]:
+        """What has not arrived, in order."""
+        rest = []
+        for number in range(self._range, len(self._ranges)):
+            wanted, done = self._ranges[number], self._filled if number == self._range else 0
+            if done < wanted.nbytes:
+                start, nbytes = wanted.start + done, wanted.nbytes - done
+                rest.append(pb.ByteRange(shard=wanted.shard.id, start=start, nbytes=nbytes))
+        return rest
+
+    def room(self, nbytes: int) -> Pieces:
+        """Memory for the next bytes of the stream: at most `nbytes`, and less than that only where there are many
+        pieces, or no more is wanted."""
+        pieces: Pieces = []
+        number, filled = self._range, self._filled
+        while nbytes and number < len(self.views) and len(pieces) < MAX_PIECES:
+            piece = self.views[number][filled : filled + nbytes]
+            if len(piece):
+                pieces.append(piece)
+            nbytes -= len(piece)
+            number, filled = number + 1, 0
+        return pieces
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes have arrived in `room`."""
+        while nbytes:
+            count = min(nbytes, len(self.views[self._range]) - self._filled)
+            self._filled += count
+            nbytes -= count
+            self._skip_full()
+
+    def _skip_full(self) -> None:
+        while self._range < len(self.views) and self._filled == len(self.views[self._range]):
+            self._range, self._filled = self._range + 1, 0

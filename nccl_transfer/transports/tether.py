@@ -1,0 +1,100 @@
+"""How the two sides of a lasting arrangement hear of each other's end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, from_rpc_error
+
+LONGEST_PAUSE_S = 1e-3
+"""Between two looks at something awaited; the first pauses are shorter."""
+
+
+def tether_channel(address: str) -> grpc.Channel:
+    """A channel without encryption, on a connection of its own, whose streams are read in the background."""
+    return grpc.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
+
+
+class Tether:
+    """A stream from a source that gives one message and then stays open while both sides live. Its end, by
+    whoever's doing or death, tells the other side to free what it holds.
+
+    Args:
+        stream: The call, just started.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._first: Future[Any] = Future()
+        self._ended = threading.Event()
+        threading.Thread(target=self._read, name="tether", daemon=True).start()
+
+    @property
+    def holds(self) -> bool:
+        """Whether the other side is still there, as far as is known."""
+        return not self._ended.is_set()
+
+    def first(self, deadline: float, where: str) -> Any:
+        """The message. Errors as in `wait`, and those with which the source refused."""
+        self.wait(self._first.done, deadline, where)
+        return self._first.result()
+
+    def wait(self, done: Callable[[], bool], deadline: float, where: str) -> None:
+        """Returns once `done` says so.
+
+        Raises:
+            DeadlineExceeded: It was not done by the deadline, as of `time.monotonic`.
+            ServiceLost: The other side has gone.
+        """
+        pause = LONGEST_PAUSE_S / 64
+        while not done():
+            if self._ended.is_set() and not done():
+                raise self._why_ended(where)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{where}: no answer by the deadline")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def end(self, where: str, within_s: float) -> RlhfError | None:
+        """Why the other side has gone; None where it is still there after `within_s` seconds."""
+        return self._why_ended(where) if self._ended.wait(within_s) else None
+
+    def _why_ended(self, where: str) -> RlhfError:
+        if self._stream.code() is grpc.StatusCode.OK:
+            return ServiceLost(f"{where}: the source gave up")
+        return from_rpc_error(self._stream, where)
+
+    def cut(self) -> None:
+        """Ends the stream from here."""
+        self._stream.cancel()
+
+    def _read(self) -> None:
+        try:
+            for message in self._stream:
+                self._first.set_result(message)
+        except grpc.RpcError:
+            pass  # what it says is read from the stream, by `end`
+        finally:
+            self._ended.set()
+
+
+def answer(call: Any, tether: Tether, deadline: float, where: str) -> None:
+    """Waits for the answer to a call.
+
+    Raises:
+        RlhfError: The one it failed with; or the source has gone; or it did not answer in time.
+    """
+    try:
+        tether.wait(call.done, deadline, where)
+        call.result()
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, where) from error
+    finally:
+        call.cancel()

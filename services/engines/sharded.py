@@ -1,0 +1,247 @@
+"""What engines share whose ranks keep their parts of a model as plain tensors: optimizer, snapshots, checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.engines.agreement import all_or_none, new_directory
+from services.engines.base import (
+    InferenceStopped,
+    LossFn,
+    NonFiniteGradient,
+    OptimizerOptions,
+    Snapshot,
+    StepResult,
+    TrainEngine,
+)
+from services.engines.checkpoint import (
+    NO_SCALARS,
+    Scalars,
+    Shard,
+    read_manifest,
+    read_shards,
+    write_manifest,
+    write_shards,
+)
+from services.engines.heads import Head
+from services.engines.microbatch import MicroBatch
+from services.engines.offload import Parked, num_bytes, park, unpark
+
+Output = TypeVar("Output")
+
+NUM_STEPS = "engine.num_steps"
+"""Scalar of a checkpoint: optimizer steps done."""
+_SHA256_BYTES = 32
+
+
+class ShardedEngine(TrainEngine):
+    """An engine on all ranks of the default process group.
+
+    Args:
+        device: Where this rank computes.
+        kept: This rank's part of every weight, by name; in place from here on. Gradients come in their `.grad`.
+        trained: Names of those that learn.
+        optimizer: None for a model that is never trained: it has no optimizer state.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        kept: Mapping[str, Tensor],
+        trained: Sequence[str],
+        optimizer: OptimizerOptions | None,
+    ) -> None:
+        self.device = device
+        self._kept = dict(kept)
+        self._trained_names = list(trained)
+        self._options = optimizer
+        self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
+        self._num_steps = 0
+        self._parked: list[Parked] = []
+
+    @abstractmethod
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Leave the gradient of the whole mini-batch in `.grad` of what is kept; returns its loss and this rank's
+        statistics."""
+
+    @abstractmethod
+    def _shard(self, name: str, kept: Tensor) -> Shard:
+        """What is kept of a weight, or a tensor that lies like it, as a box of the checkpoint's tensor."""
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's part of a weight counts where each is counted or written once, not as a replica."""
+        return True
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> StepResult:
+        if self._adamw is None or self._options is None:
+            raise RuntimeError("this engine has no optimizer: its model is not trained")
+        self._check_onloaded()
+        try:
+            with _deterministic(self.device):
+                loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
+            grad_norm = self._clip_gradients(self._options.max_grad_norm)
+            lr = self._options.lr_at(self._num_steps)
+            self._adamw.param_groups[0]["lr"] = lr
+            self._adamw.step()
+            self._num_steps += 1
+            return StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
+        finally:
+            self._drop_gradients()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self._num_steps, {name: x.to("cpu", copy=True) for name, x in self._state().items()})
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        for name, x in self._state().items():
+            x.copy_(snapshot.tensors[name])
+        self._set_num_steps(snapshot.num_steps)
+
+    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        own = {name: x for name, x in self._state().items() if self._counts(_weight_name(name))}
+        with new_directory(directory, self.device) as partial:
+            write_shards(partial, dist.get_rank(), self._shards(own))
+            if dist.get_rank() == 0:
+                write_manifest(partial, dist.get_world_size(), {**scalars, NUM_STEPS: self._num_steps})
+
+    def load(self, directory: Path) -> Scalars:
+        with all_or_none(f"reading {directory}", self.device):
+            num_ranks, scalars = read_manifest(directory)
+            tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
+            read_shards(directory, num_ranks, self._shards(tensors))
+            loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
+        self.restore(loaded)
+        return {name: value for name, value in scalars.items() if name != NUM_STEPS}
+
+    def offload(self) -> int:
+        if self.device.type == "cpu" or self._parked:
+            return 0
+        self._parked = park(self._state().values())
+        torch.cuda.empty_cache()
+        return num_bytes(self._parked)
+
+    def onload(self) -> int:
+        parked, self._parked = self._parked, []
+        unpark(parked)
+        return num_bytes(parked)
+
+    def _check_onloaded(self) -> None:
+        if self._parked:
+            raise RuntimeError("the engine is offloaded; bring it back first")
+
+    def _stop_together(self, stop: bool) -> None:
+        """Raises InferenceStopped where any rank wants to stop."""
+        stopping = torch.tensor(stop, dtype=torch.int64, device=self.device)
+        dist.all_reduce(stopping)
+        if stopping:
+            raise InferenceStopped("inference was stopped between micro-batches")
+
+    def _most(self, count: int) -> int:
+        """The largest count of any rank."""
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def _from_rank_0(self, sha256: str) -> str:
+        """The digest that rank 0 has."""
+        digest = bytes.fromhex(sha256) if dist.get_rank() == 0 else bytes(_SHA256_BYTES)
+        shared = torch.tensor(list(digest), dtype=torch.uint8, device=self.device)
+        dist.broadcast(shared, src=0)
+        return bytes(shared.tolist()).hex()
+
+    def _clip_gradients(self, max_norm: float) -> float:
+        """Scale the gradient to at most `max_norm`; returns the norm it had, summed in float64 over all ranks.
+
+        Raises:
+            NonFiniteGradient: on every rank, since all see the same sum.
+        """
+        gradients = {name: x.grad for name in self._trained_names if (x := self._kept[name]).grad is not None}
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for name, gradient in gradients.items()
+            if self._counts(name)
+        ]
+        squares = (
+            torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum()
+        )
+        dist.all_reduce(squares)
+        norm = float(squares.sqrt())
+        if not norm < float("inf"):
+            raise NonFiniteGradient(f"gradient norm is {norm} at optimizer step {self._num_steps}")
+        if norm > max_norm:
+            for gradient in gradients.values():
+                gradient.mul_(max_norm / norm)
+        return norm
+
+    def _drop_gradients(self) -> None:
+        for x in self._kept.values():
+            x.grad = None
+
+    def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
+        trained = [self._kept[name] for name in self._trained_names]
+        adamw = torch.optim.AdamW(
+            trained,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        # Made here and not at the first step, so that the state has one shape for life.
+        for x in trained:
+            adamw.state[x] = {
+                "step": torch.zeros((), device=x.device),
+                "exp_avg": torch.zeros_like(x),
+                "exp_avg_sq": torch.zeros_like(x),
+            }
+        return adamw
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor that makes this rank's part of the engine: weights, first and second moments."""
+        state = {f"weight.{name}": x.detach() for name, x in self._kept.items()}
+        if self._adamw is not None:
+            for name in self._trained_names:
+                moments = self._adamw.state[self._kept[name]]
+                state[f"exp_avg.{name}"] = moments["exp_avg"]
+                state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        return state
+
+    def _set_num_steps(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        if self._adamw is not None:
+            for moments in self._adamw.state.values():
+                moments["step"].fill_(num_steps)
+
+    def _shards(self, state: Mapping[str, Tensor]) -> dict[str, Shard]:
+        return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
+
+
+def _weight_name(state_name: str) -> str:
+    return state_name.partition(".")[2]
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Choose deterministic kernels on CUDA, where there are any; CPU kernels are, for one number of threads."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -1,0 +1,206 @@
+"""The part of a transformer that one rank of a mesh has: some of the layers, and of each of their weights a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from services.engines.checkpoint import Shard
+from services.engines.groups import MeshGroups
+from services.engines.layout import layouts_of, style_of
+from services.engines.logits import Logits
+from services.engines.microbatch import MicroBatch
+from services.engines.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
+from services.engines.weights import WeightsReader
+from services.models import ValueModel
+
+_BACKBONE = "backbone."
+
+
+class ModelStage:
+    """One rank's part of a causal language model or value model, loaded from a Hugging Face directory.
+
+    The model's own transformers classes compute; its linear layers are replaced by their parallel forms, and the
+    layers of other stages are taken away. Only what the rank keeps is ever read.
+
+    Args:
+        directory: Of a model whose classes come with a plan for tensor parallelism (Llama, Qwen2, Qwen3, Mistral).
+        groups: The rank's place in the mesh.
+        dtype: Of the weights.
+        compute_dtype: Of matrix products, by autocast.
+        with_value_head: Whether each position gets a value instead of logits.
+
+    Attributes:
+        config: Of the model.
+        layouts: Of every tensor of the model, by its name in the checkpoint; a tied one only by its first name.
+        aliases: Further names of tied tensors, and their first name.
+        parameters: What this rank keeps, by name. The last stage keeps a replica of a tied embedding.
+
+    Raises:
+        ValueError: The model is of another kind, does not divide, or is not in the directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        groups: MeshGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        with_value_head: bool = False,
+    ) -> None:
+        self._groups, self._device = groups, device
+        self._autocast = partial(
+            torch.autocast, device.type, dtype=compute_dtype, enabled=compute_dtype != dtype
+        )
+        self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        whole, backbone = _on_meta(directory, dtype, with_value_head)
+        self.config.architectures = [type(backbone if with_value_head else whole).__name__]
+        self.config.dtype = dtype
+        self._generation_config = _generation_config(directory) if not with_value_head else None
+        tied = bool(self.config.tie_word_embeddings) and not with_value_head
+        mesh = groups.mesh
+        self.layouts = layouts_of(whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor)
+        prefix = _BACKBONE if with_value_head else f"{whole.base_model_prefix}."
+        self._embedding_name = f"{prefix}embed_tokens.weight"
+        self.aliases = {"lm_head.weight": self._embedding_name} if tied else {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._keep_own_layers(backbone, prefix)
+        self._keep_ends(whole, backbone, prefix, with_value_head)
+        self._backbone = backbone.eval()
+        self._load(directory)
+
+    def forward(self, incoming_BTH: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """Hidden states [B, T, H] after this stage's layers; those of the last stage are normalised.
+
+        Args:
+            incoming_BTH: What the previous stage gives; None on the first.
+        """
+        with self._autocast():
+            if self._groups.is_first_stage:
+                incoming_BTH = self._embedding(micro_batch.input_ids_BT)
+            return self._backbone(inputs_embeds=incoming_BTH, use_cache=False).last_hidden_state
+
+    def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | Logits:
+        """What heads read, of the last `num_scored` positions: logits, or values [B, K]. On the last stage only."""
+        with self._autocast():
+            raw = self._head(hidden_BTH[:, -micro_batch.num_scored :])
+        return raw[..., 0] if isinstance(raw, Tensor) else raw
+
+    def shards(self, kept: Mapping[str, Tensor]) -> dict[str, Shard]:
+        """Tensors that lie as this rank's parameters of the same names, as boxes of those of the checkpoint."""
+        return {name: self.layouts[name].shard(x, self._groups.tensor_index) for name, x in kept.items()}
+
+    def write_config(self, directory: Path) -> None:
+        """Write what a Hugging Face directory has beside weights and tokenizer.
+
+        Raises:
+            OSError: A file could not be written.
+        """
+        self.config.save_pretrained(directory)
+        if self._generation_config is not None:
+            self._generation_config.save_pretrained(directory)
+
+    def is_replica(self, name: str) -> bool:
+        """Whether another rank keeps the same and counts for it, where something is counted or written once."""
+        layout, groups = self.layouts[name], self._groups
+        return (
+            groups.data_index > 0
+            or layout.stage != groups.stage
+            or (not layout.is_cut and groups.tensor_index > 0)
+        )
+
+    def _keep_own_layers(self, backbone: Any, prefix: str) -> None:
+        num_layers = len(backbone.layers) // self._groups.mesh.pipeline
+        first = self._groups.stage * num_layers
+        backbone.layers = backbone.layers[first : first + num_layers]
+        for number, layer in enumerate(backbone.layers, first):
+            self._cut(layer, backbone)
+            self._keep(layer, f"{prefix}layers.{number}.")
+        # The transformer goes over as many layers as its configuration says, and looks up the type of each.
+        backbone.config.num_hidden_layers = num_layers
+        if getattr(backbone.config, "layer_types", None):
+            backbone.config.layer_types = backbone.config.layer_types[first : first + num_layers]
+        # What it knows of positions is computed, and not in the checkpoint.
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self._device)
+
+    def _cut(self, layer: nn.Module, backbone: Any) -> None:
+        """Put the parallel form of each linear layer that the plan cuts in its place."""
+        for path, module in list(layer.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue
+            match style_of(backbone, path):
+                case "colwise":
+                    layer.set_submodule(path, ColumnParallelLinear(module, self._groups.tensor, self._device))
+                case "rowwise":
+                    layer.set_submodule(path, RowParallelLinear(module, self._groups.tensor, self._device))
+
+    def _keep(self, module: nn.Module, prefix: str) -> None:
+        """Give the module's weights memory, and note them under their names."""
+        for owner_path, owner in module.named_modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    parameter = nn.Parameter(torch.empty_like(parameter, device=self._device))
+                    owner.register_parameter(name, parameter)
+                self.parameters[f"{prefix}{owner_path}{'.' if owner_path else ''}{name}"] = parameter
+
+    def _keep_ends(self, whole: Any, backbone: Any, prefix: str, with_value_head: bool) -> None:
+        """What stands before the first layer and after the last."""
+        groups, embedding = self._groups, backbone.embed_tokens
+        backbone.embed_tokens = None
+        if groups.is_first_stage:
+            num_rows = self.layouts[self._embedding_name].kept_shape[0]
+            self._embedding = VocabularyParallelEmbedding(embedding, num_rows, groups.tensor, self._device)
+            self._keep(self._embedding, f"{prefix}embed_tokens.")
+        if not groups.is_last_stage:
+            backbone.norm = nn.Identity()
+            return
+        self._keep(backbone.norm, f"{prefix}norm.")
+        if with_value_head:
+            self._head: nn.Module = whole.value_head
+            self._keep(self._head, "value_head.")
+            return
+        name = self.aliases.get("lm_head.weight", "lm_head.weight")
+        if name not in self.parameters:
+            kept = torch.empty(
+                self.layouts[name].kept_shape, dtype=embedding.weight.dtype, device=self._device
+            )
+            self.parameters[name] = nn.Parameter(kept)
+        self._head = VocabularyParallelHead(self.parameters[name], self.config.vocab_size, groups.tensor)
+
+    def _load(self, directory: Path) -> None:
+        with torch.no_grad(), WeightsReader(directory) as reader:
+            for parameter in self.parameters.values():
+                parameter.zero_()
+            for name, shard in self.shards(self.parameters).items():
+                reader.fill(name, shard)
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return None
+    return GenerationConfig.from_pretrained(directory, local_files_only=True)
+
+
+def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tuple[Any, Any]:
+    """The whole model without memory, and its transformer."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        if with_value_head:
+            backbone = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            return ValueModel(backbone), backbone
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return whole, whole.base_model

@@ -1,0 +1,175 @@
+"""Layers of which every rank of a tensor group holds a part (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+Between layers all ranks hold the same activations, and all compute the same loss from them; so the gradient of an
+activation is whole on every rank, unless it went into a layer that is cut by columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from services.engines.logits import Logits, at_least_float32
+
+PADDING_LOGIT = -1e30
+"""Of tokens that do not exist: far below any other, and still finite when multiplied by its probability, 0."""
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group; backward, each rank's part gets the whole gradient."""
+    return x if group.size() == 1 else _SumForward.apply(x, group)
+
+
+def fan_out(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The same activation for ranks that each compute a part of what follows; backward, gradients are summed."""
+    return x if group.size() == 1 else _SumBackward.apply(x, group)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank computes some of the outputs. Weight [out / t, in], bias [out / t]."""
+
+    def __init__(self, whole: nn.Linear, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._group = group
+        num_outputs = whole.out_features // group.size()
+        self.weight = _empty(whole.weight, (num_outputs, whole.in_features), device)
+        self.bias = _empty(whole.bias, (num_outputs,), device) if whole.bias is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(fan_out(x, self._group), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank multiplies some of the inputs. Weight [in / t, out], bias [out].
+
+    The weight is stored transposed: so the parts of a group, end to end, are the (transposed) weight, and gathering
+    it is one contiguous copy.
+    """
+
+    def __init__(self, whole: nn.Linear, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._group = group
+        num_inputs = whole.in_features // group.size()
+        self.weight = _empty(whole.weight, (num_inputs, whole.out_features), device)
+        self.bias = _empty(whole.bias, (whole.out_features,), device) if whole.bias is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = sum_over(F.linear(x, self.weight.t()), self._group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """An embedding of which each rank holds the rows of some tokens. Weight [padded vocabulary / t, hidden].
+
+    Args:
+        whole: The embedding that is cut.
+        num_rows: Tokens of each rank, those of the padding included.
+    """
+
+    def __init__(self, whole: nn.Embedding, num_rows: int, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._group = group
+        self._first_id = group.rank() * num_rows
+        self.weight = _empty(whole.weight, (num_rows, whole.embedding_dim), device)
+        padding_row = -1 if whole.padding_idx is None else whole.padding_idx - self._first_id
+        # As in the whole embedding, the row of the padding token gets no gradient.
+        self._padding_row = padding_row if 0 <= padding_row < num_rows else None
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        rows_BT, is_ours_BT = _rows(ids_BT, self._first_id, len(self.weight))
+        ours_BTH = F.embedding(rows_BT, self.weight, self._padding_row) * is_ours_BT[..., None]
+        return sum_over(ours_BTH, self._group)
+
+
+class VocabularyParallelHead(nn.Module):
+    """An output layer of which each rank computes the logits of some tokens. Weight [padded vocabulary / t, hidden].
+
+    Args:
+        weight: Of this rank.
+        vocabulary: Number of tokens that exist; the others are padding.
+    """
+
+    def __init__(self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+        self._first_id = group.rank() * len(weight)
+        self._num_real = min(max(vocabulary - self._first_id, 0), len(weight))
+        self.weight = weight
+
+    def forward(self, hidden_BKH: Tensor) -> ShardedLogits:
+        logits_BKV = at_least_float32(F.linear(fan_out(hidden_BKH, self._group), self.weight))
+        if self._num_real < len(self.weight):
+            is_padding_V = torch.arange(len(self.weight), device=logits_BKV.device) >= self._num_real
+            logits_BKV = logits_BKV.masked_fill(is_padding_V, PADDING_LOGIT)
+        return ShardedLogits(logits_BKV, self._first_id, self._group)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedLogits(Logits):
+    """The logits of the tokens from `first_id` on; those of the others are on the other ranks of the group. No rank
+    ever holds them all: only sums and maxima over the vocabulary are exchanged, one number per position."""
+
+    values_BKV: Tensor
+    first_id: int
+    group: ProcessGroup
+
+    def divided(self, temperature: float) -> Self:
+        return replace(self, values_BKV=self.values_BKV / temperature)
+
+    def of_tokens(self, ids_BK: Tensor) -> Tensor:
+        columns_BK, is_ours_BK = _rows(ids_BK, self.first_id, self.values_BKV.shape[-1])
+        ours_BK = self.values_BKV.gather(-1, columns_BK[..., None])[..., 0] * is_ours_BK
+        return sum_over(ours_BK, self.group)
+
+    def log_normalizer(self) -> Tensor:
+        largest_BK = self.values_BKV.detach().amax(dim=-1)
+        dist.all_reduce(largest_BK, dist.ReduceOp.MAX, group=self.group)
+        ours_BK = (self.values_BKV - largest_BK[..., None]).exp().sum(dim=-1)
+        return largest_BK + sum_over(ours_BK, self.group).log()
+
+    def expected(self, log_normalizer_BK: Tensor) -> Tensor:
+        log_normalizer_BK = fan_out(log_normalizer_BK, self.group)
+        probabilities_BKV = (self.values_BKV - log_normalizer_BK[..., None]).exp()
+        return sum_over((probabilities_BKV * self.values_BKV).sum(dim=-1), self.group)
+
+
+def _rows(ids: Tensor, first_id: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where tokens are among the `count` of a rank (0 where they are not), and whether they are there."""
+    rows = ids - first_id
+    is_ours = (rows >= 0) & (rows < count)
+    return torch.where(is_ours, rows, 0), is_ours
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=device))
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,216 @@
+"""3D-parallel training (3DParallelWorker of the HybridFlow paper): pipeline stages, tensor parallelism, replicas."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nccl_transfer.mesh import Mesh
+from services.engines.agreement import new_directory
+from services.engines.base import LossFn, OptimizerOptions
+from services.engines.checkpoint import Shard
+from services.engines.groups import MeshGroups
+from services.engines.heads import Head
+from services.engines.microbatch import MicroBatch
+from services.engines.pipeline import run_forward, run_forward_backward
+from services.engines.sharded import ShardedEngine
+from services.engines.stage import ModelStage
+from services.engines.weights import WeightsWriter
+from services.models import tensors_sha256
+
+Output = TypeVar("Output")
+
+ROUND_PER_STAGE = 4
+"""Micro-batches per stage that an inference runs before it asks whether to stop: a pipeline drains at each stop, so
+that a fifth of the time is lost at most."""
+
+
+class ThreeDParallelEngine(ShardedEngine):
+    """A model on a p-t-d mesh of all ranks of the default process group (gloo for CPU, nccl for CUDA).
+
+    Each rank keeps its part of one stage's weights, in place, the same on all data ranks; their gradients are summed
+    when all micro-batches are done. Hidden states are the same on all ranks of a tensor group, and no rank has the
+    logits of the whole vocabulary.
+
+    Args:
+        directory: Hugging Face directory; each rank reads its own part.
+        mesh: p-t-d.
+        device: Where this rank computes; the current device, if CUDA.
+        dtype: Of the weights, their gradients and moments: float32 where they are trained.
+        compute_dtype: Of matrix products, by autocast; default as the weights. Norms and sums of layers stay in that
+            of the weights.
+        optimizer: None for a model that is never trained.
+        with_value_head: Whether it is a value model.
+
+    Raises:
+        ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+        optimizer: OptimizerOptions | None = None,
+        with_value_head: bool = False,
+    ) -> None:
+        self._groups = MeshGroups(mesh)
+        self._stage = ModelStage(
+            directory,
+            self._groups,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype or dtype,
+            with_value_head=with_value_head,
+        )
+        self.data_rank, self.data_size = self._groups.data_index, mesh.data
+        self.sees_outputs = self._groups.is_last_stage
+        self.config = self._stage.config
+        self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in self._stage.layouts.values())
+        self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
+        parameters = self._stage.parameters
+        super().__init__(device, parameters, list(parameters), optimizer)
+
+    @torch.no_grad()
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda num_done: None,
+    ) -> list[Output]:
+        self._check_onloaded()
+        num_stages = self._groups.mesh.pipeline
+        per_round = 1 if num_stages == 1 else ROUND_PER_STAGE * num_stages
+        outputs, num_done = [], 0
+        for first in range(0, self._most(len(micro_batches)), per_round):
+            self._stop_together(should_stop())
+            ours = [each.to(self.device) for each in micro_batches[first : first + per_round]]
+            hidden = run_forward(self._stage, self._groups, ours, self._like_hidden)
+            for micro_batch, hidden_BTH in zip(ours, hidden, strict=True):
+                if self.sees_outputs:
+                    outputs.append(head(self._stage.read(hidden_BTH, micro_batch), micro_batch))
+                num_done += 1
+                progress(num_done)
+        return outputs
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._gather(self._kept, [*self._stage.layouts, *self._stage.aliases])
+
+    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+        with new_directory(directory, self.device) as partial:
+            sha256 = self._write(partial, tokenizer) if dist.get_rank() == 0 else self._only_gather()
+        return self._from_rank_0(sha256)
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> tuple[float, dict[str, Tensor]]:
+        ours = [each.to(self.device) for each in micro_batches]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        stats: dict[str, Tensor] = defaultdict(
+            lambda: torch.zeros((), dtype=torch.float64, device=self.device)
+        )
+
+        def loss_of(hidden_BTH: Tensor, number: int) -> Tensor:
+            if number >= len(ours):
+                return hidden_BTH.sum() * 0
+            loss, counts = loss_fn(
+                head(self._stage.read(hidden_BTH, ours[number]), ours[number]), ours[number]
+            )
+            for name, count in counts.items():
+                stats[name] += count
+            total.add_(loss.detach())
+            return loss
+
+        run_forward_backward(self._stage, self._groups, ours, loss_of, self._like_hidden)
+        self._sum_gradients()
+        if not self.sees_outputs or self._groups.tensor_index > 0:
+            total.zero_()
+        dist.all_reduce(total)
+        return float(total), stats
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Add up the gradients of all ranks that keep the same weight and saw different parts of its gradient."""
+        tied = set(self._stage.aliases.values())
+        for name, parameter in self._kept.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self._stage.layouts[name].partial_gradient:
+                dist.all_reduce(parameter.grad, group=self._groups.tensor)
+            if name in tied:
+                dist.all_reduce(parameter.grad, group=self._groups.ends)
+        if self.data_size > 1:
+            gradients = [parameter.grad for parameter in self._kept.values()]
+            for work in [dist.all_reduce(x, group=self._groups.data, async_op=True) for x in gradients]:
+                assert work is not None
+                work.wait()
+
+    def _shard(self, name: str, kept: Tensor) -> Shard:
+        return self._stage.layouts[name].shard(kept, self._groups.tensor_index)
+
+    def _counts(self, name: str) -> bool:
+        return not self._stage.is_replica(name)
+
+    def _gather(self, kept: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that lie as the weights, whole on every rank, one at a time in the order of names. Collective."""
+        groups = self._groups
+        for name in sorted(names):
+            first_name = self._stage.aliases.get(name, name)
+            layout = self._stage.layouts[first_name]
+            gathered = self._like_hidden.new_empty(layout.gathered_shape)
+            if layout.stage == groups.stage:
+                own = kept[first_name].detach()
+                if layout.is_cut:
+                    dist.all_gather(list(gathered.chunk(layout.parts)), own, group=groups.tensor)
+                else:
+                    gathered.copy_(own)
+            if groups.mesh.pipeline > 1:
+                dist.broadcast(gathered, group=groups.pipeline, group_src=layout.stage)
+            yield name, layout.whole(gathered)
+
+    def _only_gather(self) -> str:
+        for _ in self._gather(self._kept, self._stage.layouts):
+            pass
+        return ""
+
+    @torch.no_grad()
+    def _write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """Gather the weights and write them as a Hugging Face directory; returns their sha256."""
+        layouts, bytes_each = self._stage.layouts, self._like_hidden.element_size()
+        writer = WeightsWriter(
+            directory, {name: torch.Size(each.shape).numel() * bytes_each for name, each in layouts.items()}
+        )
+        failure: OSError | None = None
+
+        def written() -> Iterator[tuple[str, Tensor]]:
+            nonlocal failure
+            for name, whole in self._gather(self._kept, self._stage.layouts):
+                try:
+                    # After a failure the others still gather, so this rank does too.
+                    if failure is None:
+                        writer.add(name, whole)
+                except OSError as error:
+                    failure = error
+                yield name, whole
+
+        sha256 = tensors_sha256(written())
+        if failure is not None:
+            raise failure
+        writer.finish()
+        self._stage.write_config(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        return sha256

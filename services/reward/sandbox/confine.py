@@ -1,0 +1,44 @@
+"""The first thing a process in a sandbox does, before it reads anything that is not ours: gives up what it can.
+
+This module runs in both sandboxes and imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from typing import Any
+
+UNPRIVILEGED_ID = 65534
+"""User and group of everything in a sandbox."""
+OPEN_FILES = 64
+MOST_DESCRIPTORS = 1 << 20
+
+
+def begin() -> dict[str, Any]:
+    """Reads the job on standard input, closes what bwrap has left open, drops root and sets limits that cannot be
+    raised again."""
+    with open(0, "rb", closefd=False) as stdin:
+        job = json.load(stdin)
+    kept = job.get("channel", 2)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, MOST_DESCRIPTORS)
+    if job["drop_root"]:
+        os.setgroups([])
+        os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+        os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+    for name, value in job["limits"].items():
+        number = getattr(resource, name)
+        _, hard = resource.getrlimit(number)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (allowed, allowed))
+    return job
+
+
+def silence(*fds: int) -> None:
+    """Points descriptors at /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(null, fd)
+    os.close(null)

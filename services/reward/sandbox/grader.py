@@ -1,0 +1,202 @@
+"""Grades programs: each in a fresh sandbox, judged from another, by a pool of threads that only wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rlhf.config import SandboxTable
+from rlhf.errors import ConfigError
+from services.reward.sandbox import judge
+from services.reward.sandbox.isolation import Bubblewrap, Isolation, SandboxFailed, Unsandboxed
+from services.reward.sandbox.program import Program
+
+GRACE_S = 1.0
+"""How long after a program's time is up the judge may take to say so."""
+MAX_VERDICT_BYTES = 1 << 20
+REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
+"""Why a test was not passed: another answer than expected; an exception; the time was up; the program's process ended;
+it said too much; what it said is not plain data; its answers ended the tests, for example by their size."""
+
+ATTEMPTS = {
+    "write to the root": "os.mkdir('/probe')",
+    "open internet sockets": "socket.socket(socket.AF_INET)",
+    "become root": "os.setuid(0)",
+    "make namespaces": "ctypes.CDLL(None).unshare(0x10000000)",
+    "see /proc": "os.listdir('/proc')",
+    "see files of the host": "os.stat('/etc/passwd')",
+    "see processes of the host": "-1 if os.getpid() < 10 else os.getpid()",
+}
+"""What a program must not be able to do, each as an expression that raises OSError or is -1."""
+ATTEMPT = """
+import ctypes, os, socket
+attempts = {%s}
+def fails(name):
+    try:
+        return attempts[name]() == -1
+    except OSError:
+        return True
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        reasons: For each test "" where it passed, or else one of `REASONS`.
+        fault: Why there is no verdict, which is not the program's fault; then there are no reasons.
+    """
+
+    reasons: tuple[str, ...] = ()
+    fault: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why not all tests passed; "" where they did."""
+        return next((reason for reason in self.reasons if reason), "")
+
+    def score(self, kind: str) -> float:
+        """1 if all tests passed, else 0; or, for kind "fraction", the share that did."""
+        passed = self.reasons.count("")
+        return passed / len(self.reasons) if kind == "fraction" else float(passed == len(self.reasons))
+
+
+def grade(program: Program, isolation: Isolation, table: SandboxTable) -> Verdict:
+    """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and
+    leaves nothing behind."""
+    shared = {"output_bytes": table.output_kb * 1024}
+    errors: list[str] = []
+    with contextlib.ExitStack() as stack:
+        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        verdicts, verdicts_end = os.pipe()
+        stack.callback(os.close, verdicts)
+        try:
+            with open(verdicts_end, "wb") as end:
+                candidate = isolation.start("candidate", {**shared, "code": program.code}, theirs.fileno())
+                stack.callback(lambda: errors.append(candidate.end()))
+                job = {
+                    **shared, "tests": program.tests, "prelude": program.prelude,
+                    "wall_time_s": table.wall_time_s, "channel": ours.fileno(),
+                }  # fmt: skip
+                process = isolation.start("judge", job, end.fileno(), [ours.fileno()])
+                stack.callback(lambda: errors.append(process.end()))
+        except SandboxFailed as error:
+            return Verdict(fault=str(error))
+        ours.close()
+        theirs.close()
+        heard = _listen(verdicts, table.wall_time_s)
+    return _verdict(heard, len(program.tests), " ".join(filter(None, errors)))
+
+
+def _listen(fd: int, wall_time_s: float) -> bytes:
+    """What the judge says until it ends or its time is up, which is counted from its first word."""
+    heard = b""
+    deadline = time.monotonic() + judge.START_TIMEOUT_S + GRACE_S
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while len(heard) < MAX_VERDICT_BYTES and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        if not heard:
+            deadline = time.monotonic() + wall_time_s + GRACE_S
+        heard += part
+    return heard
+
+
+def _verdict(heard: bytes, num_tests: int, errors: str) -> Verdict:
+    """Before the judge says that the program has begun, silence is a fault; after that, only what the program gave
+    it can have ended it."""
+    try:
+        verdict = json.loads(heard.removeprefix(judge.BEGUN))
+    except ValueError:
+        if heard.startswith(judge.BEGUN):
+            return Verdict(("tests_ended",) * num_tests)
+        return Verdict(fault=f"the tests did not start: {errors or 'time was up'}")
+    if "fault" in verdict:
+        return Verdict(fault=f"{verdict['fault']} {errors}".strip())
+    return Verdict(tuple(verdict["reasons"]))
+
+
+def choose(table: SandboxTable) -> Isolation:
+    """The sandbox, tried out; or none, where the host cannot have one and the config allows to go without.
+
+    Raises:
+        ConfigError: The host cannot have one; the text says what is missing.
+    """
+    try:
+        isolation = Bubblewrap(table)
+        verify(isolation, table)
+    except ConfigError as error:
+        if not table.allow_unsandboxed:
+            raise ConfigError(f"sandbox: {error}") from error
+        logging.critical("UNSANDBOXED: programs run with all rights of this service, because: %s", error)
+        return Unsandboxed(table)
+    logging.info("sandbox: %s", isolation.describe())
+    return isolation
+
+
+def verify(isolation: Isolation, table: SandboxTable) -> None:
+    """Runs a program that tries to break out.
+
+    Raises:
+        ConfigError: It does not run, or it can do what it should not.
+    """
+    attempts = ", ".join(f"{name!r}: lambda: {code}" for name, code in ATTEMPTS.items())
+    fails = {"kind": "call", "function": "fails", "kwargs": {}, "tolerance": 0.0, "accepted": [True]}
+    tests = [{**fails, "args": [name]} for name in ATTEMPTS]
+    verdict = grade(Program(ATTEMPT % attempts, "", tests, "all"), isolation, table)
+    if verdict.fault:
+        raise ConfigError(verdict.fault)
+    breaches = [name for name, reason in zip(ATTEMPTS, verdict.reasons, strict=True) if reason]
+    if breaches:
+        raise ConfigError(f"in it, programs can {', '.join(breaches)}, or do not run ({verdict.reason})")
+
+
+class Grader:
+    """A pool that grades programs, and remembers the verdicts. Faults are not remembered.
+
+    Raises:
+        ConfigError: See `choose`.
+    """
+
+    def __init__(self, table: SandboxTable) -> None:
+        self._table = table
+        self._isolation = choose(table)
+        # A sandbox dies with the thread that started it, so threads live as long as the pool.
+        self._pool = ThreadPoolExecutor(table.workers or os.cpu_count(), "sandbox")
+        self._known: OrderedDict[str, Future[Verdict]] = OrderedDict()
+        self._limits = table.model_dump_json(exclude={"workers", "cache_entries", "score"})
+        self._lock = threading.Lock()
+
+    def submit(self, program: Program) -> Future[Verdict]:
+        """The verdict on a program, when it is there; the same programs and tests are graded once."""
+        key = program.key(self._limits)
+        with self._lock:
+            known = self._known.pop(key, None)
+            if known is None or _is_void(known):
+                known = self._pool.submit(grade, program, self._isolation, self._table)
+            self._known[key] = known
+            while len(self._known) > self._table.cache_entries:
+                self._known.popitem(last=False)
+        return known
+
+    def close(self) -> None:
+        """Waits for what is being graded; grades nothing any more."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _is_void(future: Future[Verdict]) -> bool:
+    if not future.done():
+        return False
+    return future.cancelled() or future.exception() is not None or bool(future.result().fault)

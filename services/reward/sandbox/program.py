@@ -1,0 +1,160 @@
+"""From a row to a program and its tests. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
+)
+_PYTHON = ("python", "python3", "py")
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "call": {"args": [], "kwargs": {}, "tolerance": 0.0},
+    "stdin": {"input": ""},
+    "asserts": {},
+}
+_REQUIRED = {
+    "call": {"function": str, "accepted": list},
+    "stdin": {"expected": str},
+    "asserts": {"code": str, "entry_point": str},
+}
+
+
+class BadRow(ValueError):
+    """A row that says too little, or the wrong things, about its tests."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is graded.
+
+    Attributes:
+        code: Source of the whole program.
+        prelude: Source whose names assert-style tests may use beside the program's.
+        tests: As docs/sandbox.md has them, with all defaults filled in.
+        score: "all" gives 1 if every test passes, else 0; "fraction" the share that does.
+    """
+
+    code: str
+    prelude: str
+    tests: list[dict[str, Any]]
+    score: str
+
+    def key(self, limits: str) -> str:
+        """Hash of all that the verdict depends on, the limits included."""
+        parts = json.dumps([asdict(self), limits], sort_keys=True)
+        return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_row(
+    prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], score: str
+) -> Program:
+    """The program and tests of a row; `docs/sandbox.md` lists the keys of `metadata`.
+
+    Args:
+        score: "all" or "fraction", where the row does not say.
+
+    Raises:
+        BadRow: There are no tests, or they are not as they should be.
+    """
+    prelude = metadata.get("prelude", prompt if metadata.get("completes_prompt") else "")
+    score = metadata.get("score", score)
+    if score not in ("all", "fraction"):
+        raise BadRow(f"score is {score!r}, neither 'all' nor 'fraction'")
+    if not isinstance(prelude, str):
+        raise BadRow("prelude is not text")
+    tests = read_tests(metadata["tests"]) if "tests" in metadata else read_ground_truth(ground_truth)
+    return Program(prelude + extract_code(response), prelude, tests, score)
+
+
+def extract_code(response: str) -> str:
+    """The last fenced block that is Python's or no language's; without one, the whole text."""
+    blocks = [(language, code) for _, language, code in _FENCE.findall(response)]
+    python = [code for language, code in blocks if language.lower() in _PYTHON]
+    plain = [code for language, code in blocks if not language]
+    return (python or plain or [response])[-1]
+
+
+def read_tests(tests: Any) -> list[dict[str, Any]]:
+    """Tests as a list, or as the JSON of one, with all defaults filled in.
+
+    A message gives every number as a double; whole ones are taken as integers. JSON keeps them as they are.
+
+    Raises:
+        BadRow: They are not tests.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise BadRow(f"tests are not JSON: {error}") from None
+    else:
+        tests = _integers(tests)
+    if not isinstance(tests, list) or not tests:
+        raise BadRow("tests are not a list with something in it")
+    return [_checked(number, test) for number, test in enumerate(tests)]
+
+
+def _checked(number: int, test: Any) -> dict[str, Any]:
+    kind = test.get("kind") if isinstance(test, dict) else None
+    if kind not in _REQUIRED:
+        raise BadRow(f"test {number}: kind is {kind!r}, none of {', '.join(_REQUIRED)}")
+    full = {**_DEFAULTS[kind], **test}
+    if kind == "call" and "expected" in full:
+        full["accepted"] = [full.pop("expected")]
+    for key, required in _REQUIRED[kind].items():
+        if not isinstance(full.get(key), required):
+            shown = "expected" if key == "accepted" else key
+            raise BadRow(f"test {number}: {shown} is missing or not {required.__name__}")
+    known = {"kind", *_DEFAULTS[kind], *_REQUIRED[kind]}
+    if unknown := set(full) - known:
+        raise BadRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
+    return full
+
+
+def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
+    """Tests of a ground truth as verl's data sets for code have it: {"inputs": [...], "outputs": [...]} for standard
+    input and output, and calls with "fn_name", where an input is a list of arguments or one argument's JSON per line.
+
+    Raises:
+        BadRow: It is not one.
+    """
+    try:
+        table = json.loads(ground_truth)
+        inputs, outputs, name = table["inputs"], table["outputs"], table.get("fn_name")
+        pairs = list(zip(inputs, outputs, strict=True))
+        if name:
+            tests = [_call(name, given, expected) for given, expected in pairs]
+        else:
+            tests = [{"kind": "stdin", "input": _text(i), "expected": _text(o)} for i, o in pairs]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadRow(
+            f"no tests: neither metadata.tests nor inputs and outputs as ground truth ({error})"
+        ) from None
+    return read_tests(json.dumps(tests))
+
+
+def _call(name: str, given: Any, expected: Any) -> dict[str, Any]:
+    args = [json.loads(line) for line in given.split("\n") if line] if isinstance(given, str) else given
+    # Some of these data sets wrap what is expected in a list, and do not say when.
+    accepted = [expected, expected[0]] if isinstance(expected, list) and expected else [expected]
+    return {"kind": "call", "function": name, "args": args, "accepted": accepted}
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _integers(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,79 @@
+"""The code grader as a reward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent import futures
+
+from google.protobuf import json_format
+
+from rlhf.config import SandboxTable
+from rlhf.v1 import reward_pb2
+from services.reward.sandbox.grader import REASONS, Grader, Verdict
+from services.reward.sandbox.program import BadRow, Program, read_row
+from services.reward.scorer import Scorer
+from services.worker import CallContext
+
+POLL_S = 0.1
+
+
+class SandboxScorer(Scorer):
+    """Runs the program in each response against the row's tests.
+
+    A program that fails, crashes or takes too much is a 0, or less than 1, and its reason is counted in the metrics
+    `sandbox/REASON`; a row without usable tests, or a sandbox that fails, is an error.
+    """
+
+    def __init__(self, table: SandboxTable) -> None:
+        self._score = table.score
+        self._grader = Grader(table)
+
+    def kind(self) -> str:
+        return "sandbox"
+
+    def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
+        read = [self._read(row) for row in rows]
+        graded = [self._grader.submit(row) if isinstance(row, Program) else None for row in read]
+        self._wait({future for future in graded if future is not None}, call)
+        scores, reasons = [], Counter()
+        for row, future in zip(read, graded, strict=True):
+            if future is None or isinstance(row, BadRow):
+                scores.append(reward_pb2.RowScore(error=str(row)))
+                continue
+            verdict = _result(future)
+            reasons[verdict.reason] += 1
+            scores.append(_row_score(verdict, row.score))
+        self.metrics = {f"sandbox/{reason}": (reasons[reason], len(rows)) for reason in REASONS if rows}
+        return scores
+
+    def _read(self, row: reward_pb2.TextRow) -> Program | BadRow:
+        metadata = json_format.MessageToDict(row.metadata)
+        try:
+            return read_row(row.prompt, row.response, row.ground_truth, metadata, self._score)
+        except BadRow as error:
+            return error
+
+    def _wait(self, pending: set[futures.Future[Verdict]], call: CallContext) -> None:
+        """Returns when all are done; a call that has to stop takes back what has not begun."""
+        of = len(pending)
+        try:
+            while pending:
+                call.check()
+                _, pending = futures.wait(pending, POLL_S)
+                call.progress(of - len(pending), of)
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _result(future: futures.Future[Verdict]) -> Verdict:
+    if (error := future.exception()) is not None:
+        return Verdict(fault=f"the grader failed: {type(error).__name__}: {error}")
+    return future.result()
+
+
+def _row_score(verdict: Verdict, kind: str) -> reward_pb2.RowScore:
+    if verdict.fault:
+        return reward_pb2.RowScore(error=f"sandbox: {verdict.fault}")
+    return reward_pb2.RowScore(score=verdict.score(kind))

@@ -1,0 +1,157 @@
+"""Rewards that check an answer: numbers as in GSM8K, mathematics, form and length. Options come from the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+ANSWER_MARK = "####"
+"""Stands before the final answer of a GSM8K solution (Cobbe et al. 2021)."""
+
+MAX_NUMBER = 100
+"""Characters of the longest number that is read: no answer is longer, and long ones cost quadratic time."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+_NUMBER = re.compile(
+    rf"""
+    (?: (?<![\w.,/)}}]) (?P<minus>-) )?         # 10-3 is no negative number
+    (?: \$ (?P<late_minus>-)? )? (?<![\w.,/]) (?<!\d[eE][-+])
+    (?: (?P<whole>\d+) [ ] (?P<over>\d+)/(?P<under>\d+)
+      | (?P<decimal> {_DIGITS}(?:\.\d+)? | \.\d+ ) (?: \s?/\s?(?P<divisor>{_DIGITS}) )?
+    )
+    (?! [.,/]?\d | [eE][-+]?\d )                # neither 1.000.000 nor 3/4/2020 nor 1e3
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+def gsm8k(
+    prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], *, mode: str = "strict"
+) -> float:
+    """1 where the final number of the response is that of the ground truth, else 0.
+
+    Numbers are compared exactly: 1,234.50 is 1234.5, 1/2 is 0.5, and $ and units are not looked at, so that 50% is 50.
+
+    Args:
+        ground_truth: A number, or a whole solution with "#### number".
+        mode: strict: the response ends with "#### number", and no second number follows the mark;
+            flexible: its last number counts.
+
+    Raises:
+        ValueError: The ground truth has no number, or the mode is unknown.
+    """
+    expected = last_number(ground_truth.rpartition(ANSWER_MARK)[2])
+    if expected is None:
+        raise ValueError(f"the ground truth has no number: {ground_truth[-80:]!r}")
+    if mode == "strict":
+        found = marked_number(response)
+    elif mode == "flexible":
+        found = last_number(response)
+    else:
+        raise ValueError(f"mode {mode!r} is neither strict nor flexible")
+    return float(found == expected)
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The only number in the line after the last "####"."""
+    _, mark, rest = text.rpartition(ANSWER_MARK)
+    lines = rest.strip().splitlines()
+    if not mark or not lines:
+        return None
+    numbers = _numbers(lines[0])
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text."""
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def _numbers(text: str) -> list[Fraction | None]:
+    """The numbers in a text; None for one that is too long, or has nothing to divide by."""
+    return [_value(match) for match in _NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-"))]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match.group()) > MAX_NUMBER:
+        return None
+    whole, over, under, decimal, divisor = match.group("whole", "over", "under", "decimal", "divisor")
+    try:
+        if whole:
+            value = Fraction(whole) + Fraction(int(over), int(under))
+        else:
+            value = Fraction(decimal.replace(",", "")) / Fraction((divisor or "1").replace(",", ""))
+    except ZeroDivisionError:
+        return None
+    return -value if match["minus"] or match["late_minus"] else value
+
+
+def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    r"""1 where the response's answer equals the ground truth as mathematics, else 0; needs the extra `math`.
+
+    The answer is the last \boxed{...}, or where there is none what math-verify finds, LaTeX or a plain expression.
+    SymPy compares it. None of that ends for certain, so it runs in a process that can be killed.
+
+    Args:
+        ground_truth: LaTeX or a plain expression, in \boxed{...} or $...$ or bare.
+
+    Raises:
+        ValueError: The ground truth cannot be read.
+    """
+    from math_verify import parser, verify
+
+    kinds = (parser.LatexExtractionConfig(), parser.ExprExtractionConfig())
+    marked = (
+        ground_truth if "$" in ground_truth or r"\boxed" in ground_truth else rf"\boxed{{{ground_truth}}}"
+    )
+    expected = parser.parse(marked, kinds, fallback_mode="no_fallback", parsing_timeout=0)
+    if not expected:
+        raise ValueError(f"the ground truth is not mathematics: {ground_truth[:80]!r}")
+    found = parser.parse(last_boxed(response), kinds, fallback_mode="no_fallback", parsing_timeout=0)
+    return float(verify(expected, found, timeout_seconds=0))
+
+
+def last_boxed(text: str) -> str:
+    r"""The last whole \boxed{...} of a text, which is what MATH (Hendrycks et al. 2021) takes for the answer; the text
+    where it has none."""
+    start = text.rfind(r"\boxed{")
+    depth = 0
+    for end in range(text.find("{", start), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start : end + 1]
+    return text
+
+
+math.needs_process = True  # type: ignore[attr-defined]
+math.required_module = "math_verify"  # type: ignore[attr-defined]
+
+
+def form(
+    prompt: str,
+    response: str,
+    ground_truth: str,
+    metadata: Mapping[str, Any],
+    *,
+    pattern: str = r"<think>.+?</think>\s*\S.*",
+) -> float:
+    """1 where the whole response, spaces at both ends apart, matches a regular expression, in which a dot is any
+    character; else 0."""
+    return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
+
+
+def length(
+    prompt: str,
+    response: str,
+    ground_truth: str,
+    metadata: Mapping[str, Any],
+    *,
+    limit: int = 1000,
+    fade: int = 0,
+) -> float:
+    """1 for a response of at most `limit` characters, then falling evenly to 0 over the next `fade`."""
+    excess = len(response) - limit
+    return 1.0 if excess <= 0 else max(1.0 - excess / fade, 0.0) if fade else 0.0

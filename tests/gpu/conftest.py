@@ -1,0 +1,28 @@
+"""Tests that need an NVIDIA GPU; `make test-gpu` runs them."""
+
+import pytest
+
+from nccl_transfer.communicator import why_no_nccl
+from nccl_transfer.device import why_no_cuda
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """The GPU of this process."""
+    reason = why_no_cuda()
+    if reason is not None:
+        pytest.fail(f"`-m gpu` asks for a GPU: {reason}")
+    from nccl_transfer.device import own_cuda
+
+    return own_cuda()
+
+
+@pytest.fixture(scope="session")
+def nccl(cuda):
+    """NCCL on it."""
+    reason = why_no_nccl()
+    if reason is not None:
+        pytest.fail(f"`-m gpu` asks for NCCL: {reason}")
+    from nccl_transfer.transports.nccl import own_nccl
+
+    return own_nccl()

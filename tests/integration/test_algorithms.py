@@ -1,0 +1,130 @@
+"""Every algorithm, and a user's own, on real services: two steps each, on one set of services."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller import algorithms, cli
+from controller.tracking.metrics import read_metrics
+from integration.harness import Cluster
+from rlhf.errors import InvalidRequest
+
+STEPS = 2
+SERVICES = {
+    "actor": "actor",
+    "critic": "critic",
+    "cost_critic": "cost_critic",
+    "reference": "reference",
+    "reward": "reward",
+    "cost": "tensor_scorer",
+}
+"""Name in the run: name of the service that is up."""
+EXAMPLE = "examples.my_algorithm:optimist"
+CRITICLESS = {"time/generate_sequences_s", "time/compute_reward_s", "time/update_actor_s", "score/mean"}
+EXPECTED = {
+    "cispo": {"actor/clip_high", "group/same_score"},
+    "dapo": {"groups/rounds", "groups/trained", "overlong/mean"},
+    "dr_grpo": {"group/same_score"},
+    "grpo": {"actor/ref_kl", "group/same_score"},
+    "gspo": {"actor/clip_high", "group/same_score"},
+    "ppo": {"critic/loss", "kl/mean", "kl/coefficient", "time/update_critic_s"},
+    "reinforce_pp": {"kl/mean", "kl/coefficient"},
+    "remax": {"kl/mean", "kl/coefficient", "baseline/mean"},
+    "rloo": {"kl/mean", "kl/coefficient"},
+    "safe_rlhf": {"cost/mean", "cost/recent_mean", "lambda", "critic/loss", "cost_critic/loss", "kl/mean",
+                  "time/compute_reward_s", "time/cost_compute_reward_s", "time/cost_critic_update_critic_s"},
+    EXAMPLE: set(),
+}  # fmt: skip
+
+
+def run_on(
+    cluster: Cluster, directory: Path, name: str, **tables: dict[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """A run of two steps on services that are as they started."""
+    for service in ("actor", "critic", "cost_critic"):
+        with cluster.service(service):
+            pass
+    config = cluster.select(**SERVICES)
+    changes = {
+        "run": {"directory": directory, "steps": STEPS, "samples": 0},
+        **tables,
+    }
+    updated = {table: getattr(config, table).model_copy(update=update) for table, update in changes.items()}
+    return cli.run(algorithms.find_algorithm(name), config.model_copy(update=updated), launch=False)
+
+
+def initial_sha256(cluster: Cluster, directory: Path) -> str:
+    with cluster.service("actor") as actor:
+        return actor.export(directory / "initial")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_algorithm_learns_and_tells_of_it(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    path, summary = run_on(cluster, tmp_path, name)
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    for line in lines[1:]:
+        assert CRITICLESS | EXPECTED[name] <= line.keys()
+        assert line["actor/grad_norm"] > 0
+    assert summary["actor_sha256"] != initial_sha256(cluster, tmp_path)
+
+
+def test_every_algorithm_of_the_package_is_tried() -> None:
+    assert set(algorithms.names()) == EXPECTED.keys() - {EXAMPLE} | {"sft", "reward_model"}
+
+
+def test_the_config_that_a_run_leaves_has_its_services_and_options_only(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path, _ = run_on(cluster, tmp_path, "dapo", algorithm={"options": {"max_rounds": 3}})
+    text = (path / "config.toml").read_text()
+    assert "[services.reward]" in text
+    assert "[services.critic]" not in text
+    assert "max_rounds = 3" in text
+    assert "overlong_penalty = 1.0" in text
+
+
+def test_the_same_run_twice_gives_the_same_weights(cluster: Cluster, tmp_path: Path) -> None:
+    """The multiplier and whatever else is remembered from step to step are functions of the seed too."""
+    shas = {run_on(cluster, tmp_path, "safe_rlhf")[1]["actor_sha256"] for _ in range(2)}
+    assert len(shas) == 1
+
+
+def test_texts_are_learned_beside_the_rewards(cluster: Cluster, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f"{json.dumps({'text': f'{n}+{n}={2 * n}'})}\n" for n in range(10, 20)))
+    changes: dict[str, Any] = {"data": {"pretrain": texts}, "algorithm": {"pretrain_coefficient": 4.0}}
+    path, with_texts = run_on(cluster, tmp_path, "safe_rlhf", **changes)
+    _, without = run_on(cluster, tmp_path, "safe_rlhf")
+    losses = [line["actor/pretrain_loss"] for line in read_metrics(path)[1:]]
+    assert losses[1] < losses[0]
+    assert with_texts["actor_sha256"] != without["actor_sha256"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_rollout_is_corrected_where_asked_and_was_hardly_off(
+    cluster: Cluster, tmp_path: Path, level: str
+) -> None:
+    correction = {"rollout_correction": "truncate", "rollout_correction_level": level}
+    path, _ = run_on(cluster, tmp_path, "grpo", algorithm=correction)
+    for line in read_metrics(path)[1:]:
+        assert line["actor/rollout_ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert line["actor/rollout_cut"] == 0
+
+
+def test_dapo_ends_with_one_line_where_no_prompt_has_anything_to_teach(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Greedy responses to one prompt are all the same."""
+    changes: dict[str, Any] = {
+        "rollout": {"temperature": 1e-3},
+        "algorithm": {"options": {"max_rounds": 2}},
+    }
+    with pytest.raises(InvalidRequest, match="in 2 rounds no prompt had responses with different rewards"):
+        run_on(cluster, tmp_path, "dapo", **changes)

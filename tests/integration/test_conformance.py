@@ -1,0 +1,181 @@
+"""rlhf-conformance: servers that keep the contract pass, and one that breaks a rule is told that very rule."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.cli import PROBES, read_rows
+from conformance.findings import Result
+from conformance.reward import MIB, RULES, check_rules
+from conformance.target import COUNT, VERDICTS, RewardTarget, Row
+from integration import broken_rewards as broken
+from integration.harness import ROOT, TIMEOUT_S, Processes, free_ports, is_listening, wait_until
+from integration.node_reward import serving
+from rlhf.errors import ConfigError
+
+DEADLINE_S = 4.0
+ROWS = [Row(prompt=prompt, response=response, ground_truth=truth) for prompt, response, truth in PROBES]
+
+
+def outcome(address: str, rows: list[Row] = ROWS) -> dict[Result, list[str]]:
+    """Rules by how they came out."""
+    target = RewardTarget(address, DEADLINE_S, rows, num_rows=1500, max_bytes=5 * MIB)
+    try:
+        findings = check_rules(target)
+    finally:
+        target.close()
+    assert [finding.rule for finding in findings] == list(RULES)
+    assert all(finding.seen for finding in findings)
+    assert all(finding.advice for finding in findings if finding.result is Result.FAIL)
+    return {result: [f.rule for f in findings if f.result is result] for result in Result}
+
+
+def outcome_of(reward: broken.Good) -> dict[Result, list[str]]:
+    with broken.served(reward) as address:
+        return outcome(address)
+
+
+@contextlib.contextmanager
+def python_reward(directory: Path, function: str) -> Iterator[str]:
+    """Our own reward with a function."""
+    (port,) = free_ports(1)
+    config = directory / "reward.toml"
+    config.write_text(
+        f'[services.reward]\nrole = "reward"\naddress = "127.0.0.1:{port}"\nfunction = "{function}"\n'
+    )
+    processes = Processes()
+    with (directory / "reward.log").open("w") as log:
+        processes.start("python", "-m", "services.reward", "--config", str(config), stdout=log, stderr=log)
+    address = f"127.0.0.1:{port}"
+    try:
+        wait_until(lambda: is_listening(address), TIMEOUT_S, "the reward")
+        yield address
+    finally:
+        processes.kill()
+
+
+def test_our_own_reward_keeps_all_rules(tmp_path: Path) -> None:
+    with python_reward(tmp_path, "exact_match") as address:
+        assert outcome(address)[Result.PASS] == list(RULES)
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "format"])
+def test_the_node_reward_keeps_all_rules(reward: str, reward_node: Path) -> None:
+    with serving(reward_node, reward) as address:
+        assert outcome(address)[Result.PASS] == list(RULES)
+
+
+@pytest.mark.parametrize("reward", [broken.Good, broken.OfTokens], ids=lambda reward: reward.__name__)
+def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> None:
+    assert outcome_of(reward())[Result.PASS] == list(RULES)
+
+
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [
+        (broken.LosesARow, COUNT),
+        (broken.ScoresNothing, COUNT),
+        (broken.SaysNaN, VERDICTS),
+        (broken.SaysInfinityOfAToken, VERDICTS),
+        (broken.SaysNothing, VERDICTS),
+        (broken.FailsWithoutACause, VERDICTS),
+        (broken.Reverses, "row order"),
+        (broken.ComparesRows, "row order"),
+        (broken.WantsRows, "no rows"),
+        (broken.WantsResponses, "empty strings"),
+        (broken.WantsAscii, "unicode"),
+        (broken.WantsNumbers, "metadata"),
+        (broken.WantsFewRows, "many rows"),
+        (broken.FailsOnLargeMessages, "large messages"),
+        (broken.SharesRows, "concurrency"),
+        (broken.AnswersAnything, "unknown method"),
+        (broken.IgnoresTheBatch, "malformed request"),
+        (broken.ReadsGarbage, "garbage"),
+        (broken.FailsWhenHurried, "deadline"),
+        (broken.StuckAfterDeadline, "deadline"),
+        (broken.StuckAfterCancellation, "cancellation"),
+        (broken.RemembersCancellation, "goes on"),
+        (broken.IsNotServing, "health"),
+        (broken.IsAnActor, "describe"),
+        (broken.FailsToDescribe, "describe"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_one_rule_that_is_broken_is_told(reward: type[broken.Good], rule: str) -> None:
+    assert outcome_of(reward())[Result.FAIL] == [rule]
+
+
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [
+        (broken.HasNoHealth, "health"),
+        (broken.HasDefaultLimits, "large messages"),
+        (broken.Wavers, "repeatable"),
+        (broken.IsIndifferent, "row order"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_allowed_and_worth_knowing_is_a_warning(reward: type[broken.Good], rule: str) -> None:
+    found = outcome_of(reward())
+    assert (found[Result.WARN], found[Result.FAIL]) == ([rule], [])
+
+
+def test_verdicts_that_waver_are_not_compared() -> None:
+    assert outcome_of(broken.Wavers())[Result.SKIP] == ["row order"]
+
+
+def test_where_nobody_listens_no_other_rule_is_judged() -> None:
+    found = outcome(f"127.0.0.1:{free_ports(1)[0]}")
+    assert found[Result.FAIL] == ["reachable"]
+    assert len(found[Result.SKIP]) == len(RULES) - 1
+
+
+SMALL = ("--many", "100", "--max-message", "5")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conformance", "reward", *arguments],
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_the_command_prints_a_table_writes_json_and_exits_with_0_where_nothing_fails(tmp_path: Path) -> None:
+    with broken.served(broken.HasNoHealth()) as address:
+        ran = command("--target", address, *SMALL, "--json", str(tmp_path / "found.json"))
+    assert ran.returncode == 0, ran.stderr
+    assert "row order" in ran.stdout
+    assert "1 warn, 0 fail" in ran.stdout
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert (report["role"], report["target"], report["passed"]) == ("reward", address, True)
+    assert [finding["rule"] for finding in report["findings"]] == list(RULES)
+
+
+def test_the_command_exits_with_1_where_a_rule_is_broken() -> None:
+    with broken.served(broken.IsNotServing()) as address:
+        ran = command("--target", address, *SMALL)
+    assert ran.returncode == 1
+    assert "Set the health" in ran.stdout
+
+
+def test_rows_of_ones_own_are_read_with_their_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "response": "b", "level": 3}\n\n{"ground_truth": "c"}\n')
+    first, second = read_rows(path)
+    assert (first.prompt, first.response, dict(first.metadata)) == ("a", "b", {"level": 3.0})
+    assert second.ground_truth == "c"
+
+
+@pytest.mark.parametrize("text", ["", '{"prompt": "a"}', "[]\n[]", "no json\n{}"])
+def test_a_file_of_rows_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"rows\.jsonl"):
+        read_rows(path)

@@ -1,0 +1,312 @@
+"""The code grader on programs that are not out to harm it, by itself and as a service."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import Processes, Service, free_ports, is_listening, wait_until
+from rlhf.config import SandboxTable
+from rlhf.errors import CallCancelled
+from rlhf.v1 import common_pb2, reward_pb2
+from services.reward.sandbox.grader import Grader, Verdict, grade
+from services.reward.sandbox.isolation import Unsandboxed
+from services.reward.sandbox.program import Program, read_row
+from services.reward.sandbox.scorer import SandboxScorer
+from services.worker import CallContext
+
+HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/HumanEval.jsonl.gz"
+TIMEOUT_S = 60.0
+TABLE = SandboxTable(wall_time_s=5.0, cpu_time_s=5, memory_mb=256)
+
+# What a mutant returns instead of the right value: of the same type, and wrong.
+WRONG = """
+
+def _wrong(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, (list, tuple)):
+        return value + type(value)([0])
+    if isinstance(value, dict):
+        return {**value, "x": 1}
+    return 0
+
+_right = ENTRY_POINT
+
+def ENTRY_POINT(*args, **kwargs):
+    return _wrong(_right(*args, **kwargs))
+"""
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    grader = Grader(TABLE)
+    yield grader
+    grader.close()
+
+
+def program(response: str, *tests: dict[str, Any], score: str = "all", **metadata: Any) -> Program:
+    return read_row(metadata.pop("prompt", ""), response, "", {"tests": list(tests), **metadata}, score)
+
+
+def verdict(grader: Grader, *arguments: Any, **options: Any) -> Verdict:
+    return grader.submit(program(*arguments, **options)).result(TIMEOUT_S)
+
+
+def call(function: str, *args: Any, expected: Any, **options: Any) -> dict[str, Any]:
+    return {"kind": "call", "function": function, "args": list(args), "expected": expected, **options}
+
+
+def asserts(code: str, entry_point: str = "f") -> dict[str, Any]:
+    return {"kind": "asserts", "code": code, "entry_point": entry_point}
+
+
+def stdin(given: str, expected: str) -> dict[str, Any]:
+    return {"kind": "stdin", "input": given, "expected": expected}
+
+
+def human_eval(grader: Grader, behind: str) -> dict[str, Verdict]:
+    """Verdicts on the canonical solutions, with code put behind them."""
+    with gzip.open(HUMAN_EVAL, "rt") as file:
+        problems = [json.loads(line) for line in file]
+    futures: dict[str, Future[Verdict]] = {}
+    for problem in problems:
+        response = problem["canonical_solution"] + behind.replace("ENTRY_POINT", problem["entry_point"])
+        tests = asserts(problem["test"], problem["entry_point"])
+        row = program(response, tests, prompt=problem["prompt"], completes_prompt=True)
+        futures[problem["task_id"]] = grader.submit(row)
+    return {task: future.result(TIMEOUT_S) for task, future in futures.items()}
+
+
+needs_human_eval = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"{HUMAN_EVAL} is not there")
+
+
+@needs_human_eval
+def test_all_canonical_solutions_of_human_eval_pass(grader: Grader) -> None:
+    verdicts = human_eval(grader, "")
+    assert len(verdicts) == 164
+    assert {task: found for task, found in verdicts.items() if found != Verdict(("",))} == {}
+
+
+@needs_human_eval
+def test_all_fail_with_a_wrong_return_value_put_in(grader: Grader) -> None:
+    verdicts = human_eval(grader, WRONG)
+    assert len(verdicts) == 164
+    assert {task: found for task, found in verdicts.items() if found != Verdict(("wrong",))} == {}
+
+
+def test_calls_with_arguments_of_all_kinds(grader: Grader) -> None:
+    code = "def f(*args, **kwargs):\n    return [args, kwargs]"
+    test = call(
+        "f",
+        1,
+        "é\0",
+        [None, {"k": 0.5}],
+        kwargs={"a": True},
+        expected=[[1, "é\0", [None, {"k": 0.5}]], {"a": True}],
+    )
+    assert verdict(grader, code, test) == Verdict(("",))
+
+
+def test_methods_of_a_class_solution(grader: Grader) -> None:
+    code = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    assert verdict(grader, code, call("add", 1, 2, expected=3)) == Verdict(("",))
+
+
+def test_a_fraction_counts_what_passes(grader: Grader) -> None:
+    tests = [call("f", x, expected=x * x) for x in range(4)]
+    found = verdict(grader, "def f(x):\n    return x if x < 2 else None", *tests)
+    assert (found.reasons, found.score("fraction")) == (("", "", "wrong", "wrong"), 0.5)
+
+
+def test_programs_that_read_and_write(grader: Grader) -> None:
+    code = "import sys\nn = int(input())\nprint(sum(map(int, sys.stdin.read().split())) * n)\nexit()"
+    tests = stdin("2\n1 2\n3\n", "12\n"), stdin("3\n1\n", "3"), stdin("1\n1\n", "2"), stdin("x", "1")
+    assert verdict(grader, code, *tests).reasons == ("", "", "wrong", "raised")
+
+
+def test_each_run_of_a_program_is_a_new_one(grader: Grader) -> None:
+    code = "import os\nprint(os.path.exists('/tmp/x') + (globals().setdefault('n', 0)))\nglobals()['n'] += 1"
+    assert verdict(grader, code, stdin("", "0"), stdin("", "0")).reasons == ("", "")
+
+
+def test_a_ground_truth_of_inputs_and_outputs(grader: Grader) -> None:
+    truth = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+    row = read_row("", "```python\nprint(sum(map(int, input().split())))\n```", truth, {}, "all")
+    assert grader.submit(row).result(TIMEOUT_S) == Verdict(("", ""))
+
+
+def test_plain_asserts_call_the_program_by_its_name(grader: Grader) -> None:
+    test = asserts("import math\nassert math.isclose(f(2), 4)\nassert f(3) == 9")
+    assert verdict(grader, "def f(x):\n    return x * x", test) == Verdict(("",))
+    assert verdict(grader, "def f(x):\n    return x + 2", test) == Verdict(("wrong",))
+
+
+def test_tests_see_the_names_of_the_prelude_and_none_of_the_programs(grader: Grader) -> None:
+    code, test = "def f(x):\n    return double(x)\nhidden = 1", "assert f(2) == double(2)"
+    prelude = "def double(x):\n    return 2 * x\n"
+    assert verdict(grader, code, asserts(test), prelude=prelude) == Verdict(("",))
+    assert verdict(grader, code, asserts(f"{test}\nassert hidden == 1"), prelude=prelude) == Verdict(
+        ("wrong",)
+    )
+
+
+def test_exceptions_of_the_program_reach_tests_that_expect_them(grader: Grader) -> None:
+    test = asserts(
+        "try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    raise AssertionError('no error')"
+    )
+    assert verdict(grader, "def f(x):\n    return 1 / x", test) == Verdict(("",))
+    assert verdict(grader, "def f(x):\n    raise ValueError(x)", test) == Verdict(("wrong",))
+
+
+def test_tests_cannot_catch_that_the_program_has_ended(grader: Grader) -> None:
+    test = asserts("try:\n    f()\nexcept BaseException:\n    pass")
+    assert verdict(grader, "import os\ndef f():\n    os._exit(0)", test) == Verdict(("died",))
+
+
+@pytest.mark.parametrize(
+    ("test", "cause"),
+    [
+        (asserts("def check(candidate:"), "do not load: SyntaxError"),
+        (asserts("import no_such_module\nassert f() == 1"), "fail by themselves: ModuleNotFoundError"),
+        (asserts("assert True"), "never call f"),
+        (asserts("def check(candidate):\n    pass"), "never call f"),
+        (asserts("assert f(object()) == 1"), "object is not plain data"),
+    ],
+)
+def test_broken_tests_are_a_fault_and_no_zero(grader: Grader, test: dict[str, Any], cause: str) -> None:
+    found = verdict(grader, "def f(*args):\n    return 1", test)
+    assert cause in found.fault
+
+
+def test_tests_that_end_with_what_the_program_gives_them_count_against_it(grader: Grader) -> None:
+    test = asserts("import os\nif f() == 1:\n    os._exit(0)")
+    assert verdict(grader, "def f():\n    return 1", test) == Verdict(("tests_ended",))
+
+
+def test_a_program_that_does_not_compile_has_failed(grader: Grader) -> None:
+    assert verdict(grader, "def f(:", call("f", expected=1)) == Verdict(("raised",))
+
+
+def test_a_program_is_graded_once(grader: Grader) -> None:
+    code = "import time\ndef f():\n    return time.time_ns()"
+    tests = [call("f", expected=0)]
+    row = program(code, *tests)
+    first = grader.submit(row)
+    assert grader.submit(program(code, *tests)) is first
+    assert first.result(TIMEOUT_S) == Verdict(("wrong",))
+    assert grader.submit(row) is first
+    assert grader.submit(program(code + "\n", *tests)) is not first
+
+
+def test_faults_are_not_remembered(grader: Grader) -> None:
+    row = program("def f():\n    return 1", asserts("assert True"))
+    first = grader.submit(row)
+    assert first.result(TIMEOUT_S).fault
+    assert grader.submit(row) is not first
+
+
+def test_the_cache_is_bounded() -> None:
+    grader = Grader(TABLE.model_copy(update={"cache_entries": 2}))
+    rows = [program(f"def f():\n    return {i}", call("f", expected=1)) for i in range(3)]
+    futures = [grader.submit(row) for row in rows]
+    assert grader.submit(rows[2]) is futures[2]
+    assert grader.submit(rows[0]) is not futures[0]
+    grader.close()
+
+
+def test_without_a_sandbox_the_same_programs_get_the_same_verdicts() -> None:
+    right, slow = "def f():\n    return 1", "import time\ndef f():\n    time.sleep(100)"
+    table = TABLE.model_copy(update={"wall_time_s": 0.5})
+    for code, reason in ((right, ""), (slow, "timeout")):
+        found = grade(program(code, call("f", expected=1)), Unsandboxed(table), table)
+        assert found == Verdict((reason,))
+
+
+def test_a_cancelled_call_stops_waiting_and_the_next_one_is_answered() -> None:
+    scorer = SandboxScorer(TABLE.model_copy(update={"workers": 1, "wall_time_s": 2.0}))
+    cancelled, next_call = (CallContext(common_pb2.Call(), time.monotonic() + TIMEOUT_S) for _ in range(2))
+    cancelled.cancelled.set()
+    rows = [
+        text_row(f"import time\ndef f():\n    time.sleep({100 + i})", call("f", expected=1))
+        for i in range(50)
+    ]
+    with pytest.raises(CallCancelled):
+        scorer.score_texts(rows, cancelled)
+    (score,) = scorer.score_texts([text_row("def f():\n    return 1", call("f", expected=1))], next_call)
+    assert score.score == 1.0
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The grader as its users start it."""
+    directory = tmp_path_factory.mktemp("service")
+    (port,) = free_ports(1)
+    config = directory / "config.toml"
+    config.write_text(
+        f'[services.reward]\nrole = "reward"\nkind = "sandbox"\naddress = "127.0.0.1:{port}"\n'
+        "[services.reward.sandbox]\nwall_time_s = 2.0\n"
+    )
+    processes = Processes()
+    try:
+        with (directory / "log").open("w") as log:
+            launched = processes.start(
+                "torchrun", "--standalone", "--nproc-per-node=1", "-m", "services.reward", "--config", str(config),
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        address = f"127.0.0.1:{port}"
+        wait_until(
+            lambda: is_listening(address) or launched.poll() is not None, TIMEOUT_S, "the service is up"
+        )
+        service = Service("reward", address)
+        yield service
+        service.close()
+        launched.send_signal(signal.SIGTERM)
+        launched.wait(TIMEOUT_S)
+        wait_until(lambda: not processes.living(), TIMEOUT_S, "all processes have ended")
+    finally:
+        processes.kill()
+
+
+def text_row(response: str, *tests: dict[str, Any]) -> reward_pb2.TextRow:
+    row = reward_pb2.TextRow(response=response)
+    if tests:
+        row.metadata.update({"tests": list(tests)})
+    return row
+
+
+def test_a_service_of_kind_sandbox_scores_rows(service: Service) -> None:
+    test = call("f", 3, expected=[9])
+    rows = [
+        text_row("```python\ndef f(x):\n    return [x * x]\n```", test),
+        text_row("def f(x):\n    return x", test),
+        text_row("def f(x):\n    while True: pass", test),
+        text_row("def f(x):\n    return [9]"),
+        text_row("def f(x):\n    return [9]", asserts("assert True")),
+    ]
+    (answer,) = service.call("compute_reward", text_rows=rows)
+    assert [score.WhichOneof("verdict") for score in answer.scores] == ["score"] * 3 + ["error"] * 2
+    assert [score.score for score in answer.scores[:3]] == [1.0, 0.0, 0.0]
+    assert "no tests" in answer.scores[3].error
+    assert "never call f" in answer.scores[4].error
+    metrics = {name: (metric.sum, metric.count) for name, metric in answer.outcome.metrics.items()}
+    assert metrics["sandbox/wrong"] == (1, 5)
+    assert metrics["sandbox/timeout"] == (1, 5)
+
+
+def test_the_service_needs_no_torch_and_says_what_it_is(service: Service) -> None:
+    (rank,) = service.description.ranks
+    assert service.description.engine == "sandbox"
+    assert "libtorch" not in Path(f"/proc/{rank.pid}/maps").read_text()

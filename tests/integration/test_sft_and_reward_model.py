@@ -1,0 +1,209 @@
+"""The first two steps of RLHF on real services: updates equal plain torch whatever the ranks, and what comes of a run
+is a model that the next step loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from controller import algorithms, cli
+from controller.config import Config
+from controller.tracking.metrics import read_metrics
+from deploy.quickstart import Recipe
+from deploy.quickstart.build import build, make_tokenizer
+from integration.harness import Processes, Service, free_ports, jagged, take_rows, wait_for_line, write_config
+from nccl_transfer.batch import Batch
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import actor_pb2
+from services.models import SequenceScorer
+
+pytestmark = pytest.mark.timeout(180)
+
+LEARNING_RATE = 1e-3
+ONE_STEP = actor_pb2.Schedule(epochs=1, mini_batches=1)
+MOST = 4
+PROMPTS = ["1+1=", "12+30=", "7+8=", "40+2=", "5+5="]
+GOOD = ["2", "42", "15", "42", "10"]
+BAD = ["3", "4", "1234567", "42.", "55555"]
+SIGNS = {"chosen_sign": np.array([-1.0, -1, 1, -1, 1]), "rejected_sign": np.array([1.0, -1, 1, 1, 1])}
+
+
+@dataclass(frozen=True)
+class Up:
+    """Services that are up: `actor` and `reward` on two ranks each, `scorer`, which does not learn."""
+
+    config: Config
+    model: Path
+    processes: Processes
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    directory = tmp_path_factory.mktemp("steps")
+    build(directory / "task", Recipe(max_steps=5))
+    model = directory / "task" / "model"
+    rows = [dict(zip(("prompt", "response", "chosen", "rejected"), row, strict=True)) for row in
+            zip(PROMPTS, GOOD, GOOD, BAD, strict=True)]  # fmt: skip
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    learner = {
+        "model": model,
+        "ranks": 2,
+        "optimizer": {"learning_rate": LEARNING_RATE},
+        "micro_batch_tokens": 64,
+    }
+    tables: dict[str, dict[str, Any]] = {
+        "actor": {"role": "actor", **learner},
+        "reward": {"role": "reward", "kind": "model", "input": "tensor", **learner},
+        "scorer": {"role": "reward"},
+    }
+    ports = iter(free_ports(len(tables)))
+    config = Config.model_validate(
+        {
+            "run": {"name": "test", "directory": directory / "runs", "steps": 4, "evaluate_every": 0},
+            "data": dict.fromkeys(("train", "heldout"), directory / "rows.jsonl") | {"prompts_per_step": 4},
+            "rollout": {"max_response_tokens": MOST},
+            "algorithm": {"mini_batch_size": 2},
+            "services": {
+                name: {"address": f"127.0.0.1:{next(ports)}", **table} for name, table in tables.items()
+            },
+        }
+    )
+    path = write_config(config, directory / "services.toml")
+    processes = Processes()
+    try:
+        launcher = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
+        wait_for_line(launcher, "ready\n", 110)
+        yield Up(config, model, processes)
+        launcher.terminate()
+        assert launcher.wait(40) == 0
+    finally:
+        processes.kill()
+
+
+def service(up: Up, name: str, tmp_path: Path) -> Service:
+    """A session with a service; what it weighs now is in `tmp_path / "before"`."""
+    opened = Service(name, up.config.services[name].address)
+    opened.export(tmp_path / "before")
+    return opened
+
+
+def adamw_steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], steps: int) -> None:
+    """The first steps of a service's optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def assert_same_weights(model: torch.nn.Module, directory: Path, kind: Any) -> None:
+    exported = kind.from_pretrained(directory).state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def ids(text: str) -> list[int]:
+    return make_tokenizer()(text)["input_ids"]
+
+
+def answer_ids(text: str) -> list[int]:
+    """With its end, where that is among the first tokens."""
+    return [*ids(text), make_tokenizer().eos_token_id][:MOST]
+
+
+def test_supervised_updates_equal_plain_torch(up: Up, tmp_path: Path) -> None:
+    actor = service(up, "actor", tmp_path)
+    batch = actor.rows("tokenize", Batch.of(prompt=PROMPTS, response=BAD), max_response_tokens=MOST)
+    tokens = {name: actor.values(batch, name) for name in ("prompt_ids", "response_ids")}
+    assert [row.tolist() for row in take_rows(tokens["prompt_ids"])] == [ids(text) for text in PROMPTS]
+    assert [row.tolist() for row in take_rows(tokens["response_ids"])] == [answer_ids(text) for text in BAD]
+
+    (answer, _) = actor.call("update_supervised", batch, schedule=ONE_STEP)
+    actor.export(tmp_path / "after")
+    actor.close()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "before")
+    total, count = torch.zeros(()), 0
+    for prompt, response in zip(PROMPTS, BAD, strict=True):
+        row = torch.tensor([ids(prompt) + answer_ids(response)])
+        log_probs = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        mine = log_probs[len(ids(prompt)) - 1 :]
+        total, count = total - mine.sum(), count + len(mine)
+    loss = total / count
+    assert answer.outcome.metrics["loss"].sum == pytest.approx(loss.item(), rel=1e-5)
+    adamw_steps(model, lambda: loss, 1)
+    assert_same_weights(model, tmp_path / "after", AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("loss_name", ["bradley_terry", "cost"])
+def test_reward_updates_equal_plain_torch(up: Up, tmp_path: Path, loss_name: str) -> None:
+    reward = service(up, "reward", tmp_path)
+    reward.save(tmp_path / "sharded")
+    first = AutoModelForSequenceClassification.from_pretrained(tmp_path / "before")
+    columns = Batch.of(prompt=PROMPTS, chosen=GOOD, rejected=BAD, **(SIGNS if loss_name == "cost" else {}))
+    options = {"loss": loss_name, "epochs": 2, "mini_batches": 1, "max_response_tokens": MOST}
+    reward.call("update_reward", columns, **options)
+    reward.export(tmp_path / "after")
+    reward.load(tmp_path / "sharded")
+    reward.close()
+
+    def score(prompt: str, response: str) -> torch.Tensor:
+        return first(torch.tensor([ids(prompt) + answer_ids(response)])).logits[0, 0]
+
+    def mean_loss() -> torch.Tensor:
+        losses = []
+        for row, prompt in enumerate(PROMPTS):
+            chosen, rejected = score(prompt, GOOD[row]), score(prompt, BAD[row])
+            if loss_name == "bradley_terry":
+                margins = [chosen - rejected]
+            else:
+                signed = SIGNS["chosen_sign"][row] * chosen, SIGNS["rejected_sign"][row] * rejected
+                margins = [rejected - chosen, *signed]
+            losses.append(sum(torch.log1p(torch.exp(-margin)) for margin in margins))
+        return torch.stack(losses).mean()
+
+    # The first step moves the head alone, which begins at zero; the second moves all weights.
+    adamw_steps(first, mean_loss, 2)
+    assert_same_weights(first, tmp_path / "after", AutoModelForSequenceClassification)
+
+
+def test_a_run_of_sft_lowers_the_heldout_loss(up: Up) -> None:
+    path, summary = run(up, "sft")
+    assert summary["loss_after"] < summary["loss_before"]
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
+    AutoModelForCausalLM.from_pretrained(path / "actor")
+
+
+def test_a_run_of_reward_model_leaves_a_reward_that_scores_the_same(up: Up) -> None:
+    path, summary = run(up, "reward_model")
+    assert summary["accuracy_low_after"] <= summary["accuracy_after"] <= summary["accuracy_high_after"]
+    assert summary["margin_after"] > summary["margin_before"] == 0
+    sequences = [ids(prompt) + answer_ids(answer) for prompt, answer in zip(PROMPTS, BAD, strict=True)]
+    rows = Batch.of(
+        prompt_ids=jagged([ids(prompt) for prompt in PROMPTS], np.int64),
+        response_ids=jagged([answer_ids(answer) for answer in BAD], np.int64),
+    )
+    reward = Service("reward", up.config.services["reward"].address)
+    served = [score.score for answer in reward.call("compute_reward", rows) for score in answer.scores]
+    reward.close()
+    loaded = SequenceScorer(path / "reward", token_budget=1000).score_tokens(sequences)
+    assert served == pytest.approx(loaded.tolist(), abs=1e-5)
+
+
+def test_a_reward_without_an_optimizer_does_not_learn(up: Up) -> None:
+    scorer = Service("scorer", up.config.services["scorer"].address)
+    with pytest.raises(InvalidRequest, match="this reward does not learn"):
+        scorer.call("compare_pairs", Batch.of(prompt=["p"], chosen=["c"], rejected=["r"]))
+    scorer.close()
+
+
+def run(up: Up, name: str) -> tuple[Path, dict[str, Any]]:
+    return cli.run(algorithms.find_algorithm(name), up.config, launch=False)

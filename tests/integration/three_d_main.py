@@ -1,0 +1,216 @@
+"""One rank of test_three_d.py: puts tiny models on one mesh after the other and measures how far they are from plain
+torch's numbers, which the test wrote down."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
+from services.engines.base import OptimizerOptions
+from services.engines.heads import PolicyHead, PolicyOutput, value_head
+from services.engines.microbatch import MicroBatch, split
+from services.engines.three_d import ThreeDParallelEngine
+
+NUM_ROWS = 11
+VOCABULARY = 61
+"""Divides by no number of ranks."""
+TOKEN_BUDGET = 30
+TEMPERATURE = 1.7
+ENTROPY_WEIGHT = 0.05
+NUM_STEPS = 3
+HEAD = PolicyHead(temperature=TEMPERATURE, entropy_gradient=True)
+OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
+CUT_BY_ROWS = ("o_proj.weight", "down_proj.weight")
+CUT_BY_COLUMNS = tuple(
+    f"{name}_proj.{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("weight", "bias")
+)
+
+
+class Rows:
+    """Prompts, responses and advantages of unequal lengths; one response is empty."""
+
+    def __init__(self, first: int = 0, last: int = NUM_ROWS) -> None:
+        generator = np.random.default_rng(3)
+        lengths = generator.integers(1, 9, (2, NUM_ROWS)).astype(np.int64)
+        lengths[1, 2] = 0
+        self.num_tokens = int(lengths[1].sum())
+        self._part = slice(first, last)
+        self.prompts = self._column(generator.integers(3, VOCABULARY, lengths[0].sum()), lengths[0])
+        self.responses = self._column(generator.integers(3, VOCABULARY, self.num_tokens), lengths[1])
+        self.advantages = self._column(generator.normal(size=self.num_tokens), lengths[1])
+
+    def _column(self, values: np.ndarray, lengths: np.ndarray) -> Jagged[Tensor]:
+        rows = np.split(values, np.cumsum(lengths)[:-1])[self._part]
+        return Jagged(torch.from_numpy(np.concatenate(rows)), lengths[self._part])
+
+    def micro_batches(self) -> list[MicroBatch]:
+        return split(self.prompts, self.responses, token_budget=TOKEN_BUDGET, pad_id=0)
+
+    def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        advantages = micro_batch.spread(self.advantages).to(output.log_probs_BR.dtype)
+        per_token = advantages * output.log_probs_BR + ENTROPY_WEIGHT * output.entropy_BR
+        share = -per_token[micro_batch.response_mask_BR].sum() / self.num_tokens
+        return share, {"tokens": micro_batch.response_mask_BR.sum()}
+
+    def value_loss(self, values_BR: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        error_BR = values_BR - micro_batch.spread(self.advantages)
+        return error_BR[micro_batch.response_mask_BR].square().sum() / self.num_tokens, {}
+
+
+def rows_of(mesh: Mesh, data_index: int) -> Rows:
+    """Unequal shares: the first data rank has four rows more than an even deal would give it."""
+    bounds = np.linspace(0, NUM_ROWS, mesh.data + 1).round().astype(int)
+    if mesh.data > 1:
+        bounds[1:-1] = np.minimum(bounds[1:-1] + 4, NUM_ROWS - mesh.data + np.arange(1, mesh.data))
+    return Rows(int(bounds[data_index]), int(bounds[data_index + 1]))
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative norm of a difference over all tensors."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return max(float((x - theirs[name]).norm() / theirs[name].norm()) for name, x in ours.items())
+
+
+def expected_part(name: str, whole: Tensor, part: int, parts: int) -> Tensor:
+    """What a rank must have of a tensor: written down here by hand."""
+    if name.endswith(CUT_BY_ROWS):
+        return whole.chunk(parts, dim=1)[part]
+    if name.endswith(CUT_BY_COLUMNS):
+        return whole.chunk(parts, dim=0)[part]
+    if "embed_tokens" in name or "lm_head" in name:
+        rows = 64 // parts
+        return whole[part * rows : (part + 1) * rows]
+    return whole
+
+
+def wrong_parts(engine: ThreeDParallelEngine, mesh: Mesh, model: dict[str, Tensor], tied: bool) -> list[str]:
+    """Names of tensors of which this rank has not what is its own, or the wrong ones."""
+    stage, part, _ = mesh.position(dist.get_rank())
+    per_stage = 4 // mesh.pipeline
+    names = {name for name in model if ".layers." in name and int(name.split(".")[2]) // per_stage == stage}
+    if stage == 0:
+        names.add("model.embed_tokens.weight")
+    if stage == mesh.pipeline - 1:
+        names |= {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
+    shards = engine._shards({f"weight.{name}": x for name, x in engine._kept.items()})
+    kept = {name.removeprefix("weight."): shard.tensor for name, shard in shards.items()}
+    wrong = names ^ kept.keys()
+    for name in names & kept.keys():
+        if not torch.equal(kept[name], expected_part(name, model[name], part, mesh.tensor)):
+            wrong.add(name)
+    return sorted(wrong)
+
+
+def read_back(engine: ThreeDParallelEngine, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in engine._gather(kept, engine._stage.layouts)}
+
+
+def run(
+    mesh: Mesh, directory: Path, reference: Path, dtype: torch.dtype, out: Path, earlier: Path | None
+) -> dict:
+    """Everything a mesh must get right, as distances from the reference."""
+    engine = ThreeDParallelEngine(directory, mesh, torch.device("cpu"), dtype=dtype, optimizer=OPTIONS)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model, tied = plain.state_dict(), bool(plain.config.tie_word_embeddings)
+    expected = json.loads((reference / "numbers.json").read_text())
+    rows = rows_of(mesh, engine.data_rank)
+    micro_batches = rows.micro_batches()
+    report: dict = {
+        "wrong_parts": wrong_parts(engine, mesh, model, tied),
+        "num_micro_batches": len(micro_batches),
+    }
+    report["wrong_whole"] = [name for name, x in engine.full_tensors() if not torch.equal(x, model[name])]
+
+    inferred = engine.infer(micro_batches, HEAD)
+    report["sees_outputs"], report["num_outputs"] = engine.sees_outputs, len(inferred)
+    log_probs = load_file(reference / "log_probs.safetensors")
+    report["log_probs"] = max(
+        (float((m.collect(o.log_probs_BR) - _rows_of_reference(log_probs, rows, m)).abs().max())
+         for m, o in zip(micro_batches, inferred, strict=False) if m.response_lengths.any()),
+        default=0.0,
+    )  # fmt: skip
+
+    loss, _ = engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
+    gradients = read_back(engine, {name: x.grad for name, x in engine._kept.items() if x.grad is not None})
+    engine._drop_gradients()
+    report["loss"] = abs(loss / expected["loss"][0] - 1)
+    report["gradients"] = distance(gradients, load_file(reference / "gradients.safetensors"))
+    steps = [engine.step(micro_batches, HEAD, rows.loss) for _ in range(1)]
+    engine.save(out / "checkpoint", {"policy_version": 1})
+    steps += [engine.step(micro_batches, HEAD, rows.loss) for _ in range(NUM_STEPS - 1)]
+    report["norms"] = max(abs(s.grad_norm / n - 1) for s, n in zip(steps, expected["norm"], strict=True))
+    report["losses"] = max(abs(s.loss / n - 1) for s, n in zip(steps, expected["loss"], strict=True))
+    report["tokens"] = steps[-1].stats.get("tokens")
+    final = load_file(reference / "weights.safetensors")
+    report["weights"] = distance(read_back(engine, engine._kept), final)
+    report["exported"] = engine.export(out / "export")
+    whole = {name: x.clone().contiguous() for name, x in engine.full_tensors()}
+    if dist.get_rank() == 0:
+        save_file(whole, out / "whole.safetensors")
+    before = engine.snapshot()
+    engine.load(earlier if earlier is not None else out / "checkpoint")
+    for _ in range(NUM_STEPS - 1):
+        engine.step(micro_batches, HEAD, rows.loss)
+    report["resumed"] = distance(read_back(engine, engine._kept), final)
+    engine.restore(before)
+    report["restored"] = engine.export(out / "restored") == report["exported"]
+    return report
+
+
+def _rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: MicroBatch) -> Tensor:
+    first = rows._part.start
+    return torch.cat([log_probs[str(first + row)] for row in micro_batch.rows])
+
+
+def run_values(mesh: Mesh, directory: Path, reference: Path, out: Path) -> dict:
+    """A value model: its values, and its weights after steps."""
+    engine = ThreeDParallelEngine(
+        directory, mesh, torch.device("cpu"), dtype=torch.float64, optimizer=OPTIONS, with_value_head=True
+    )
+    rows = rows_of(mesh, engine.data_rank)
+    micro_batches = rows.micro_batches()
+    for _ in range(NUM_STEPS):
+        engine.step(micro_batches, value_head, rows.value_loss)
+    engine.export(out / "export")
+    expected = load_file(reference / "weights.safetensors")
+    return {"weights": distance({name: x.clone() for name, x in engine.full_tensors()}, expected)}
+
+
+def main(rank: int, world_size: int, out: Path, job: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+    plan = json.loads(job.read_text())
+    reports: dict[str, dict] = {}
+    for case, directory, reference, dtype in plan["cases"]:
+        earlier: Path | None = None
+        for sizes in plan["meshes"]:
+            mesh = Mesh(*sizes)
+            here = out / f"{case}-{_name(sizes)}"
+            if rank == 0:
+                here.mkdir()
+            dist.barrier()
+            if dtype == "value":
+                reports[here.name] = run_values(mesh, Path(directory), Path(reference), here)
+            else:
+                torch_dtype = getattr(torch, dtype)
+                reports[here.name] = run(mesh, Path(directory), Path(reference), torch_dtype, here, earlier)
+                earlier = here / "checkpoint"
+    (out / f"report-{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _name(sizes: list[int]) -> str:
+    return "-".join(map(str, sizes))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,39 @@
+"""Reward functions that misbehave as their row's response asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
+    """Does what the response says; else scores its length."""
+    match response:
+        case "hang":
+            signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+            while True:
+                time.sleep(1)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit":
+            os._exit(3)
+        case "raise":
+            raise ValueError("no such answer")
+        case "eat memory":
+            return len(bytearray(1 << 40))
+        case "talk":
+            print("a line on stdout")
+            return float(len(sys.stdin.read()))
+        case "leave a child":
+            child = subprocess.Popen(["sleep", "600"])
+            Path(metadata["note"]).write_text(str(child.pid))
+            time.sleep(600)
+        case "pid":
+            return os.getpid()
+    return len(response)

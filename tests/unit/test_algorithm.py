@@ -1,0 +1,184 @@
+"""What an algorithm declares about itself is made a run's configuration, or refused, before anything starts."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+from unit.rows import assert_rows
+
+from controller import algorithms
+from controller.advantage import Advantage
+from controller.algorithm import Algorithm, NoOptions, algorithm
+from controller.algorithms import find_algorithm
+from controller.config import Config, load
+from controller.run import Run
+from examples.my_algorithm import compute_advantage
+from rlhf.config import Strict
+from rlhf.errors import ConfigError
+
+QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
+ALL = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "rloo", "safe_rlhf")
+
+
+class Options(Strict):
+    """Options of the algorithm below."""
+
+    strength: float = 1.0
+    """How strong."""
+
+
+@algorithm(
+    services={"actor": "actor", "cost": "reward"},
+    options=Options,
+    defaults={"clip_high": 0.3},
+    compares_groups=True,
+    quickstart="groups",
+)
+def declared(run: Run, options: Options) -> None:
+    """Does nothing."""
+
+
+def quickstart(name: str = "quickstart", *settings: str) -> Config:
+    return load(QUICKSTARTS / f"{name}.toml", settings)
+
+
+def refusal(found: Algorithm, config: Config) -> str:
+    with pytest.raises(ConfigError) as raised:
+        found.configure(config)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_algorithm_has_a_chapter_in_the_docs(name: str) -> None:
+    page = (QUICKSTARTS.parent.parent / "docs" / "algorithms.md").read_text()
+    assert f"\n## {name}\n" in page
+
+
+def test_every_algorithm_is_found_by_name() -> None:
+    assert tuple(algorithms.names()) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_algorithm_runs_on_its_quickstart_with_the_services_it_declares(name: str) -> None:
+    found = find_algorithm(name)
+    assert found.services is not None
+    config = found.configure(quickstart(found.quickstart))
+    assert {service: table.role for service, table in config.services.items()} == found.services
+    assert set(config.algorithm.options) == set(found.options.model_fields)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_resolved_configuration_is_resolved_to_itself(name: str) -> None:
+    found = find_algorithm(name)
+    config = found.configure(quickstart(found.quickstart))
+    text = tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    again = found.configure(Config.model_validate(tomllib.loads(text)))
+    assert again.model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if find_algorithm(n).options is not NoOptions])
+def test_every_option_has_a_sentence(name: str) -> None:
+    options = find_algorithm(name).options
+    assert options.__doc__
+    assert all(field.description for field in options.model_fields.values())
+
+
+def test_an_algorithm_has_defaults_of_its_own_which_the_configuration_overrules() -> None:
+    found = find_algorithm("dapo")
+    assert found.configure(quickstart("groups")).algorithm.clip_high == 0.28
+    given = quickstart("groups", "algorithm.clip_high=0.2")
+    assert found.configure(given).algorithm.clip_high == 0.2
+    assert find_algorithm("ppo").configure(quickstart()).algorithm.clip_high == 0.2
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    found = find_algorithm("dapo")
+    message = refusal(found, quickstart("groups", "algorithm.options.max_round=3"))
+    assert re.search(
+        r"algorithm\.options of dapo: max_round: unknown key; did you mean 'max_rounds'\?", message
+    )
+    assert "Known keys: max_rounds, overlong_buffer_tokens, overlong_penalty" in message
+
+
+def test_an_option_where_there_are_none_is_refused() -> None:
+    message = refusal(find_algorithm("grpo"), quickstart("groups", "algorithm.options.x=3"))
+    assert "algorithm.options of grpo: x: unknown key" in message
+
+
+def test_an_option_out_of_its_range_is_refused() -> None:
+    message = refusal(find_algorithm("dapo"), quickstart("groups", "algorithm.options.max_rounds=0"))
+    assert "max_rounds: Input should be greater than or equal to 1 (given: 0)" in message
+
+
+def test_a_missing_service_is_refused_with_those_there_are() -> None:
+    message = refusal(find_algorithm("safe_rlhf"), quickstart())
+    assert message == (
+        "services.cost_critic: safe_rlhf needs this service, of role critic; the config has: "
+        "actor, critic, reference, reward"
+    )
+
+
+def test_a_service_of_another_role_is_refused() -> None:
+    config = quickstart("groups")
+    other = config.services["reference"].model_copy(update={"address": "127.0.0.1:1"})
+    wrong = config.model_copy(update={"services": config.services | {"cost": other}})
+    assert refusal(declared, wrong) == "services.cost.role: declared needs role reward here, not reference"
+
+
+def test_one_response_to_a_prompt_cannot_be_compared() -> None:
+    message = refusal(find_algorithm("grpo"), quickstart())
+    assert "rollout.samples_per_prompt: grpo compares the responses" in message
+    assert "(given: 1)" in message
+
+
+def test_a_kl_loss_without_a_reference_is_refused() -> None:
+    message = refusal(find_algorithm("dapo"), quickstart("groups", "algorithm.kl_loss_coefficient=0.1"))
+    assert "algorithm.kl_loss_coefficient: dapo works without a reference policy" in message
+
+
+def test_what_no_algorithm_could_run_with_is_refused_after_the_defaults_are_in() -> None:
+    no_price = algorithm(services=("actor",), defaults={"kl_reward_coefficient": 0.0})(lambda run: None)
+    config = quickstart().model_copy(
+        update={"algorithm": type(quickstart().algorithm)(mini_batch_size=128, kl_target=1.0)}
+    )
+    assert "kl_reward_coefficient: an adaptive one" in refusal(no_price, config)
+
+
+def test_a_plain_function_is_an_algorithm_with_all_services() -> None:
+    ran = []
+    found = Algorithm(ran.append)
+    config = found.configure(quickstart())
+    assert config.services == quickstart().services
+
+    class Stub:
+        pass
+
+    run = Stub()
+    found(run)  # type: ignore[arg-type]
+    assert ran == [run]
+
+
+def test_an_algorithm_is_given_its_options() -> None:
+    given = []
+    found = algorithm(services=("actor",), options=Options)(lambda run, options: given.append(options))
+
+    class Stub:
+        config = found.configure(quickstart("quickstart", "algorithm.options.strength=2.5"))
+
+    found(Stub())  # type: ignore[arg-type]
+    assert given == [Options(strength=2.5)]
+
+
+def test_the_example_compares_with_the_best_and_the_mean_of_the_others() -> None:
+    lengths = np.array([2, 1, 0, 1])
+    found: Advantage = compute_advantage(
+        np.array([1.0, 0.0, 4.0, 2.0]), lengths, np.array([0, 0, 0, 0]), optimism=0.25
+    )
+    # 1 - 4/4 - 3/4 (0 + 4 + 2)/3, and so on.
+    assert_rows(found.advantages, [[-1.5, -1.5], [0 - 1 - 0.75 * 7 / 3], [], [2 - 1 - 0.75 * 5 / 3]])

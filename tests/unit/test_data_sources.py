@@ -1,0 +1,236 @@
+"""Rows from every kind of file, of verl's form, in chat templates, and bounded in length."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from google.protobuf import json_format, struct_pb2
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from controller.chat import Chat
+from controller.config import Config
+from controller.data import load_data
+from controller.readers import read_rows
+from deploy.quickstart.build import BOS, make_tokenizer
+from rlhf.errors import ConfigError
+from rlhf.v1 import reward_pb2
+from services.reward.functions import find_function, score_row
+
+ROWS = [
+    {"prompt": "1+1=", "ground_truth": "2", "level": {"hard": False}},
+    {"prompt": "2+2=", "ground_truth": "4"},
+]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 3},
+}
+TEMPLATE = """
+{%- if not messages %}{{ raise_exception("nobody spoke") }}{% endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "odd" %}{% continue %}{% endif %}
+    {%- if message.role == "assistant" %}{% generation %}{{ message.content | trim + eos_token }}{% endgeneration %}
+    {%- else %}
+<{{ message.role }}>{{ message.content }} {{ {"é": [1, "<"]} | tojson(indent=1) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+<assistant>
+{% endif %}"""
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi, what's 1 < 2?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " a "},
+        {"role": "assistant", "content": " b "},
+        {"role": "odd", "content": "x"},
+        {"role": "user", "content": "{{ c }}\n"},
+    ],
+]
+
+
+def config(**data: Any) -> Config:
+    services = {"reward": {"role": "reward", "address": "127.0.0.1:7104"}}
+    return Config.model_validate({"data": data, "services": services})
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def tokenizer_directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def save(kind: str, tmp_path: Path) -> Path:
+    dataset = datasets.Dataset.from_list(ROWS)
+    match kind:
+        case "jsonl":
+            return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+        case "jsonl.gz":
+            path = tmp_path / "rows.jsonl.gz"
+            path.write_bytes(gzip.compress(write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()))
+            return path
+        case "parquet":
+            dataset.to_parquet(tmp_path / "rows.parquet")
+            return tmp_path / "rows.parquet"
+        case _:
+            datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "saved")
+            return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "dataset"])
+def test_rows_are_the_same_from_every_kind_of_file(kind: str, tmp_path: Path) -> None:
+    path = save(kind, tmp_path)
+    data, _ = load_data(config(train=path, heldout=path))
+    assert (data.prompts, data.ground_truths) == (["1+1=", "2+2="], ["2", "4"])
+    assert json.loads(data.metadata[0]) == {"level": {"hard": False}}
+
+
+def test_a_split_that_is_not_there_is_an_error_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no split 'dev'; it has: train, test"):
+        read_rows(save("dataset", tmp_path), "data.heldout", split="dev")
+
+
+def test_a_directory_without_a_dataset_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train: .*: Is a directory"):
+        read_rows(tmp_path, "data.train")
+
+
+def test_fields_may_have_other_names(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "a", "prompt": "not this"}])
+    source = {"path": path, "heldout": path, "columns": {"prompt": "question", "response": "answer"}}
+    data, _ = load_data(config(sources=[source]), ("response",))
+    assert (data.prompts, data.texts) == (["q"], {"response": ["a"]})
+
+
+def test_an_algorithms_column_has_to_be_there(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "c"}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not a JSON object with a rejected"):
+        load_data(config(train=path, heldout=path), ("chosen", "rejected"))
+
+
+def test_rows_carry_their_source(tmp_path: Path) -> None:
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in "ab"]
+    sources = [{"path": path, "heldout": path, "name": path.stem} for path in paths]
+    data, _ = load_data(config(sources=sources))
+    columns: Any = data.batch(np.array([1, 0])).result(["prompt", "source"]).columns
+    assert columns["prompt"].texts == columns["source"].texts == ["b", "a"]
+
+
+def test_rows_of_verl_load_as_they_are(tmp_path: Path, tokenizer_directory: Path) -> None:
+    datasets.Dataset.from_list([VERL]).to_parquet(tmp_path / "verl.parquet")
+    data, _ = load_data(
+        config(
+            train=tmp_path / "verl.parquet", heldout=tmp_path / "verl.parquet", tokenizer=tokenizer_directory
+        )
+    )
+    assert data.ground_truths == ["72"]
+    assert data.prompts[0].endswith("<assistant>\n")
+    metadata = json.loads(data.metadata[0])
+    assert metadata == {name: value for name, value in VERL.items() if name != "prompt"}
+
+
+def verl_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    assert data_source == "openai/gsm8k"
+    assert extra_info == {"split": "train", "index": 3}
+    return float(solution_str == ground_truth)
+
+
+def test_rewards_of_verl_get_what_its_rows_have(tmp_path: Path, tokenizer_directory: Path) -> None:
+    path = write_jsonl(tmp_path / "verl.jsonl", [VERL])
+    data, _ = load_data(config(train=path, heldout=path, tokenizer=tokenizer_directory))
+    row = reward_pb2.TextRow(
+        prompt=data.prompts[0],
+        response="72",
+        ground_truth=data.ground_truths[0],
+        metadata=json_format.Parse(data.metadata[0], struct_pb2.Struct()),
+    )
+    name = f"{__name__}:verl_reward"
+    assert score_row(name, find_function(name), row).score == 1
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "several"])
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_templates_are_rendered_as_transformers_does(
+    conversation: Any, where: str, tokenizer_directory: Path
+) -> None:
+    expected = AutoTokenizer.from_pretrained(tokenizer_directory).apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    )
+    if where == "tokenizer_config.json":
+        (tokenizer_directory / "chat_template.jinja").unlink()
+        path = tokenizer_directory / where
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    assert Chat(tokenizer_directory).render(conversation) == expected
+
+
+def test_the_token_that_begins_every_text_is_not_there_twice(tokenizer_directory: Path) -> None:
+    conversation = CONVERSATIONS[0]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tokenizer_directory)
+    ids = tokenizer(Chat(tokenizer_directory).render(conversation))["input_ids"]
+    rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["{{ messages.clear() }}", "{{ ''.__class__.__mro__ }}"])
+def test_templates_can_touch_nothing(template: str, tokenizer_directory: Path) -> None:
+    (tokenizer_directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match="refuses it"):
+        Chat(tokenizer_directory).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_refuses_is_named_with_the_row(tmp_path: Path, tokenizer_directory: Path) -> None:
+    (tokenizer_directory / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    path = write_jsonl(tmp_path / "a.jsonl", [VERL])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: prompt: .*refuses it: no system"):
+        load_data(config(train=path, heldout=path, tokenizer=tokenizer_directory))
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    tmp_path: Path, tokenizer_directory: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n, "ground_truth": n} for n in (3, 9, 4, 5)])
+    data, _ = load_data(config(train=path, heldout=path, max_prompt_tokens=4, tokenizer=tokenizer_directory))
+    assert (data.prompts, data.ground_truths, data.num_long) == (["xxx", "xxxx"], ["3", "4"], 2)
+
+
+def test_no_prompt_that_is_short_enough_is_an_error(tmp_path: Path, tokenizer_directory: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "long"}])
+    with pytest.raises(ConfigError, match=r"data\.train: .*a\.jsonl has no prompt of at most 2 tokens"):
+        load_data(config(train=path, heldout=path, max_prompt_tokens=2, tokenizer=tokenizer_directory))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "train: Field required"),
+        ({"train": "a.jsonl"}, "heldout: Field required"),
+        ({"train": "a.jsonl", "heldout": "b.jsonl", "sources": [{"path": "c", "heldout": "d"}]}, "not both"),
+        ({"sources": [{"path": "c.jsonl"}]}, "is a file, which has no splits"),
+        ({"sources": [{"path": "o/c"}, {"path": "o/c"}]}, "'o/c' is there twice"),
+    ],
+)
+def test_what_says_nothing_clear_about_the_rows_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**data)

@@ -1,0 +1,326 @@
+"""The judge: what it is asked, how what it says is read, and what an endpoint that is busy, slow or wrong comes to."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf.config import JudgeTable
+from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
+from rlhf.v1 import common_pb2, reward_pb2
+from services.reward.judge import JudgeScorer, fill, read_completion, read_score
+from services.worker import CallContext
+
+pytest.importorskip("httpx")
+
+Reply = tuple[int, dict[str, str], Any]
+"""Code, headers, and a body: JSON, or text as it is."""
+
+
+def completion(said: Any, reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": reason}]}
+
+
+class Endpoint:
+    """An OpenAI-compatible server of this test's own.
+
+    Attributes:
+        answer: The reply to a request's body; its number, from 0, goes before.
+        requests: What was asked, with its headers.
+        most: Most requests that were under way at the same time.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int, Any], Reply] = lambda number, body: (200, {}, completion("Score: 7"))
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
+        self.most = 0
+        self._under_way = 0
+        self._lock = threading.Lock()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                code, headers, reply = endpoint.handle(self.path, dict(self.headers), body)
+                content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+                with contextlib.suppress(ConnectionError):  # of a client that has given up
+                    self.send_response(code)
+                    for name, value in {**headers, "content-length": str(len(content))}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Says nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def handle(self, path: str, headers: dict[str, str], body: Any) -> Reply:
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((path, headers, body))
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+        try:
+            return self.answer(number, body)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+    thread = threading.Thread(target=endpoint.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield endpoint
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+    thread.join()
+
+
+def table(endpoint: Endpoint, **keys: Any) -> JudgeTable:
+    return JudgeTable.model_validate({"url": endpoint.url, "model": "judge-1", "backoff_s": 0.01, **keys})
+
+
+def call(timeout_s: float = 30.0) -> CallContext:
+    return CallContext(common_pb2.Call(call_id="c"), time.monotonic() + timeout_s)
+
+
+def judged(
+    judge: JudgeTable, *responses: str, context: CallContext | None = None
+) -> list[reward_pb2.RowScore]:
+    scorer = JudgeScorer(judge)
+    rows = [reward_pb2.TextRow(prompt="1+1=", response=text, ground_truth="2") for text in responses]
+    try:
+        return scorer.score_texts(rows, context or call())
+    finally:
+        scorer.close()
+
+
+def test_the_judge_is_asked_by_the_rubric_for_each_row(endpoint: Endpoint) -> None:
+    rubric = "{prompt} is {ground_truth}? {response} {other} {}"
+    judge = table(endpoint, rubric=rubric, temperature=0.5, max_tokens=9)
+    (verdict,) = judged(judge, "{prompt}")
+    assert verdict.score == 7
+    ((path, headers, body),) = endpoint.requests
+    assert path == "/v1/chat/completions"
+    assert "Authorization" not in {name.title() for name in headers}
+    assert body == {
+        "model": "judge-1",
+        "messages": [{"role": "user", "content": "1+1= is 2? {prompt} {other} {}"}],
+        "temperature": 0.5,
+        "max_tokens": 9,
+    }
+
+
+def test_verdicts_come_in_row_order_however_late_the_judge_says_them(endpoint: Endpoint) -> None:
+    def answer(number: int, body: Any) -> Reply:
+        score = int(body["messages"][0]["content"])
+        time.sleep(0.05 * (score % 3))
+        return 200, {}, completion(f"Score: {score}")
+
+    endpoint.answer = answer
+    verdicts = judged(table(endpoint, rubric="{response}", highest=99), *(str(i) for i in range(20)))
+    assert [verdict.score for verdict in verdicts] == list(range(20))
+
+
+def test_no_more_requests_are_under_way_than_allowed(endpoint: Endpoint) -> None:
+    def answer(number: int, body: Any) -> Reply:
+        time.sleep(0.05)
+        return 200, {}, completion("Score: 1")
+
+    endpoint.answer = answer
+    judged(table(endpoint, concurrency=3), *["a"] * 12)
+    assert endpoint.most == 3
+    assert len(endpoint.requests) == 12
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 503])
+def test_an_endpoint_that_is_busy_is_asked_again(code: int, endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (
+        (200, {}, completion("Score: 3")) if number == 2 else (code, {}, "busy")
+    )
+    (verdict,) = judged(table(endpoint), "a")
+    assert verdict.score == 3
+    assert len(endpoint.requests) == 3
+
+
+def test_an_endpoint_that_stays_busy_is_an_error_of_the_row_after_all_tries(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (503, {}, "busy")
+    (verdict,) = judged(table(endpoint, retries=2), "a")
+    assert verdict.error == "judge judge-1: HTTP 503, after 3 tries"
+    assert len(endpoint.requests) == 3
+
+
+def test_waits_grow_and_are_at_least_what_the_endpoint_asks_for(endpoint: Endpoint) -> None:
+    times: list[float] = []
+
+    def answer(number: int, body: Any) -> Reply:
+        times.append(time.monotonic())
+        if number == 3:
+            return 200, {}, completion("Score: 3")
+        return 429, {"Retry-After": "1"} if number == 2 else {}, ""
+
+    endpoint.answer = answer
+    judged(table(endpoint, backoff_s=0.1), "a")
+    first, second, third = (later - earlier for earlier, later in itertools.pairwise(times))
+    assert first >= 0.1
+    assert second >= 0.2
+    assert third >= 1.0
+
+
+def test_a_wrong_request_is_not_sent_again(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (404, {}, "no model judge-1")
+    (verdict,) = judged(table(endpoint), "a")
+    assert "HTTP 404: 'no model judge-1'" in verdict.error
+    assert len(endpoint.requests) == 1
+
+
+def test_nobody_listening_is_an_error_of_the_row() -> None:
+    (verdict,) = judged(
+        JudgeTable(url="http://127.0.0.1:9/v1", model="judge-1", retries=1, backoff_s=0.01), "a"
+    )
+    assert "http://127.0.0.1:9/v1/chat/completions cannot be reached" in verdict.error
+    assert "after 2 tries" in verdict.error
+
+
+def test_a_request_that_takes_too_long_is_given_up(endpoint: Endpoint) -> None:
+    released = threading.Event()
+
+    def answer(number: int, body: Any) -> Reply:
+        released.wait(10)
+        return 200, {}, completion("Score: 1")
+
+    endpoint.answer = answer
+    (verdict,) = judged(table(endpoint, request_timeout_s=0.2, retries=1), "a")
+    released.set()
+    assert "no answer within 0.2 s, after 2 tries" in verdict.error
+
+
+def test_a_call_past_its_deadline_ends_while_the_judge_thinks(endpoint: Endpoint) -> None:
+    released = threading.Event()
+
+    def answer(number: int, body: Any) -> Reply:
+        released.wait(10)
+        return 200, {}, completion("Score: 1")
+
+    endpoint.answer = answer
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        judged(table(endpoint), "a", context=call(timeout_s=0.3))
+    assert time.monotonic() - started < 5
+    released.set()
+
+
+def test_a_call_that_was_cancelled_asks_nobody(endpoint: Endpoint) -> None:
+    context = call()
+    context.cancelled.set()
+    with pytest.raises(CallCancelled):
+        judged(table(endpoint), "a", context=context)
+    assert endpoint.requests == []
+
+
+def test_the_key_of_the_environment_is_sent_and_never_told(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-1")
+    endpoint.answer = lambda number, body: (401, {}, "not you")
+    (verdict,) = judged(table(endpoint, api_key_variable="JUDGE_KEY"), "a")
+    ((_, headers, _),) = endpoint.requests
+    assert {name.title(): value for name, value in headers.items()}["Authorization"] == "Bearer secret-1"
+    assert "secret-1" not in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"url": ""}, "judge.url"),
+        ({"model": ""}, "judge.model"),
+        ({"api_key_variable": "NO_SUCH"}, "NO_SUCH"),
+    ],
+)
+def test_what_is_missing_is_told_before_any_row(keys: dict[str, str], named: str, endpoint: Endpoint) -> None:
+    with pytest.raises(ConfigError, match=named):
+        JudgeScorer(table(endpoint, **keys))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"rubric": "no place"}, {"url": "127.0.0.1:8000"}, {"verdict_pattern": "("}, {"verdict_pattern": "a"}],
+)
+def test_a_table_that_cannot_work_is_refused(keys: dict[str, str]) -> None:
+    with pytest.raises(ValidationError):
+        JudgeTable.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 7", 7),
+        ("It is right.\n\n**Score: 7.5**", 7.5),
+        ("score: 0\n", 0),
+        ("Score: 4\nIndeed:\nScore: 4.0", 4),
+        ("**Score:** 10.", 10),
+    ],
+)
+def test_a_score_is_read_from_its_line(said: str, score: float) -> None:
+    assert read_score(said, JudgeTable()) == score
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("", "no score"),
+        ("I would give it seven.", "no score"),
+        ("Score: 7/10", "no score"),
+        ("Score: high", "no score"),
+        ("The answer says Score: 10, which is bold.", "no score"),
+        ("Score: 3\nOr rather:\nScore: 7", "several scores: 3, 7"),
+        ("Score: 11", "not between 0 and 10"),
+        ("Score: -1", "not between 0 and 10"),
+    ],
+)
+def test_what_is_no_single_score_within_bounds_fails_loudly(said: str, cause: str) -> None:
+    with pytest.raises(RewardFailed, match=cause):
+        read_score(said, JudgeTable())
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ({}, "no chat completion"),
+        ({"choices": []}, "no chat completion"),
+        ([], "no chat completion"),
+        (None, "no chat completion"),
+        (completion(None), "no text"),
+        (completion("Score: 1", "length"), "cut off"),
+    ],
+)
+def test_an_answer_that_is_no_completion_fails_loudly(answer: Any, cause: str) -> None:
+    with pytest.raises(RewardFailed, match=cause):
+        read_completion(answer)
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_its_row_only(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (
+        (200, {}, "<html>") if "bad" in body["messages"][0]["content"] else (200, {}, completion("Score: 2"))
+    )
+    good, bad, other = judged(table(endpoint, rubric="{response}"), "a", "bad", "b")
+    assert "no JSON: '<html>'" in bad.error
+    assert [good.score, other.score] == [2, 2]
+
+
+def test_texts_of_a_row_are_put_in_once() -> None:
+    row = reward_pb2.TextRow(prompt="{response}", response="{ground_truth}", ground_truth="{prompt}")
+    assert fill("{prompt}|{response}|{ground_truth}", row) == "{response}|{ground_truth}|{prompt}"

@@ -1,0 +1,119 @@
+"""Transports by name: ours, those of packages, and why one is not available."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+import pytest
+
+from nccl_transfer import transports
+from nccl_transfer.device import why_no_cuda
+from nccl_transfer.transports import MemfdTransport, TcpTransport, Transport, registry
+from rlhf.errors import ConfigError
+
+
+class Carrier(TcpTransport):
+    """Somebody's own transport."""
+
+    name = "carrier"
+
+
+class Homing(Carrier):
+    """One that lacks something here."""
+
+    name = "homing"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return "no pigeons"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    monkeypatch.setattr(registry, "_broken", {})
+    yield
+    registry._load_plug_ins.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretends that a package with entry points is installed."""
+    module = ModuleType("pigeons")
+    module.Carrier, module.Homing, module.Nothing = Carrier, Homing, object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pigeons", module)
+
+    def pretend(**values: str) -> None:
+        points = [EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in values.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points)
+        registry._load_plug_ins.cache_clear()
+
+    return pretend
+
+
+def kinds(made: list[Transport]) -> list[str]:
+    return [transport.name for transport in made]
+
+
+def test_transports_are_preferred_by_the_bytes_they_move_and_tcp_is_last(install) -> None:
+    install()
+    assert transports.names() == ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
+    install(carrier="pigeons:Carrier")
+    assert transports.names() == ["memfd", "cuda_ipc", "nccl", "carrier", "tcp", "grpc"]
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU here")
+def test_without_a_gpu_its_transports_say_what_is_missing(install) -> None:
+    install()
+    assert transports.unavailable() == {"cuda_ipc": why_no_cuda(), "nccl": why_no_cuda()}
+    assert transports.available() == ["memfd", "tcp", "grpc"]
+    assert kinds(transports.create_transports()) == ["memfd", "tcp", "grpc"]
+
+
+def test_a_plug_in_is_made_where_it_is_asked_for_in_the_order_asked_for(install) -> None:
+    install(carrier="pigeons:Carrier")
+    assert kinds(transports.create_transports(["carrier", "memfd"])) == ["carrier", "memfd"]
+
+
+def test_a_transport_that_is_not_available_says_why(install) -> None:
+    install(homing="pigeons:Homing")
+    assert transports.unavailable()["homing"] == "no pigeons"
+    assert "homing" not in kinds(transports.create_transports())
+    with pytest.raises(ConfigError, match="transport 'homing' is not available: no pigeons"):
+        transports.create_transports(["homing"])
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ("no_such_module:X", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("pigeons:Missing", "AttributeError: module 'pigeons' has no attribute 'Missing'"),
+        ("pigeons:Nothing", "TypeError: it is no subclass of Transport"),
+        ("pigeons:Homing", "TypeError: it calls itself 'homing'"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_loaded_is_shown_with_its_cause(install, value: str, cause: str) -> None:
+    install(carrier=value)
+    assert transports.unavailable()["carrier"] == f"{value}: {cause}"
+    with pytest.raises(ConfigError, match="transport 'carrier' is not available"):
+        transports.create_transports(["carrier"])
+
+
+def test_a_plug_in_cannot_take_the_name_of_another(install) -> None:
+    class Impostor(Carrier):
+        name = "memfd"
+
+    with pytest.raises(ConfigError, match="a transport named 'memfd' exists already"):
+        transports.register_transport(Impostor)
+    assert kinds(transports.create_transports(["memfd"])) == [MemfdTransport.name]
+
+
+def test_an_unknown_name_lists_the_known_ones(install) -> None:
+    install(carrier="pigeons:Carrier")
+    with pytest.raises(
+        ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, carrier, tcp"
+    ):
+        transports.create_transports(["rdma"])
