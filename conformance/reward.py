@@ -18,7 +18,9 @@ from conformance.target import (
     Row,
     Status,
     are_equal,
+    decoded,
     described,
+    has_score,
 )
 from rlhf.contract import SERVICES
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
@@ -55,11 +57,16 @@ def check_health(target: RewardTarget) -> str:
     try:
         answer = target.method(HEALTH_CHECK)(request, timeout=target.deadline_s)
     except grpc.RpcError as error:
+        seen = f"grpc.health.v1.Health/Check ended with {described(error)}"
+        if _code(error) is not Status.UNIMPLEMENTED:
+            raise Violation(
+                seen, "Set the health of service '' to SERVING, or leave the health service out."
+            ) from error
         raise Caution(
-            f"grpc.health.v1.Health/Check ended with {described(error)}",
+            seen,
             "A run works without, but `rlhf-deploy status` cannot see that it serves: add the health service.",
         ) from error
-    status = health_pb2.HealthCheckResponse.FromString(answer).status
+    status = decoded(health_pb2.HealthCheckResponse, answer).status
     if status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
         raise Violation(
@@ -80,7 +87,7 @@ def check_describe(target: RewardTarget) -> str:
             f"WorkerService/Describe ended with {described(error)}, not UNIMPLEMENTED",
             "Leave WorkerService out: the controller tells by UNIMPLEMENTED that this is a reward of another make.",
         ) from error
-    description = worker_pb2.DescribeResponse.FromString(answer)
+    description = decoded(worker_pb2.DescribeResponse, answer)
     if description.role != "reward":
         raise Violation(
             f"Describe says that its role is {description.role!r}",
@@ -99,6 +106,17 @@ def check_invariants(target: RewardTarget) -> str:
     return "in every answer"
 
 
+def check_scores(target: RewardTarget) -> str:
+    verdicts = target.score(target.rows)
+    scored = sum(map(has_score, verdicts))
+    if not scored:
+        raise Violation(
+            f"none of the {len(verdicts)} probe rows got a score; the first: {verdicts[0].error[:120]}",
+            "Give rows that your reward can score: --rows FILE. If these should be: look at the error.",
+        )
+    return f"{scored} of {len(verdicts)} probe rows got a score"
+
+
 def check_repeatable(target: RewardTarget) -> str:
     target.is_repeatable = are_equal(target.score(target.rows), target.score(target.rows))
     if not target.is_repeatable:
@@ -113,6 +131,8 @@ def check_order(target: RewardTarget) -> str:
     if not target.is_repeatable:
         raise Unjudged("verdicts do not repeat, so they cannot be compared", "")
     alone = [target.score([row])[0] for row in target.rows]
+    if not any(map(has_score, alone)):
+        raise Unjudged("no probe row got a score, so there is nothing to compare", "")
     if all(are_equal(alone[:1], [verdict]) for verdict in alone):
         raise Caution(
             f"all {len(alone)} probe rows got the same verdict, so their order cannot be told",
@@ -167,9 +187,17 @@ def check_metadata(target: RewardTarget) -> str:
 def check_many_rows(target: RewardTarget) -> str:
     started = time.monotonic()
     rows = [target.rows[i % len(target.rows)] for i in range(target.num_rows)]
-    target.score(rows)
+    verdicts = target.score(rows)
+    took_s = time.monotonic() - started
+    alone = target.alone or verdicts
+    mixed = [i for i, verdict in enumerate(verdicts) if not are_equal([verdict], [alone[i % len(alone)]])]
+    if mixed:
+        raise Violation(
+            f"{len(mixed)} of {len(rows)} rows in one call got other verdicts than alone, first row {mixed[0]}",
+            "Give verdict i to row i in large calls too: look at how they are split and put together.",
+        )
     target.long_rows = rows
-    return f"{target.num_rows} rows in one call took {time.monotonic() - started:.2f} s"
+    return f"{target.num_rows} rows in one call took {took_s:.2f} s"
 
 
 def check_large_messages(target: RewardTarget) -> str:
@@ -284,6 +312,7 @@ RULES: dict[str, Check] = {
     "health": check_health,
     COUNT: check_invariants,
     VERDICTS: check_invariants,
+    "scores": check_scores,
     "repeatable": check_repeatable,
     "row order": check_order,
     "no rows": check_no_rows,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from conformance.findings import Violation
 from rlhf.contract import PLAIN_OPTIONS, SERVICES
@@ -16,6 +17,7 @@ COMPUTE_REWARD = SERVICES["reward"]["ComputeReward"]
 COUNT, VERDICTS = "one verdict per row", "finite verdicts"
 """Rules that every answer is held to, whatever it was asked for."""
 
+M = TypeVar("M", bound=Message)
 Row = reward_pb2.TextRow
 Verdict = reward_pb2.RowScore
 Status = grpc.StatusCode
@@ -75,7 +77,7 @@ class RewardTarget:
     def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
         """What a call of `num_rows` rows answered; raises as `score`."""
         try:
-            answer = reward_pb2.ComputeRewardResponse.FromString(call.result())
+            answer = decoded(reward_pb2.ComputeRewardResponse, call.result())
         except grpc.RpcError as error:
             raise Violation(
                 f"a call with {num_rows} rows ended with {described(error)}",
@@ -103,6 +105,26 @@ class RewardTarget:
         except Violation as violation:
             return violation.rule in (COUNT, VERDICTS)
         return True
+
+
+def decoded(kind: type[M], answer: bytes) -> M:
+    """The message of this kind that an answer is.
+
+    Raises:
+        Violation: It is none.
+    """
+    try:
+        return kind.FromString(answer)
+    except DecodeError as error:
+        raise Violation(
+            f"an answer of {len(answer)} bytes is no {kind.DESCRIPTOR.full_name}",
+            "Answer with the message of rlhf/v1, in protobuf's binary form.",
+        ) from error
+
+
+def has_score(verdict: Verdict) -> bool:
+    """Whether a verdict is one, and not the reason why there is none."""
+    return verdict.WhichOneof("verdict") != "error"
 
 
 def verdict_fault(verdict: Verdict) -> str:

@@ -6,10 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.config import Config
+from controller.config import AlgorithmTable, Config
 from controller.run import Run
 from rlhf.config import Strict, validate
 from rlhf.errors import ConfigError
+
+SCHEDULE = ("epochs", "mini_batch_size")
+"""Keys of `[algorithm]` that every update reads; those below are read by what they are named after."""
+POLICY = (
+    *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
+    "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
+    "rollout_correction_level", "rollout_correction_low", "rollout_correction_high",
+)  # fmt: skip
+CRITIC = ("critic_epochs", "value_clip")
+REWARD = ("on_failed_reward", "reward_retries")
+KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_horizon")
 
 
 class NoOptions(Strict):
@@ -29,6 +40,8 @@ class Algorithm:
         quickstart: Name of the bundled configuration that it runs with where it is given none.
         columns: Texts that every row of its data has to have beside the prompt.
         trains: Name of the service whose weights are what comes of it.
+        reads: Keys of `[algorithm]` that it has a use for, beside its options; None: all.
+        check: Called with the configuration and the options; raises ConfigError where they do not go together.
     """
 
     function: Callable[..., Any]
@@ -39,6 +52,8 @@ class Algorithm:
     quickstart: str = "quickstart"
     columns: tuple[str, ...] = ()
     trains: str = "actor"
+    reads: frozenset[str] | None = None
+    check: Callable[[Config, Any], None] | None = None
 
     @property
     def name(self) -> str:
@@ -57,17 +72,36 @@ class Algorithm:
         the configuration says nothing, and all of its options.
 
         Raises:
-            ConfigError: A service is missing or has another role, an option is unknown or wrong, or the configuration
-                cannot work with this algorithm.
+            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is given that
+                the algorithm does not read, or the configuration cannot work with it.
         """
         given = config.algorithm.model_dump(exclude_unset=True)
+        self._check_keys(given)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
         tables = config.model_dump(exclude_unset=True)
         tables["algorithm"] = {**self.defaults, **given, "options": options.model_dump(mode="json")}
         tables["services"] = {name: tables["services"][name] for name in self._needed(config)}
         configured = validate(Config, tables, f"for {self.name}")
         self._check(configured)
+        if self.check:
+            self.check(configured, options)
         return configured
+
+    def resolved(self, config: Config) -> dict[str, Any]:
+        """A configuration that `configure` has made, as it goes into a file: with all keys that are read, whether they
+        were given or not, and so that it can be configured again."""
+        return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": self._unread()})
+
+    def _unread(self) -> set[str]:
+        return set() if self.reads is None else AlgorithmTable.model_fields.keys() - self.reads - {"options"}
+
+    def _check_keys(self, given: Iterable[str]) -> None:
+        unread = sorted(self._unread().intersection(given))
+        if unread and self.reads is not None:
+            raise ConfigError(
+                f"{', '.join(f'algorithm.{key}' for key in unread)}: {self.name} has no use for this; of [algorithm] "
+                f"it reads: {', '.join(sorted(self.reads))}"
+            )
 
     def _needed(self, config: Config) -> Iterable[str]:
         """Names of the services it needs, in the order of the configuration."""
@@ -122,18 +156,30 @@ def algorithm(
     quickstart: str = "quickstart",
     columns: tuple[str, ...] = (),
     trains: str = "actor",
+    reads: Iterable[str] | None = None,
+    check: Callable[[Config, Any], None] | None = None,
 ) -> Callable[[Callable[..., None]], Algorithm]:
     """Declares a function to be an algorithm.
 
     Args:
         services: Names of the services it needs, where they are those of their roles; else role by name.
-        options, defaults, compares_groups, quickstart, columns, trains: As in `Algorithm`.
+        options, defaults, compares_groups, quickstart, columns, trains, reads, check: As in `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
     def declare(function: Callable[..., None]) -> Algorithm:
+        keys = None if reads is None else frozenset(reads)
         return Algorithm(
-            function, roles, options, defaults or {}, compares_groups, quickstart, columns, trains
+            function,
+            roles,
+            options,
+            defaults or {},
+            compares_groups,
+            quickstart,
+            columns,
+            trains,
+            keys,
+            check,
         )
 
     return declare

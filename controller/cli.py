@@ -78,7 +78,7 @@ def run(algorithm: Algorithm, config: Config, *, launch: bool) -> tuple[Path, di
     pretrain = TextData.load(config.data.pretrain, "data.pretrain") if config.data.pretrain else None
     directory = RunDirectory.create(config.run.directory, config.run.name)
     resolved = directory.write_text(
-        CONFIG_FILE, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+        CONFIG_FILE, tomli_w.dumps(algorithm.resolved(config))
     )
     progress = Progress()
     progress.message(f"run directory: {directory.path}")
@@ -124,7 +124,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     """What came of the first thing that was measured on the held-out rows."""
     name = next(key.removesuffix("_before") for key in summary if key.endswith("_before"))
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-    shape = ".1%" if name == "accuracy" else ".4g"
+    shape = ".1%" if name == "accuracy" and 0 <= min(before, after) <= max(before, after) <= 1 else ".4g"
     return f"held-out {name}: {before:{shape}} before, {after:{shape}} after {summary['steps']} steps"
 
 

@@ -63,6 +63,7 @@ class CallRecord:
         metrics: Means over the ranks by name.
         policy_version: Of the service after the call.
         responses: The response of each rank, in rank order.
+        parts: What each collected rank made, where the method's protocol does not put them end to end.
     """
 
     service: str
@@ -72,6 +73,7 @@ class CallRecord:
     metrics: Mapping[str, float]
     policy_version: int
     responses: tuple[Any, ...]
+    parts: tuple[Batch, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

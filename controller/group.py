@@ -261,7 +261,11 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
-        made = protocol.restore(self._made(method, collected, batch.rows), batch.rows)
+        made, parts = self._made(method, collected, batch.rows), ()
+        if protocol.splits:
+            made = protocol.restore(made, batch.rows, self.mesh)
+        elif method.outputs:
+            made, parts = Batch(0, {}), tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,
@@ -270,6 +274,7 @@ class RoleGroup:
             metrics=_merge_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),
+            parts=parts,
         )
         return made, record
 

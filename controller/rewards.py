@@ -75,7 +75,8 @@ class Reward:
 
         Args:
             column: What the rewards are called.
-            others: Rows that belong to those of the batch, one by one, by the name of the column of their rewards.
+            others: Rows that belong to those of the batch, by the name of the column of their rewards: one to each row,
+                or to every so many that lie side by side.
 
         Raises:
             RewardFailed: Rows could not be scored, or, where they are dropped, none could. At once, or where the config
@@ -84,9 +85,9 @@ class Reward:
         asked = {column: batch, **others}
         if self._failures.policy != "drop_group":
             for name, rows in asked.items():
-                batch |= self.compute_reward(rows).rename(rewards=name)
+                batch |= self.compute_reward(rows).rename(rewards=name).repeat(batch.rows // rows.rows)
             return batch
-        settled = {name: self._settle(rows) for name, rows in asked.items()}
+        settled = {name: self._settle(rows).repeated(batch.rows // rows.rows) for name, rows in asked.items()}
         failed = [row for each in settled.values() for row in each.causes]
         kept = rows_to_keep(np.asarray(sorted(set(failed)), np.int64), _groups_of(batch))
         self._note("reward/rows_dropped", batch.rows - len(kept))
@@ -221,6 +222,12 @@ class Settled:
             verdicts[row] = verdict
         causes = {int(rows[place]): cause for place, cause in again.causes.items()}
         return Settled(verdicts, causes, (*self.calls, *again.calls))
+
+    def repeated(self, times: int) -> Settled:
+        """What was said about each row, for `times` rows side by side."""
+        verdicts = [verdict for verdict in self.verdicts for _ in range(times)]
+        causes = {row * times + i: cause for row, cause in self.causes.items() for i in range(times)}
+        return Settled(verdicts, causes, self.calls)
 
     def error(self, name: str) -> RewardFailed:
         row, cause = next(iter(self.causes.items()))

@@ -406,12 +406,13 @@ class Run:
         responses = _tokens(batch, "response_ids")
         self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, step.number
         metrics |= {
-            "response/length_mean": responses / max(batch.rows, 1),
             "transfer/controller_bytes": float(controller_bytes),
             "transfer/batch_bytes": float(batch.nbytes),
             "time/step_s": seconds,
-            "time/tokens_per_s": tokens / seconds,
         }
+        if "response_ids" in batch.columns:
+            metrics["response/length_mean"] = responses / max(batch.rows, 1)
+            metrics["time/tokens_per_s"] = tokens / seconds
         memory = {f"mem/{name}_bytes": float(value) for name, value in self._cluster.memory().items()}
         return metrics | transfer_metrics(step.records) | stages | memory
 

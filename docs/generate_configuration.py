@@ -23,6 +23,7 @@ from rlhf.config import (
     RewardTable,
     SandboxTable,
     ServiceTable,
+    VllmTable,
 )
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
@@ -39,6 +40,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[services.NAME.sandbox]", SandboxTable),
     ("[services.NAME.judge]", JudgeTable),
     ("[services.NAME.optimizer]", OptimizerTable),
+    ("[services.NAME.vllm]", VllmTable),
 ]
 
 HEAD = """# Configuration

@@ -20,7 +20,7 @@ def optimist(run: Run, options: Options) -> None:
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
         batch |= actor.compute_log_prob(batch)
-        batch |= reward.compute_reward(batch)
+        batch = reward.score(batch)
         rewards, group = run.fetch(batch, "rewards", "group").values()
         batch |= step.compute(compute_advantage, rewards, run.lengths(batch), group, options.optimism)
         step.finish(batch, actor.update_actor(batch))

@@ -49,9 +49,11 @@ def capacity(levels: Sequence[Level]) -> Level | None:
     return max(sustained, key=lambda level: level.throughput, default=None)
 
 
-def is_sustained(due: int, answered: int, errors: int) -> bool:
-    """Whether a service kept up: of the calls due in a window it answered as many, or nearly, without error."""
-    return due > 0 and answered >= SUSTAINED * due and errors <= TOLERATED_ERRORS * due
+def is_sustained(due: int, answered: int, errors: int, *, closed: bool = False) -> bool:
+    """Whether a service kept up: of the calls due in a window it answered as many, or nearly, without error. A closed
+    loop waits for answers, so there it has to answer at all, and nearly without error."""
+    kept_up = answered > 0 and (closed or answered >= SUSTAINED * due)
+    return due > 0 and kept_up and errors <= TOLERATED_ERRORS * due
 
 
 def mean_wait_s(rate: float, service_s: float, variance_s2: float = 0.0) -> float:
@@ -74,6 +76,20 @@ def is_testers_limit(lag_s: float, latency_s: float) -> bool:
     """Whether a load that was not kept up with says more of the tester than of the service: most of the mean latency
     is the lag of its own sends."""
     return lag_s > latency_s / 2
+
+
+def warmup_warnings(warmup_s: float, latency_s: float, window_s: float) -> list[str]:
+    """Why the throughput is too low for the load: a window that begins before answers come lacks that many.
+
+    Args:
+        latency_s: Median latency.
+    """
+    if latency_s - warmup_s <= (1 - SUSTAINED) * window_s:
+        return []
+    return [
+        f"half of the calls took {latency_s:.3g} s or more, and the warm-up {warmup_s:g} s: the throughput lacks the "
+        "answers that were still to come when the window began; lengthen --warmup"
+    ]
 
 
 def generator_warnings(lag_p99_s: float, latency_p99_s: float, busy: float) -> list[str]:

@@ -67,19 +67,19 @@ class Generator:
 
     async def _run(self, sender: Coroutine[Any, Any, None]) -> Sending:
         sending, stopped = asyncio.create_task(sender), asyncio.create_task(self._stop.wait())
-        helpers: list[asyncio.Task[Any]] = [
-            asyncio.create_task(self._measure_busy()),
-            asyncio.create_task(self._release_often()),
-        ]
+        busy = asyncio.create_task(self._measure_busy())
+        helpers: list[asyncio.Task[Any]] = [busy, asyncio.create_task(self._release_often())]
         try:
             await asyncio.wait([sending, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set() or self._sending.overrun:
+                # What comes while answers are waited for is not of the window.
+                self._recorder.cut(self._clock())
+                busy.cancel()
             if self._calls and not self._stop.is_set():
                 helpers.append(asyncio.create_task(asyncio.wait(self._calls)))
                 answered = [helpers[-1], stopped]
                 await asyncio.wait(answered, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._stop.is_set() or self._sending.overrun:
-                self._recorder.cut(self._clock())
             self._given_up = True
             await _cancel_all([sending, stopped, *helpers, *self._calls])
             # Bounded: each rank is given SETTLE_S.

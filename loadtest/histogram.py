@@ -64,6 +64,10 @@ class Histogram:
                 return min(_highest_of(index), self.most) / _NS
         return 0.0
 
+    def count_below(self, seconds: float) -> int:
+        """How many of the counted are shorter, within `PRECISION`."""
+        return sum(count for index, count in self._counts.items() if _highest_of(index) < seconds * _NS)
+
     def summary(self) -> dict[str, float]:
         """Mean, percentiles and extremes, in seconds."""
         names = {f"p{percent:g}": self.percentile_s(percent) for percent in (50, 90, 95, 99, 99.9)}

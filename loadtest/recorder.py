@@ -47,6 +47,7 @@ class Recorder:
     Attributes:
         sent: Calls due in the window that were sent.
         answered: Answers without error that came in the window, whenever the call was due.
+        answers: From the window's start to each answer without error that came after it, also after its end.
         latency: From when a call was due to its answer.
         lag: From when a call was due to when it was sent.
         server: What the service says of itself, by part; the slowest rank's figure.
@@ -59,6 +60,7 @@ class Recorder:
         self.interval_s = interval_s
         self.sent = 0
         self.answered = 0
+        self.answers = Histogram()
         self.latency = Histogram()
         self.lag = Histogram()
         self.rest = Histogram()
@@ -74,9 +76,11 @@ class Recorder:
 
     def end(self, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
         """A call has ended, well or not."""
-        if reply.code == OK and self.window.holds(ended_s):
-            self.answered += 1
-            self._interval(ended_s).answered += 1
+        if reply.code == OK and ended_s >= self.window.start_s:
+            self.answers.add(ended_s - self.window.start_s)
+            if self.window.holds(ended_s):
+                self.answered += 1
+                self._interval(ended_s).answered += 1
         # Of the warm-up, only a call that has been waiting through the whole window and longer counts.
         if not self.window.holds(due_s) and reply.code != UNFINISHED:
             return
@@ -88,6 +92,13 @@ class Recorder:
             interval.latency.add(ended_s - due_s)
         if reply.timings:
             self._note_server(reply, ended_s - sent_s)
+
+    @property
+    def kept_up(self) -> int:
+        """Answers without error in a window as long as the measured one, and later by the median latency: calls that
+        take their time are not yet answered at its start, and still answered after its end."""
+        later_s = self.latency.percentile_s(50)
+        return self.answers.count_below(later_s + self.window.length_s) - self.answers.count_below(later_s)
 
     def cut(self, now_s: float) -> None:
         """Ends the window now, where it would have gone on."""

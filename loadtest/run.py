@@ -182,11 +182,15 @@ def _step_figures(
     window_s = max(recorder.window.length_s, 1e-9)
     errors = {code: count for code, count in sorted(recorder.codes.items()) if code != OK}
     latency, server = recorder.latency, recorder.server
-    kept_up = analysis.is_sustained(recorder.sent, recorder.answered, sum(errors.values()))
+    kept_up = analysis.is_sustained(
+        recorder.sent, recorder.kept_up, sum(errors.values()), closed=settings.is_closed
+    )
     warnings = analysis.generator_warnings(
         recorder.lag.percentile_s(99), latency.percentile_s(99), sending.busy
     )
-    sustained = settings.is_closed or (kept_up and not sending.overrun)
+    sustained = kept_up and not sending.overrun
+    if sustained:
+        warnings += analysis.warmup_warnings(settings.warmup_s, latency.percentile_s(50), window_s)
     step: Json = {
         "level": level,
         "window_s": window_s,

@@ -31,7 +31,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a step met an objective; `measured` is None where no call was answered."""
+    """Whether a step met an objective; `measured` is None where no call ended, or for a latency was answered."""
 
     objective: Objective
     measured: float | None
@@ -79,13 +79,15 @@ def _objective(text: str) -> Objective:
 
 
 def _measured(objective: Objective, step: dict[str, Any], percentile_s: Any) -> float | None:
+    failed, ended = sum(step["errors"].values()), step["ended"]
+    if not ended:
+        return None
     if objective.figure == "throughput":
         return step["throughput_per_s"]
-    failed, ended = sum(step["errors"].values()), step["ended"]
     if objective.figure == "errors":
         return failed
     if objective.figure == "error_share":
-        return failed / ended if ended else None
+        return failed / ended
     if not step["latency_s"]:
         return None
     if objective.name in ("mean", "max"):

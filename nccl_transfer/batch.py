@@ -35,6 +35,7 @@ class Endpoint:
     rank: int = 0
     device_uuid: str = ""
     data_port: int = 0
+    data_key: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from nccl_transfer.arena import CONDEMNED, ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Shard
 from nccl_transfer.checksums import first_mismatch
 from nccl_transfer.columns import Jagged
-from nccl_transfer.plans import Ranges, Relay, difference, needed, position
+from nccl_transfer.plans import Ranges, Relay, difference, intersection, needed, position
 from nccl_transfer.relay import Errand, RelayBoard, RelayTaker
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import Reading, Traffic, Transport
@@ -145,10 +145,14 @@ class Fetcher:
                 checksums: the text names source, shard and column, and from then on nobody can read the shard.
             DeadlineExceeded, ServiceLost, Refused: As in `Transport.read`.
         """
-        wanted = needed(batch)
-        self._check_condemned(wanted)
-        found = self._read_all(wanted, errand, deadline)
-        self._verify_checksums(found)
+        try:
+            wanted = needed(batch)
+            self._check_condemned(wanted)
+            found = self._read_all(wanted, errand, deadline)
+            self._verify_checksums(found)
+        except BaseException as error:
+            self._tell_neighbours(errand, error)
+            raise
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
@@ -177,12 +181,17 @@ class Fetcher:
         for transport in self._transports:
             transport.close()
         self._taker.close()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read_all(self, wanted: Ranges, errand: Errand, deadline: float) -> dict[Endpoint, _Found]:
         own = self._store.endpoint if self._store is not None else None
         keeps = {relay.source: relay for relay in errand.relays if relay.reader == own}
-        takes = [relay for relay in errand.relays if relay.reader != own]
+        # Of the ranges as they are wanted here: these know which column they are of.
+        takes = [
+            replace(relay, ranges=tuple(intersection(wanted[relay.source], relay.ranges)))
+            for relay in errand.relays
+            if relay.reader != own
+        ]
         jobs: list[tuple[Endpoint, Callable[[], tuple[Sequence[ByteRange], Reading]]]] = []
         for source, ranges in wanted.items():
             for relay in takes:
@@ -216,18 +225,20 @@ class Fetcher:
     ) -> tuple[Sequence[ByteRange], Reading]:
         if self._store is not None and source == self._store.endpoint:
             return ranges, read_in_place(self._store.reader, ranges)
-        try:
-            transport = self._transport_to(source)
-            start = time.perf_counter()
-            reading = transport.read(source, ranges, deadline)
-            self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
-            if keep is not None:
-                self.relays.keep(keep, _Found.of([(ranges, reading)]).view, errand)
-        except BaseException as error:
-            if keep is not None:
-                self.relays.fail(keep, error, errand.call_id)
-            raise
+        transport = self._transport_to(source)
+        start = time.perf_counter()
+        reading = transport.read(source, ranges, deadline)
+        self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
+        if keep is not None:
+            self.relays.keep(keep, _Found.of([(ranges, reading)]).view, errand)
         return ranges, reading
+
+    def _tell_neighbours(self, errand: Errand, error: BaseException) -> None:
+        """Those that wait for what this rank was to read for them hear why it does not come."""
+        own = self._store.endpoint if self._store is not None else None
+        for relay in errand.relays:
+            if relay.reader == own:
+                self.relays.fail(relay, error, errand.call_id)
 
     def _take(self, relay: Relay, errand: Errand, deadline: float) -> tuple[Sequence[ByteRange], Reading]:
         start = time.perf_counter()

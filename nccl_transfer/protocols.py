@@ -58,9 +58,13 @@ class TransferProtocol(ABC):
         parts = np.array_split(numbers, self.parts(mesh))
         return [parts[self.part(rank, mesh)] for rank in range(mesh.size)]
 
-    def restore(self, result: Batch, rows: int) -> Batch:
-        """The concatenated outputs without those of rows that were dealt out twice."""
-        return result.take(np.arange(rows)) if self.pads and result.rows > rows else result
+    def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
+        """The rows of the call in their order, each once, of the outputs of the collected ranks put end to end."""
+        parts = self.distribute(rows, mesh)
+        order = np.concatenate([parts[rank] for rank in self.collect(mesh)])
+        if len(order) != outputs.rows or np.array_equal(order, np.arange(rows)):
+            return outputs
+        return outputs.take(np.unique(order, return_index=True)[1])
 
 
 def padded_rows(rows: int, parts: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import grpc
 
@@ -18,14 +19,14 @@ from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.plans import Relay
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
-from nccl_transfer.transports.base import remaining_s
+from nccl_transfer.transports.base import check_epoch, remaining_s
 from nccl_transfer.transports.grpc_stream import insecure_channel
-from rlhf.errors import DeadlineExceeded, Refused, TransferError, from_rpc_error
+from rlhf.errors import DeadlineExceeded, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 REMEMBERED = 64
-"""Reads that are kept findable; a call makes one per rank it reads from, and its neighbours ask within the call."""
+"""Finished reads that are kept findable: a call makes one per rank it reads from, and neighbours ask within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +58,35 @@ class RelayBoard:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
 
         Raises:
-            OutOfSpace: The arena is full.
+            OutOfSpace, Refused: As in `TensorStore.fill`.
         """
-        shard, memory = self._store.reserve(sum(r.nbytes for r in relay.ranges), errand.lease)
-        start = 0
-        for r in relay.ranges:
-            memory[start : start + r.nbytes] = view(r)
-            start += r.nbytes
+
+        def write(memory: memoryview) -> None:
+            start = 0
+            for r in relay.ranges:
+                memory[start : start + r.nbytes] = view(r)
+                start += r.nbytes
+
+        shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
         self._promise(errand.call_id, relay.source.address).set_result(Kept(relay.ranges, shard))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
-        """Tells those who wait that the bytes will not come."""
+        """Tells those who wait that the bytes will not come; those that came stay."""
         promise = self._promise(call_id, relay.source.address)
         if not promise.done():
+            clear_frames(
+                error.__traceback__
+            )  # or their local variables, the rows, would live as long as the error
             promise.set_exception(error)
 
-    async def take(
-        self, request: pb.TakeRelayedRequest, epoch: int, timeout_s: float
-    ) -> pb.TakeRelayedResponse:
+    async def take(self, request: pb.TakeRelayedRequest, timeout_s: float) -> pb.TakeRelayedResponse:
         """The answer to a TakeRelayed.
 
         Raises:
             Refused: The request is of another epoch.
             DeadlineExceeded: The bytes did not come.
         """
-        if request.epoch not in (0, epoch):
-            raise Refused(f"the epoch is {epoch}, the relay is of epoch {request.epoch}")
+        check_epoch(self._store, request.epoch)
         promise = asyncio.wrap_future(self._promise(request.call_id, request.source))
         try:
             kept = await asyncio.wait_for(asyncio.shield(promise), timeout_s)
@@ -96,10 +100,10 @@ class RelayBoard:
 
     def _promise(self, call_id: str, source: str) -> Future[Kept]:
         with self._lock:
-            promise = self._kept.setdefault((call_id, source), Future())
-            while len(self._kept) > REMEMBERED:
-                del self._kept[next(iter(self._kept))]
-            return promise
+            over = len(self._kept) - REMEMBERED
+            for key in [key for key, promise in self._kept.items() if promise.done()][: max(over, 0)]:
+                del self._kept[key]
+            return self._kept.setdefault((call_id, source), Future())
 
 
 class RelayTaker:

@@ -18,6 +18,9 @@ from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 
 T = TypeVar("T")
 
+REMEMBERED_SESSIONS = 64
+"""Ended sessions that are still known as such; more than can have calls under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -41,7 +44,7 @@ class StoreStat:
 class _Allocation:
     shard: Shard
     lease: Lease
-    writing: bool = False
+    writing: bool = True
     released: bool = False
     condemned: bool = False
 
@@ -71,6 +74,7 @@ class TensorStore:
         self._arena = Arena(arena_bytes)
         self._free = FreeList(self._arena.nbytes)
         self._allocations: dict[int, _Allocation] = {}
+        self._ended: dict[str, None] = {}
         self._ids = itertools.count(1)
         self._used = self._peak = 0
         self._lock = threading.Lock()
@@ -89,13 +93,31 @@ class TensorStore:
         """
         if array.dtype.kind not in "biuf":
             raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
-        allocation = self._allocate(array.nbytes, lease, writing=True)
         little_endian = array.dtype.newbyteorder("<")
-        memory = self._memory(allocation.shard)
-        np.copyto(np.frombuffer(memory, little_endian).reshape(array.shape), array)
-        shard = allocation.shard
-        if self._checksums:
-            shard = replace(shard, checksums=tuple(digests(memory)))
+
+        def write(memory: memoryview) -> None:
+            np.copyto(np.frombuffer(memory, little_endian).reshape(array.shape), array)
+
+        return self.fill(array.nbytes, lease, write)
+
+    def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
+        """A shard of `nbytes` bytes that `write` puts there.
+
+        Raises:
+            OutOfSpace: No gap is large enough; nothing has changed.
+            Refused: The lease was released while `write` ran, or its session has ended.
+        """
+        allocation = self._allocate(nbytes, lease)
+        memory, shard = self._memory(allocation.shard), allocation.shard
+        try:
+            write(memory)
+            if self._checksums:
+                shard = replace(shard, checksums=tuple(digests(memory)))
+        except BaseException:
+            with self._lock:
+                allocation.writing = False
+                self._reclaim(allocation) if allocation.released else self._release(allocation)
+            raise
         with self._lock:
             allocation.writing = False
             if allocation.released:
@@ -110,15 +132,6 @@ class TensorStore:
             shard = self.put(values.values, lease)
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
-
-    def reserve(self, nbytes: int, lease: Lease) -> tuple[Shard, memoryview]:
-        """A shard to be filled in place, without checksums. The writer must be done before the lease is released.
-
-        Raises:
-            OutOfSpace: No gap is large enough; nothing has changed.
-        """
-        shard = self._allocate(nbytes, lease, writing=False).shard
-        return shard, self._memory(shard)
 
     def read(self, shard_id: int, start: int, nbytes: int) -> memoryview:
         """Bytes of a shard without a copy; see `ArenaReader.views`. `ArenaReader.check` tells afterwards whether
@@ -177,6 +190,14 @@ class TensorStore:
                     self._release(allocation)
             return before - self._used
 
+    def end(self, session: str) -> None:
+        """Frees the shards of a session and keeps no more for it: what its last calls still make has no reader."""
+        with self._lock:
+            self._ended[session] = None
+            while len(self._ended) > REMEMBERED_SESSIONS:
+                del self._ended[next(iter(self._ended))]
+        self.release(session)
+
     def stat(self) -> StoreStat:
         with self._lock:
             return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
@@ -188,10 +209,12 @@ class TensorStore:
                 self._release(allocation)
             self._arena.close()
 
-    def _allocate(self, nbytes: int, lease: Lease, writing: bool) -> _Allocation:
+    def _allocate(self, nbytes: int, lease: Lease) -> _Allocation:
         assert self.endpoint is not None, "the store's endpoint must be set before anything is put into it"
         size = ALIGNMENT + align(nbytes)
         with self._lock:
+            if lease.session in self._ended:
+                raise Refused(f"{lease}: the session has ended")
             offset = self._free.allocate(size)
             if offset is None:
                 raise OutOfSpace(
@@ -200,7 +223,7 @@ class TensorStore:
                 )
             shard = Shard(self.endpoint, next(self._ids), offset + ALIGNMENT, nbytes)
             self._arena.write_header(shard.offset, shard.id, nbytes)
-            allocation = self._allocations[shard.id] = _Allocation(shard, lease, writing)
+            allocation = self._allocations[shard.id] = _Allocation(shard, lease)
             self._used += size
             self._peak = max(self._peak, self._used)
         return allocation

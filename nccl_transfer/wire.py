@@ -29,6 +29,7 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
         rank=endpoint.rank,
         device_uuid=endpoint.device_uuid,
         data_port=endpoint.data_port,
+        data_key=endpoint.data_key,
     )
 
 
@@ -42,6 +43,7 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
         message.rank,
         message.device_uuid,
         message.data_port,
+        message.data_key,
     )
 
 

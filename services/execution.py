@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import sys
@@ -11,7 +12,8 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any, NoReturn
 
 from nccl_transfer import wire
@@ -48,12 +50,19 @@ ANSWER_S = 0.5
 
 @dataclass
 class Running:
-    """A call from its arrival to its response."""
+    """A call from its arrival to its response.
+
+    Attributes:
+        fetch: Its rows, on their way since it arrived.
+        stopped: Set together with the context's `cancelled`, for the event loop.
+    """
 
     method: Method
     context: CallContext
     timing: common_pb2.Timing
     response: asyncio.Future[Any] | None = None
+    fetch: asyncio.Future[Rows] | None = None
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class CallQueue:
@@ -105,17 +114,28 @@ class CallQueue:
         known = self._calls.get(call_id)
         if known is None or known.response is None or known.response.done():
             return False
-        known.context.cancelled.set()
-        self._wake()
+        self._stop(known)
         return True
 
+    def _stop(self, known: Running) -> None:
+        known.context.cancelled.set()
+        known.stopped.set()
+        if known.fetch is not None and not known.fetch.done():
+            # It ends by its deadline; calls that are still wanted do not wait for that.
+            self._transfer.shutdown(wait=False)
+            self._transfer = ThreadPoolExecutor(1, "transfer")
+        self._wake()
+
     async def drain(self) -> None:
-        """Lets the running call end, refuses all others, and frees the threads."""
+        """Lets the running call end, refuses all others, closes the worker, and frees the threads."""
         self._draining = True
         self._set_phase(worker_pb2.PHASE_DRAINING, self.running)
         awaited = [known.response for known in self._calls.values() if known.response is not None]
         if awaited:
             await asyncio.wait(awaited, timeout=GRACE_S)
+        closing = asyncio.get_running_loop().run_in_executor(self._compute, self.worker.close)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing, GRACE_S)
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._transfer.shutdown(wait=False, cancel_futures=True)
 
@@ -144,8 +164,7 @@ class CallQueue:
             known.response = self._answer(known, request)
         else:
             known.response = asyncio.create_task(self._run(known, registration, request))
-            # A caller that gave up leaves nobody to look at the outcome.
-            known.response.add_done_callback(lambda response: response.cancelled() or response.exception())
+            known.response.add_done_callback(_forget_rows)
         return known
 
     def _forget_old_calls(self) -> None:
@@ -164,8 +183,8 @@ class CallQueue:
         if call.sequence != 1:
             raise Refused(f"session {call.session!r} is not the current one ({self._session!r})")
         for known in self._calls.values():
-            known.context.cancelled.set()
-        self.store.release(self._session)
+            self._stop(known)
+        self.store.end(self._session)
         self._session, self._next = call.session, 1
         self._session_started = call.session_started_unix_ns
         self._abandoned.clear()
@@ -186,16 +205,16 @@ class CallQueue:
 
     async def _run(self, known: Running, registration: Registration, request: Any) -> Any:
         loop, context, timing = asyncio.get_running_loop(), known.context, known.timing
-        started, fetch = time.monotonic(), None
+        started = time.monotonic()
         if "batch" in request.DESCRIPTOR.fields_by_name and request.HasField("batch"):
-            fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context, timing)
+            known.fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context, timing)
         await self._wait_for_turn(known)
         try:
             timing.queue_s = time.monotonic() - started
             if registration.instant:
                 return self._respond(known, self._call(known, NO_ROWS, request))
             self._set_phase(worker_pb2.PHASE_FETCHING, known)
-            rows, failure = await self._fetched(fetch, timing)
+            rows, failure = await self._fetched(known)
             self._set_phase(worker_pb2.PHASE_COMPUTING, known)
             work = loop.run_in_executor(
                 self._compute, self._execute, known, registration, request, rows, failure
@@ -275,16 +294,20 @@ class CallQueue:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _fetched(self, fetch: Any, timing: common_pb2.Timing) -> tuple[Rows, Exception | None]:
-        if fetch is None:
+    async def _fetched(self, known: Running) -> tuple[Rows, Exception | None]:
+        """The rows, or why there are none: they could not be fetched, or nobody waits for them any more."""
+        if known.fetch is None:
             return NO_ROWS, None
-        waited = time.monotonic()
-        try:
-            rows = await fetch
-        except Exception as error:  # noqa: BLE001 - handed on to `agree`, which raises it on this rank
-            return NO_ROWS, error
-        timing.fetch_s = time.monotonic() - waited
-        timing.fetched_bytes = rows.fetched.fetched_bytes
+        waited, stopped = time.monotonic(), asyncio.ensure_future(known.stopped.wait())
+        await asyncio.wait([known.fetch, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not known.fetch.done():
+            return NO_ROWS, CallCancelled(f"call {known.context.call.call_id} was cancelled while it fetched")
+        if error := known.fetch.exception():
+            return NO_ROWS, error if isinstance(error, Exception) else RuntimeError(str(error))
+        rows = known.fetch.result()
+        known.timing.fetch_s = time.monotonic() - waited
+        known.timing.fetched_bytes = rows.fetched.fetched_bytes
         return rows, None
 
     def _fetch(self, message: common_pb2.Batch, context: CallContext, timing: common_pb2.Timing) -> Rows:
@@ -393,3 +416,12 @@ class CallQueue:
         self.phase, self.running = phase, running
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def _forget_rows(response: asyncio.Future[Any]) -> None:
+    """A failed call is remembered for retries, but not the rows in the frames that its error went through. (Also marks
+    the error as seen: a caller that gave up leaves nobody to look at it.)"""
+    error = None if response.cancelled() else response.exception()
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

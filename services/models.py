@@ -180,7 +180,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel |
     check_vocabulary(tokenizer, embedding.num_embeddings, backbone.name_or_path)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None) -> None:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None
+) -> None:
     """Raises ValueError where the tokenizer has ids for which the model, named for the message, has no embedding."""
     num_ids = max(tokenizer.get_vocab().values()) + 1
     if num_ids > num_embeddings:

@@ -133,6 +133,7 @@ class RankServer:
             ranks.rank,
             self.sources.device_uuid,
             stream.port,
+            stream.key,
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
@@ -268,8 +269,7 @@ class RankServer:
         return serve_fetch(self.store, self.worker.ranks.epoch, request)
 
     async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
-        timeout_s = _timeout_s(context)
-        return await self.fetcher.relays.take(request, self.worker.ranks.epoch, timeout_s)
+        return await self.fetcher.relays.take(request, _timeout_s(context))
 
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self.store, self.fetcher.traffic(), self.unavailable)

@@ -165,6 +165,9 @@ class Worker:
     def prepare_thread(self) -> None:
         """Called once on the compute thread."""
 
+    def close(self) -> None:
+        """Called on the compute thread once the server has drained: a role ends what it has started outside of it."""
+
     def device(self) -> dict[str, str]:
         """`device` and `device_uuid` of RankInfo."""
         return {"device": "cpu", "device_uuid": ""}

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import settings
+
+settings.register_profile("rlhf", deadline=None)  # no test is about its own time
+settings.load_profile("rlhf")
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests

@@ -3,7 +3,7 @@ weighs and not whether it learns, so that rare tokens which change much are not 
 
 from __future__ import annotations
 
-from controller.algorithm import algorithm
+from controller.algorithm import POLICY, REWARD, algorithm
 from controller.algorithms.grpo import compute_advantage
 from controller.run import Run
 
@@ -13,6 +13,7 @@ from controller.run import Run
     defaults={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     compares_groups=True,
     quickstart="groups",
+    reads=(*POLICY, *REWARD),
 )
 def cispo(run: Run) -> None:
     """Actor and reward."""

@@ -10,12 +10,13 @@ from controller.advantage import Advantage, Scores, sequence_scores
 from controller.advantage.columns import mean
 from controller.advantage.groups import differs_within, group_advantage
 from controller.advantage.lengths import overlong_penalty
-from controller.algorithm import algorithm
+from controller.algorithm import POLICY, REWARD, algorithm
+from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.rewards import Reward
 from controller.run import Actor, Run, Step
 from rlhf.config import Positive, Strict
-from rlhf.errors import InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest
 
 
 class Options(Strict):
@@ -31,12 +32,24 @@ class Options(Strict):
     """Largest punishment."""
 
 
+def check(config: Config, options: Options) -> None:
+    """Refuses a buffer that is longer than a response may be."""
+    longest = config.rollout.max_response_tokens
+    if options.overlong_buffer_tokens > longest:
+        raise ConfigError(
+            f"algorithm.options.overlong_buffer_tokens: must not be above rollout.max_response_tokens, {longest} "
+            f"(given: {options.overlong_buffer_tokens})"
+        )
+
+
 @algorithm(
     services=("actor", "reward"),
     options=Options,
     defaults={"clip_high": 0.28},
     compares_groups=True,
     quickstart="groups",
+    reads=(*POLICY, *REWARD),
+    check=check,
 )
 def dapo(run: Run, options: Options) -> None:
     """Actor and reward."""

@@ -5,7 +5,7 @@ by a constant, where its mean favours long wrong responses."""
 from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
-from controller.algorithm import algorithm
+from controller.algorithm import POLICY, REWARD, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 
@@ -15,6 +15,7 @@ from controller.run import Run, Step
     defaults={"aggregation": "seq-mean-token-sum-norm"},
     compares_groups=True,
     quickstart="groups",
+    reads=(*POLICY, *REWARD),
 )
 def dr_grpo(run: Run) -> None:
     """Actor and reward."""

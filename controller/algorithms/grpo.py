@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
-from controller.algorithm import algorithm
+from controller.algorithm import POLICY, REWARD, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 
@@ -13,6 +13,7 @@ from controller.run import Run, Step
     defaults={"aggregation": "seq-mean-token-mean", "kl_loss_coefficient": 0.001},
     compares_groups=True,
     quickstart="groups",
+    reads=(*POLICY, *REWARD),
 )
 def grpo(run: Run) -> None:
     """Actor, reference and reward; KL in the loss."""

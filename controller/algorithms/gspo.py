@@ -3,7 +3,7 @@ of one over its length, as one reward is for the whole response. The clip range 
 
 from __future__ import annotations
 
-from controller.algorithm import algorithm
+from controller.algorithm import POLICY, REWARD, algorithm
 from controller.algorithms.grpo import compute_advantage
 from controller.run import Run
 
@@ -18,6 +18,7 @@ from controller.run import Run
     },
     compares_groups=True,
     quickstart="groups",
+    reads=(*POLICY, *REWARD),
 )
 def gspo(run: Run) -> None:
     """Actor and reward."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from controller.advantage import KlController, kl_controller, ppo_advantage, steer
-from controller.algorithm import algorithm
+from controller.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 
 
-@algorithm(services=("actor", "critic", "reference", "reward"))
+@algorithm(
+    services=("actor", "critic", "reference", "reward"),
+    reads=(*POLICY, *CRITIC, *REWARD, *KL_REWARD, "gamma", "lam", "whiten_advantages"),
+)
 def ppo(run: Run) -> None:
     """Actor, critic, reference and reward; KL in the reward, in the loss, or both."""
     actor, critic, reference, reward = run.actor(), run.critic(), run.reference(), run.reward()

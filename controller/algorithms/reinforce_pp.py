@@ -21,10 +21,12 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
-from controller.algorithm import algorithm
+from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 from rlhf.config import Strict
+from rlhf.errors import ConfigError
 
 
 class Options(Strict):
@@ -35,7 +37,21 @@ class Options(Strict):
     prompt's, whitened over the batch (REINFORCE++-baseline), for rollout.samples_per_prompt above 1."""
 
 
-@algorithm(services=("actor", "reference", "reward"), options=Options)
+def check(config: Config, options: Options) -> None:
+    """Refuses groups of one, whose mean is their only reward."""
+    if options.baseline == "group" and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            "rollout.samples_per_prompt: baseline group compares the responses to a prompt, so there have to be at "
+            f"least 2 (given: {config.rollout.samples_per_prompt})"
+        )
+
+
+@algorithm(
+    services=("actor", "reference", "reward"),
+    options=Options,
+    reads=(*POLICY, *REWARD, *KL_REWARD, "gamma"),
+    check=check,
+)
 def reinforce_pp(run: Run, options: Options) -> None:
     """Actor, reference and reward; KL in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()

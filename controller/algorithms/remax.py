@@ -3,6 +3,8 @@ Figure 6 of HybridFlow: a second generation instead of a critic."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from controller.advantage import (
     Advantage,
     FloatColumn,
@@ -16,19 +18,20 @@ from controller.advantage import (
     steer,
 )
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
-from controller.algorithm import algorithm
+from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 
 
-@algorithm(services=("actor", "reference", "reward"))
+@algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))
 def remax(run: Run) -> None:
     """Actor, reference and reward; KL in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
         batch = step.prompts | actor.generate_sequences(step.prompts)
-        greedy = step.prompts | actor.generate_sequences(step.prompts, greedy=True)
+        each = step.prompts.take(np.arange(0, step.prompts.rows, run.config.rollout.samples_per_prompt))
+        greedy = each | actor.generate_sequences(each, greedy=True)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
         batch = reward.score(batch, baselines=greedy)

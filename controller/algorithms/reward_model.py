@@ -1,5 +1,6 @@
 """Reward models, the second step of RLHF: which of two responses people chose (Bradley and Terry 1952; Ouyang et al.
-2022, arXiv 2203.02155, equation 1), and the cost models of Safe RLHF (Dai et al. 2024, arXiv 2310.12773, equation 6)."""
+2022, arXiv 2203.02155, equation 1), and the cost models of Safe RLHF (Dai et al. 2024, arXiv 2310.12773, equation 6).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from controller.algorithm import algorithm
+from controller.algorithm import SCHEDULE, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Evaluation, Run
 from nccl_transfer.batch import LocalColumn
@@ -28,7 +29,9 @@ class Options(Strict):
     unsafe above 0; it needs fields chosen_unsafe and rejected_unsafe, true or false, in every row."""
 
 
-@algorithm(services=("reward",), options=Options, columns=("chosen", "rejected"), trains="reward")
+@algorithm(
+    services=("reward",), options=Options, columns=("chosen", "rejected"), trains="reward", reads=SCHEDULE
+)
 def reward_model(run: Run, options: Options) -> None:
     """Reward, of kind model with an optimizer; rows with prompt, chosen and rejected."""
     reward = run.reward_model()

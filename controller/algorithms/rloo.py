@@ -16,12 +16,17 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
-from controller.algorithm import algorithm
+from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 
 
-@algorithm(services=("actor", "reference", "reward"), compares_groups=True, quickstart="groups")
+@algorithm(
+    services=("actor", "reference", "reward"),
+    compares_groups=True,
+    quickstart="groups",
+    reads=(*POLICY, *REWARD, *KL_REWARD),
+)
 def rloo(run: Run) -> None:
     """Actor, reference and reward; KL in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()

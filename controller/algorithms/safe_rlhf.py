@@ -10,10 +10,12 @@ from pydantic import Field
 
 from controller.advantage import KlController, kl_controller, sequence_scores, steer
 from controller.advantage.safe import Multiplier, safe_advantage
-from controller.algorithm import algorithm
+from controller.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.run import Run, Step
 from rlhf.config import Positive, Strict
+from rlhf.errors import ConfigError
 
 
 class Options(Strict):
@@ -31,6 +33,15 @@ class Options(Strict):
     """Newest responses over which the cost is averaged."""
     score_clip: float = Field(default=50.0, gt=0)
     """Bound of the rewards and costs of tokens."""
+
+
+def check(config: Config, options: Options) -> None:
+    """Refuses a multiplier that starts above its bound."""
+    if options.initial_lambda > options.largest_lambda:
+        raise ConfigError(
+            f"algorithm.options.initial_lambda: must not be above largest_lambda, {options.largest_lambda:g} "
+            f"(given: {options.initial_lambda:g})"
+        )
 
 
 @algorithm(
@@ -51,6 +62,17 @@ class Options(Strict):
         "pretrain_coefficient": 16.0,
     },
     quickstart="safe_rlhf",
+    reads=(
+        *POLICY,
+        *CRITIC,
+        *REWARD,
+        *KL_REWARD,
+        "gamma",
+        "lam",
+        "whiten_advantages",
+        "pretrain_coefficient",
+    ),
+    check=check,
 )
 def safe_rlhf(run: Run, options: Options) -> None:
     """Actor, reference, reward and cost, with a critic for either; KL in both."""

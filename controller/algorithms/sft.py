@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 
-from controller.algorithm import algorithm
+from controller.algorithm import SCHEDULE, algorithm
 from controller.dataflow import FutureBatch
 from controller.run import Evaluation, Run
 
 
-@algorithm(services=("actor",), columns=("response",))
+@algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)
 def sft(run: Run) -> None:
     """Actor; rows with prompt and response, of which only the responses are learned."""
     actor = run.actor()

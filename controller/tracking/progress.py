@@ -128,6 +128,7 @@ def figures(metrics: Mapping[str, float], first_accuracy: float | None = None) -
         "reward/mean": lambda value: f"reward {value:.3f}",
         "kl/mean": lambda value: f"kl {figure_text(value)}",
         "evaluation/accuracy": lambda value: f"held-out {_from(first_accuracy, value)}{percent_text(value)}",
+        "evaluation/loss": lambda value: f"held-out loss {value:.3f}",
         "time/tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
     }
     return [text(metrics[key]) for key, text in texts.items() if key in metrics]

@@ -34,6 +34,9 @@ _CURVES = (
     ("Response length", "response/length_mean", "tokens per response"),
     ("Throughput", "time/tokens_per_s", "tokens per second"),
     ("Critic loss", "critic/loss", "value loss"),
+    ("Held-out loss", "evaluation/loss", "nats per response token"),
+    ("Reward model loss", "reward/loss", "loss per pair"),
+    ("Training pairs in the right order", "reward/accuracy", "share of pairs"),
     ("Actor gradient norm", "actor/grad_norm", "norm before clipping"),
 )
 
@@ -104,6 +107,8 @@ def headline(run: Run) -> list[tuple[str, str]]:
         "accuracy_before": ("Held-out accuracy before", percent_text),
         "accuracy_after": ("Held-out accuracy after", percent_text),
         "steps": ("Steps", figure_text),
+        "loss_before": ("Held-out loss before", figure_text),
+        "loss_after": ("Held-out loss after", figure_text),
         "tokens_per_s": ("Tokens per second", figure_text),
         "wall_s": ("Wall time", duration_text),
         "seed": ("Seed", str),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-KL = "kl/mean"
+KL = "kl/sequence_mean"
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><title>{title}</title><style>
 :root {{ color-scheme: light dark; }}

@@ -12,7 +12,10 @@ from typing import ClassVar
 from nccl_transfer.arena import ArenaReader, ByteRange, align
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.store import TensorStore
-from rlhf.errors import DeadlineExceeded, Refused
+from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+
+ATTEMPTS = 3
+"""How often a broken stream is taken up, the first time included."""
 
 
 def _copied() -> None:
@@ -123,6 +126,20 @@ def remaining_s(deadline: float, source: Endpoint) -> float:
     if left <= 0:
         raise DeadlineExceeded(f"{source}: nothing received by the deadline")
     return left
+
+
+def persist(stream: Callable[[], None]) -> None:
+    """Runs a stream that goes on where it was, and again where it broke: ATTEMPTS times in all.
+
+    Raises:
+        ServiceLost: It broke each time.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return stream()
+        except ServiceLost:
+            if attempt == ATTEMPTS:
+                raise
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:

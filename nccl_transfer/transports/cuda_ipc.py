@@ -127,8 +127,16 @@ class CudaIpcTransport(Transport):
     def _borrower(self, source: Endpoint) -> _Borrower:
         with self._lock:
             if source.address not in self._borrowers:
+                self._forget_the_gone()
                 self._borrowers[source.address] = _Borrower(self._cuda, self._open(source.address))
             return self._borrowers[source.address]
+
+    def _forget_the_gone(self) -> None:
+        """Restarted ranks come back at new addresses: lets go of what the old ones had lent."""
+        gone = {address: borrower for address, borrower in self._borrowers.items() if borrower.is_over}
+        for address, borrower in gone.items():
+            del self._borrowers[address]
+            borrower.close()
 
 
 class _Loan:
@@ -199,6 +207,11 @@ class _Borrower:
             raise
         finally:
             self._turn.release()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the source has gone, and no read is under way."""
+        return self._loan is not None and not self._loan.tether.holds and not self._turn.locked()
 
     def close(self) -> None:
         self._give_back()

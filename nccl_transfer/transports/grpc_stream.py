@@ -12,16 +12,13 @@ import grpc.experimental
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports.base import Reading, Traffic, Transport, check_epoch, remaining_s
+from nccl_transfer.transports.base import Reading, Traffic, Transport, check_epoch, persist, remaining_s
 from nccl_transfer.transports.sink import Sink
 from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import Refused, ServiceLost, TransferError, from_rpc_error
+from rlhf.errors import ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
-
-ATTEMPTS = 3
-"""How often a broken stream is taken up, the first time included."""
 
 CONDEMN_S = 2.0
 """How long a rank may take to note that a shard of it is bad."""
@@ -73,13 +70,7 @@ class GrpcTransport(Transport):
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                self._stream(source, sink, deadline)
-                break
-            except ServiceLost:
-                if attempt == ATTEMPTS:
-                    raise
+        persist(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
 
     def close(self) -> None:
@@ -137,8 +128,7 @@ async def serve_fetch(
         Refused: The request is of another epoch, or a shard was released, if need be in the middle of the stream.
         TransferError: A range reaches beyond its shard.
     """
-    if request.epoch not in (0, epoch):
-        raise Refused(f"the epoch is {epoch}, the rows are of epoch {request.epoch}")
+    check_epoch(store, request.epoch)
     chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
     pieces: list[bytes] = []
     room = chunk_bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,15 +22,16 @@ from nccl_transfer.transports.base import Reading, Transport, read_in_place, rem
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError
 
 _MAGIC = b"rlhfmem1"
+ACCEPT_PAUSE_S = 0.1
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sQQ{NONCE_BYTES}s")  # magic, epoch, size of the arena in bytes, nonce
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def host_id() -> str:
-    """What two processes have in common exactly where they can share memory: the boot of the machine and the
-    network namespace, to which abstract sockets belong."""
+    """What two processes have in common exactly where they can share memory: the boot of the machine, the network
+    namespace, to which abstract sockets belong, and the user, to whom arenas are handed out."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
 
 
 class ArenaServer:
@@ -73,7 +76,12 @@ class ArenaServer:
                 _hang_up(selector, key.fileobj)
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # out of descriptors, say: readers wait, and this goes on when it can
+            logging.warning("arena %s: %s", self.name, error)
+            time.sleep(ACCEPT_PAUSE_S)
+            return
         endpoint, reader = self._store.endpoint, self._store.reader
         if _peer_uid(connection) != os.geteuid() or endpoint is None:
             connection.close()

@@ -114,8 +114,16 @@ class NcclTransport(Transport):
     def _pair(self, source: Endpoint) -> _Pair:
         with self._lock:
             if source.address not in self._pairs:
+                self._forget_the_gone()
                 self._pairs[source.address] = _Pair(self._nccl, self._cuda, self._open(source.address))
             return self._pairs[source.address]
+
+    def _forget_the_gone(self) -> None:
+        """Restarted ranks come back at new addresses: lets go of the communicators with the old ones."""
+        gone = {address: pair for address, pair in self._pairs.items() if pair.is_over}
+        for address, pair in gone.items():
+            del self._pairs[address]
+            pair.close()
 
 
 class _Attachment:
@@ -146,11 +154,13 @@ class _Attachment:
         """What is behind it that the communicator is broken."""
         return self.tether.end(where, LAST_WORDS_S) or TransferError(f"{where}: {error}")
 
-    def end(self) -> None:
-        """Aborts the communicator here, and by cutting the tether at the source."""
+    def end(self, free: Callable[[], None] = lambda: None) -> None:
+        """Aborts the communicator here, and by cutting the tether at the source; then frees what it was used on."""
         if self._joined is not None:
             # At once where it has been made, and else as soon as it is.
-            self._joined.add_done_callback(_abort)
+            self._joined.add_done_callback(lambda joined: abort(joined, free))
+        else:
+            free()
         self.tether.cut()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
@@ -179,6 +189,12 @@ class _Pair:
             return buffer
         finally:
             self._turn.release()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the source has gone, and no plan is under way."""
+        attachment = self._attachment
+        return attachment is not None and not attachment.tether.holds and not self._turn.locked()
 
     def close(self) -> None:
         if self._attachment is not None:
@@ -211,9 +227,9 @@ class _Pair:
                 raise
         return self._attachment
 
-    def _detach(self) -> None:
+    def _detach(self, free: Callable[[], None] = lambda: None) -> None:
         if self._attachment is not None:
-            self._attachment.end()
+            self._attachment.end(free)
         self._attachment = None
 
     def _transfer(
@@ -238,9 +254,10 @@ class _Pair:
         except BaseException as error:
             was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
             transaction.abort(str(error))
-            if not was_refused:
-                self._give_up(transaction)
-            buffer.free()
+            if was_refused:
+                buffer.free()
+            else:
+                self._give_up(transaction, buffer)
             raise
 
     def _prepare(
@@ -294,7 +311,7 @@ class _Pair:
             raise from_rpc_error(error, where) from error
         answer(commit, attachment.tether, deadline, where)
 
-    def _give_up(self, transaction: Transaction) -> None:
+    def _give_up(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
         """Aborts here at once. The source hears it by three ways: the message, the tether, its own deadline."""
         self._stub.Abort.future(
             pb.AbortRequest(
@@ -305,12 +322,19 @@ class _Pair:
             ),
             timeout=ABORT_S,
         )
-        self._detach()
+        self._detach(buffer.free)
 
 
-def _abort(joined: Future[Communicator]) -> None:
-    if joined.exception() is None:
-        joined.result().abort()
+def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
+    """Aborts a communicator, if it was made, and then does what had to wait for that. Of NCCL's calls this is the
+    one that may block, so it gets a thread of its own."""
+
+    def run() -> None:
+        if joined.exception() is None:
+            joined.result().abort()
+        then()
+
+    threading.Thread(target=run, name="nccl-abort", daemon=True).start()
 
 
 def _is_answer(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ from nccl_transfer.device import Cuda, DeviceBuffer
 from nccl_transfer.store import TensorStore
 from nccl_transfer.transaction import Phase, Transaction
 from nccl_transfer.transports.base import check_epoch, layout
-from nccl_transfer.transports.nccl import READER, SOURCE
+from nccl_transfer.transports.nccl import READER, SOURCE, abort
 from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
 
@@ -110,13 +109,7 @@ class _Offer:
         self.ended.set()
         if self.transaction is not None and self.transaction.phase is not Phase.DONE:
             self.transaction.abort(reason)
-        # Of NCCL's calls this is the one that may block, so it gets a thread of its own.
-        self._joined.add_done_callback(
-            lambda joined: (
-                joined.exception()
-                or threading.Thread(target=joined.result().abort, name="nccl-abort", daemon=True).start()
-            )
-        )
+        self._joined.add_done_callback(abort)
         self._worker.submit(self._produced.close)
         self._worker.shutdown(wait=False)
 

@@ -24,6 +24,7 @@ class Sink:
         self._range = 0
         self._filled = 0
         self._skip_full()
+        self._confirmed = self._range, self._filled
 
     def missing(self) -> list[pb.ByteRange]:
         """What has not arrived, in order."""
@@ -55,6 +56,14 @@ class Sink:
             self._filled += count
             nbytes -= count
             self._skip_full()
+
+    def confirm(self) -> None:
+        """What has arrived until now was good when it was sent."""
+        self._confirmed = self._range, self._filled
+
+    def roll_back(self) -> None:
+        """What has arrived since it was last confirmed is to be sent again."""
+        self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:
         while self._range < len(self.views) and self._filled == len(self.views[self._range]):

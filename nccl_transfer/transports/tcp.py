@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import logging
+import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports.base import Reading, Transport, check_epoch, remaining_s
+from nccl_transfer.transports.base import Reading, Transport, check_epoch, persist, remaining_s
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces, Sink
 from rlhf.errors import (
     DeadlineExceeded,
@@ -26,18 +31,30 @@ from rlhf.errors import (
 )
 from rlhf.v1 import transfer_pb2 as pb
 
-ATTEMPTS = 3
-"""How often a broken stream is taken up, the first time included."""
-
 CHUNK_BYTES = 4 << 20
 """Payload of a frame; measured: one message of 4 MiB with its header is as fast as one of any size."""
 
 MAX_REQUEST_BYTES = 64 << 20
 STALL_S = 30.0
-"""A reader that takes nothing for so long is hung up on."""
+"""A reader that takes nothing, or does not finish its request, for so long is hung up on."""
+
+ACCEPT_PAUSE_S = 0.1
+
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # A reader whose host has gone is noticed within a minute.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+)
 
 _MAGIC = b"rlhftcp1"
-_REQUEST = struct.Struct(f"<{len(_MAGIC)}sI")  # magic, bytes of the FetchRequest that follows
+_KEY_BYTES = 16
+_REQUEST = struct.Struct(
+    f"<{len(_MAGIC)}s{_KEY_BYTES}sI"
+)  # magic, key, bytes of the FetchRequest that follows
 _FRAME = struct.Struct("<II")  # kind, bytes of payload
 _DATA, _END, _ERROR = 1, 2, 3
 
@@ -49,61 +66,93 @@ class TcpTransport(Transport):
 
     def __init__(self) -> None:
         self._idle: dict[Endpoint, list[socket.socket]] = {}
+        self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        return None if source.data_port else "it has no data port"
+        return None if source.data_port and source.address else "it has no data port"
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                self._stream(source, sink, deadline)
-                break
-            except ServiceLost:
-                if attempt == ATTEMPTS:
-                    raise
+        persist(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
 
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, {}
+            for connection in self._busy:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(
+                        socket.SHUT_RDWR
+                    )  # its reader, in another thread, hears that and closes it
         for connection in (each for some in idle.values() for each in some):
             connection.close()
 
     def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
-        connection = self._connect(source, deadline)
+        sink.roll_back()
+        request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing()).SerializeToString()
+        key = bytes.fromhex(source.data_key)
+        with self._connected(source, deadline) as connection:
+            try:
+                connection.settimeout(remaining_s(deadline, source))
+                connection.sendall(_REQUEST.pack(_MAGIC, key, len(request)) + request)
+                _receive(connection, source, sink, deadline)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"{source}: not all bytes had come by the deadline") from error
+            except OSError as error:
+                raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def _connected(self, source: Endpoint, deadline: float) -> Iterator[socket.socket]:
+        """A connection, kept for later unless the block fails."""
+        connection = self._pooled(source) or _connect(source, deadline)
+        with self._lock:
+            self._busy.add(connection)
         try:
-            request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing()).SerializeToString()
-            connection.settimeout(remaining_s(deadline, source))
-            connection.sendall(_REQUEST.pack(_MAGIC, len(request)) + request)
-            _receive(connection, source, sink, deadline)
-        except TimeoutError as error:
-            connection.close()
-            raise DeadlineExceeded(f"{source}: not all bytes had come by the deadline") from error
-        except OSError as error:
-            connection.close()
-            raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
+            yield connection
         except BaseException:
+            with self._lock:
+                self._busy.discard(connection)
             connection.close()
             raise
         with self._lock:
+            self._busy.discard(connection)
             self._idle.setdefault(source, []).append(connection)
 
-    def _connect(self, source: Endpoint, deadline: float) -> socket.socket:
+    def _pooled(self, source: Endpoint) -> socket.socket | None:
+        """A connection that is still good; those of sources that have gone are let go of."""
         with self._lock:
+            for known, connections in list(self._idle.items()):
+                living = [each for each in connections if _is_alive(each) or each.close()]
+                self._idle[known] = living
+                if not living:
+                    del self._idle[known]
             idle = self._idle.get(source)
-            if idle:
-                return idle.pop()
-        host = source.address.rpartition(":")[0].strip("[]")
-        try:
-            connection = socket.create_connection((host, source.data_port), remaining_s(deadline, source))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
-        except OSError as error:
-            raise ServiceLost(f"{source}: its data port cannot be reached: {error.strerror}") from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+            return idle.pop() if idle else None
+
+
+def _is_alive(connection: socket.socket) -> bool:
+    """An idle source sends nothing: readable means ended."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _connect(source: Endpoint, deadline: float) -> socket.socket:
+    host = source.address.rpartition(":")[0].strip("[]")
+    try:
+        connection = socket.create_connection((host, source.data_port), remaining_s(deadline, source))
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
+    except OSError as error:
+        raise ServiceLost(f"{source}: its data port cannot be reached: {error.strerror}") from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: float) -> None:
@@ -117,6 +166,8 @@ def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: 
     while True:
         _fill(connection, header, source, deadline)
         kind, nbytes = _FRAME.unpack(header)
+        if kind in (_DATA, _END):
+            sink.confirm()  # the source has looked again at the shards of the frame before
         if kind == _DATA:
             while nbytes:
                 room = sink.room(nbytes)
@@ -181,7 +232,7 @@ def cut_frames(
 
 
 class ByteServer:
-    """Streams the shards of a store to whoever connects; one thread per connection.
+    """Streams the shards of a store to readers that know its key; one thread per connection.
 
     Args:
         host: Address to listen on; the port is the kernel's choice.
@@ -189,6 +240,7 @@ class ByteServer:
 
     Attributes:
         port: For `Endpoint.data_port`.
+        key: For `Endpoint.data_key`: whoever may ask the rank for its endpoint may read its rows, and nobody else.
     """
 
     def __init__(
@@ -199,6 +251,8 @@ class ByteServer:
     ) -> None:
         self._store = store
         self._frames = frames
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self.key = self._key.hex()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -224,8 +278,16 @@ class ByteServer:
             for end in (self._listener, stopped):
                 selector.register(end, selectors.EVENT_READ)
             while stopped not in {key.fileobj for key, _ in selector.select()}:
-                connection, _ = self._listener.accept()
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    connection, _ = self._listener.accept()
+                except (
+                    OSError
+                ) as error:  # out of descriptors, say: readers wait, and this goes on when it can
+                    logging.warning("data port %d: %s", self.port, error)
+                    time.sleep(ACCEPT_PAUSE_S)
+                    continue
+                for level, option, value in _OPTIONS:
+                    connection.setsockopt(level, option, value)
                 thread = threading.Thread(
                     target=self._serve, args=(connection,), name="byte-stream", daemon=True
                 )
@@ -235,10 +297,10 @@ class ByteServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            while (request := _read_request(connection)) is not None:
+            while (request := _read_request(connection, self._key)) is not None:
                 connection.settimeout(STALL_S)
                 self._answer(connection, request)
-        except (OSError, ValueError):
+        except (OSError, ValueError, DecodeError):
             pass  # the reader has left or stalled, or is none of ours: it sees the end of the connection
         finally:
             with self._lock:
@@ -255,30 +317,33 @@ class ByteServer:
             _send(connection, _END, [])
 
 
-def _read_request(connection: socket.socket) -> pb.FetchRequest | None:
-    """The next request; None where the reader has hung up.
+def _read_request(connection: socket.socket, key: bytes) -> pb.FetchRequest | None:
+    """The next request; None where the reader has hung up. Between requests a reader may be silent for as long as its
+    host lives, within one for STALL_S.
 
     Raises:
-        ValueError: What came is no request.
+        ValueError, DecodeError: What came is no request of a reader that knows the key.
     """
     connection.settimeout(None)
-    header = connection.recv(_REQUEST.size, socket.MSG_WAITALL)
-    if not header:
+    first = connection.recv(1)
+    if not first:
         return None
     connection.settimeout(STALL_S)
-    if len(header) != _REQUEST.size:
-        raise ValueError("a request was cut short")
-    magic, nbytes = _REQUEST.unpack(header)
-    if magic != _MAGIC or nbytes > MAX_REQUEST_BYTES:
-        raise ValueError("not a request")
-    text = bytearray(nbytes)
+    magic, given, nbytes = _REQUEST.unpack(first + _receive_exactly(connection, _REQUEST.size - 1))
+    if magic != _MAGIC or not hmac.compare_digest(given, key) or nbytes > MAX_REQUEST_BYTES:
+        raise ValueError("not a request of a reader of ours")
+    return pb.FetchRequest.FromString(_receive_exactly(connection, nbytes))
+
+
+def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
     filled = 0
     while filled < nbytes:
-        count = connection.recv_into(memoryview(text)[filled:])
+        count = connection.recv_into(memoryview(data)[filled:])
         if count == 0:
-            return None
+            raise ValueError("a request was cut short")
         filled += count
-    return pb.FetchRequest.FromString(bytes(text))
+    return bytes(data)
 
 
 def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:

@@ -113,6 +113,24 @@ class ModelTable(ServiceTable):
         return self
 
 
+class VllmTable(Strict):
+    """The rollout engine vllm; docs/rollout.md says what it needs and what it cannot do."""
+
+    tensor_parallel: Positive = 1
+    """Ranks that generate together, each with a part of every layer. They need the same rows: more than 1 takes engine
+    3d with as many pipeline and tensor ranks, or a multiple of that."""
+    kv_cache_gb: float = Field(default=1.0, gt=0)
+    """Size in GiB of each rank's KV cache. Rows that do not fit wait."""
+    max_num_seqs: Positive = 256
+    """Most rows generated at the same time on a rank."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt and response together, in tokens; the KV cache must hold one such row. 0: all positions of the
+    model."""
+    enforce_eager: bool = True
+    """Runs the model as it is. False has vLLM compile it and, on a GPU, capture graphs: a slower start, and faster
+    steps."""
+
+
 class ActorTable(ModelTable):
     """The policy."""
 
@@ -120,10 +138,20 @@ class ActorTable(ModelTable):
     """actor"""
     optimizer: OptimizerTable = OptimizerTable()
     """How the policy learns."""
-    rollout_engine: Literal["hf"] = "hf"
-    """Generates the responses: hf is the embedded engine, which runs anywhere."""
+    rollout_engine: Literal["hf", "vllm"] = "hf"
+    """Generates the responses: hf is the embedded engine, which runs anywhere; vllm is faster, and an install of its
+    own."""
     rollout_tokens: Positive = 65536
-    """Most tokens, padding included, generated at the same time on a rank: bounds the KV cache."""
+    """For rollout engine hf: most tokens, padding included, generated at the same time on a rank: bounds the KV
+    cache."""
+    vllm: VllmTable = VllmTable()
+    """For rollout engine vllm: its sizes."""
+
+    @model_validator(mode="after")
+    def _check_rollout(self) -> Self:
+        if self.rollout_engine == "vllm":
+            meshes.check_vllm(self.vllm.tensor_parallel, self.mesh, self.model)
+        return self
 
 
 class CriticTable(ModelTable):
@@ -182,7 +210,7 @@ class JudgeTable(Strict):
         "Weigh correctness and clarity. End with one line: Score: N, where N is a number from 0 to 10."
     )
     """What the judge is asked. {prompt}, {response} and {ground_truth} stand for the row's texts."""
-    verdict_pattern: str = r"(?im)^\W*score:\W*?(-?\d+(?:\.\d+)?)\W*$"
+    verdict_pattern: str = r"(?im)^[^\w\n]*score:[ \t*_]*(-?\d+(?:\.\d+)?)[\s*_\x60\"').!\]]*$"
     """Regular expression that finds the score, its only group, in what the judge says. No score, or several that
     differ, is an error of the row."""
     lowest: float = 0.0

@@ -13,6 +13,9 @@ Sizes = tuple[int, int, int]
 
 NUM_SUGGESTED = 3
 
+VLLM_HEAD_DIM = 32
+"""Smallest attention head that vLLM has kernels for on a CPU."""
+
 
 def parse(text: str) -> Sizes:
     """The sizes in "p-t-d".
@@ -45,6 +48,44 @@ def check(text: str, ranks: int, model: Path) -> None:
         nearest = sorted(fitting, key=lambda other: _distance(other, sizes))[:NUM_SUGGESTED]
         names = ", ".join("-".join(map(str, other)) for other in nearest)
         raise ValueError(f"mesh {text} {reason}; the nearest that fit: {names}")
+
+
+def check_vllm(tensor_parallel: int, text: str, model: Path) -> None:
+    """Checks that vLLM can generate with a model, as far as its directory can be read, on groups of so many ranks of a
+    training mesh; "" is the mesh whose ranks all have rows of their own.
+
+    Raises:
+        ValueError: It cannot; the text says why.
+    """
+    pipeline, tensor, _ = parse(text) if text else (1, 1, 1)
+    if pipeline * tensor % tensor_parallel:
+        raise ValueError(
+            f"vllm.tensor_parallel {tensor_parallel} needs groups of as many ranks with the same rows, and those of "
+            + (f"mesh {text} are {pipeline * tensor}" if text else "engine fsdp are 1")
+        )
+    shape = _shape_of(model)
+    heads, key_value_heads = (
+        shape.get(f"num_{name}_heads", tensor_parallel) for name in ("attention", "key_value")
+    )
+    for key, size in (
+        ("num_attention_heads", heads),
+        ("intermediate_size", shape.get("intermediate_size", 0)),
+    ):
+        if size % tensor_parallel:
+            raise ValueError(
+                f"vllm.tensor_parallel {tensor_parallel} does not fit the model, which has {key} {size}"
+            )
+    if key_value_heads % tensor_parallel and tensor_parallel % key_value_heads:
+        raise ValueError(
+            f"vllm.tensor_parallel {tensor_parallel} does not fit the model, which has num_key_value_heads "
+            f"{key_value_heads}: one must divide the other"
+        )
+    head_dim = shape.get("head_dim") or shape.get("hidden_size", VLLM_HEAD_DIM * heads) // heads
+    if head_dim < VLLM_HEAD_DIM:
+        raise ValueError(
+            f"rollout_engine vllm needs attention heads of at least {VLLM_HEAD_DIM} dimensions, and the model's have "
+            f"{head_dim}; use rollout_engine hf"
+        )
 
 
 def _misfit(sizes: Sizes, shape: Mapping[str, int]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from nccl_transfer.columns import Jagged
 from rlhf.config import ActorTable
-from rlhf.errors import InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
 from services.engines.base import LossFn
@@ -32,16 +34,15 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        model: Any = load_causal_lm(table.model, getattr(torch, table.dtype))
-        model.to(self.torch_device)
-        self.eos_ids = _eos_ids(model.generation_config.eos_token_id, self.eos_id)
-        self.rollout: RolloutEngine = HFRollout(model, token_budget=table.rollout_tokens)
+        self.eos_ids = _eos_ids(table.model, self.eos_id)
+        self.rollout = _rollout_engine(table, self.torch_device)
         # The rollout model has just been loaded from the same directory.
         self._rollout_version = self.policy_version
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
         answer.engine = f"{self.table.engine}, rollout {self.rollout.name}"
+        answer.limits.extend(self.rollout.limits)
         return answer
 
     @register("3D_PROTO")
@@ -261,7 +262,32 @@ def _loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
     )
 
 
-def _eos_ids(configured: int | list[int] | None, tokenizer: int | None) -> tuple[int, ...]:
-    """End-of-sequence tokens of the model's generation config and of its tokenizer."""
+def _rollout_engine(table: ActorTable, device: torch.device) -> RolloutEngine:
+    """The engine that the table names, with the weights of its directory."""
+    dtype = getattr(torch, table.dtype)
+    if table.rollout_engine == "hf":
+        model: Any = load_causal_lm(table.model, dtype)
+        return HFRollout(model.to(device), token_budget=table.rollout_tokens)
+    try:
+        # An install of its own, and seconds of import.
+        from services.rollout.vllm import VLLMRollout
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout_engine vllm: {error}; docs/rollout.md says how to install vLLM"
+        ) from error
+    try:
+        identity = f"rlhf-{table.address.rpartition(':')[2]}"
+        return VLLMRollout(table.model, dtype=dtype, table=table.vllm, identity=identity)
+    except ValueError as error:
+        raise ConfigError(f"rollout_engine vllm: {error}") from error
+
+
+def _eos_ids(directory: Path, tokenizer: int | None) -> tuple[int, ...]:
+    """End-of-sequence tokens of the model's generation config, or else its config, and of its tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory))
+    configured: Any = generation.eos_token_id
     given = configured if isinstance(configured, list) else [configured]
     return tuple(sorted({token for token in [*given, tokenizer] if token is not None}))

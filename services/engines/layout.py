@@ -14,6 +14,9 @@ from services.engines.checkpoint import Shard
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, as vLLM does it, so that training shards nest in its own."""
 
+STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+"""In which ways a plan may cut the modules of a layer."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -93,6 +96,12 @@ def layouts_of(
     Raises:
         ValueError: The model has no plan, or one with styles that are not known, or its sizes do not divide.
     """
+    plan: Mapping[str, str] = backbone.config.base_model_tp_plan or {}
+    for path, style in plan.items():
+        if path.startswith("layers.") and style not in STYLES:
+            raise ValueError(f"the plan of {type(backbone).__name__} cuts {path} {style!r}; known: {STYLES}")
+    if not plan:
+        raise ValueError(f"{type(backbone).__name__} has no plan for tensor parallelism")
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is backbone)
     num_layers = len(backbone.layers)
     if num_layers % pipeline:
@@ -121,23 +130,8 @@ def layouts_of(
 
 
 def style_of(backbone: Any, path: str) -> str:
-    """How the model's plan cuts the module at `path` of each layer; "replicated" where the plan does not name it.
-
-    Raises:
-        ValueError: There is no plan, or the style is not known.
-    """
-    plan: Mapping[str, str] | None = backbone.config.base_model_tp_plan
-    if not plan:
-        raise ValueError(f"{type(backbone).__name__} has no plan for tensor parallelism")
-    style = plan.get(f"layers.*.{path}", "replicated")
-    if style not in STYLES:
-        raise ValueError(
-            f"{type(backbone).__name__} cuts {path} {style!r}, which engine 3d does not know; known: {STYLES}"
-        )
-    return style
-
-
-STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "replicated")
+    """How the model's plan cuts the module at `path` of each layer; "replicated" where the plan does not name it."""
+    return backbone.config.base_model_tp_plan.get(f"layers.*.{path}", "replicated")
 
 
 def _layer_layout(style: str, kind: str, shape: tuple[int, ...], stage: int, tensor: int) -> Layout:

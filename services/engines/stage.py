@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from rlhf import meshes
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.layout import layouts_of, style_of
@@ -22,10 +23,14 @@ from services.engines.tensor_parallel import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
+    fan_out_input,
 )
 from services.engines.weights import WeightsReader
 from services.models import ValueModel
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose transformer is an embedding, equal layers and a norm, and nothing between. Others may scale what
+comes out of the embedding, which each stage would do again."""
 _BACKBONE = "backbone."
 
 
@@ -36,7 +41,7 @@ class ModelStage:
     layers of other stages are taken away. Only what the rank keeps is ever read.
 
     Args:
-        directory: Of a model whose classes come with a plan for tensor parallelism (Llama, Qwen2, Qwen3, Mistral).
+        directory: Of a model of one of the `FAMILIES`.
         groups: The rank's place in the mesh.
         dtype: Of the weights.
         compute_dtype: Of matrix products, by autocast.
@@ -67,12 +72,17 @@ class ModelStage:
             torch.autocast, device.type, dtype=compute_dtype, enabled=compute_dtype != dtype
         )
         self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if self.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"{directory} is a {self.config.model_type}, engine 3d knows {', '.join(FAMILIES)}"
+            )
+        mesh = groups.mesh
+        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
         whole, backbone = _on_meta(directory, dtype, with_value_head)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]
         self.config.dtype = dtype
         self._generation_config = _generation_config(directory) if not with_value_head else None
         tied = bool(self.config.tie_word_embeddings) and not with_value_head
-        mesh = groups.mesh
         self.layouts = layouts_of(whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor)
         prefix = _BACKBONE if with_value_head else f"{whole.base_model_prefix}."
         self._embedding_name = f"{prefix}embed_tokens.weight"
@@ -139,14 +149,18 @@ class ModelStage:
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
         """Put the parallel form of each linear layer that the plan cuts in its place."""
+        group, fanned_out = self._groups.tensor, set()
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
             match style_of(backbone, path):
                 case "colwise":
-                    layer.set_submodule(path, ColumnParallelLinear(module, self._groups.tensor, self._device))
+                    layer.set_submodule(path, ColumnParallelLinear(module, group, self._device))
+                    fanned_out.add(path.rpartition(".")[0])
                 case "rowwise":
-                    layer.set_submodule(path, RowParallelLinear(module, self._groups.tensor, self._device))
+                    layer.set_submodule(path, RowParallelLinear(module, group, self._device))
+        for path in fanned_out:
+            fan_out_input(layer.get_submodule(path), group)
 
     def _keep(self, module: nn.Module, prefix: str) -> None:
         """Give the module's weights memory, and note them under their names."""

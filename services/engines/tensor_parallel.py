@@ -31,18 +31,31 @@ def fan_out(x: Tensor, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SumBackward.apply(x, group)
 
 
+def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
+    """Make the first argument of a block, `hidden_states`, come through `fan_out`."""
+
+    def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (fan_out(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": fan_out(kwargs["hidden_states"], group)}
+
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some of the outputs. Weight [out / t, in], bias [out / t]."""
+    """A linear layer of which each rank computes some of the outputs. Weight [out / t, in], bias [out / t].
+
+    Its input must come through `fan_out`, once for all such layers that share it.
+    """
 
     def __init__(self, whole: nn.Linear, group: ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self._group = group
         num_outputs = whole.out_features // group.size()
         self.weight = _empty(whole.weight, (num_outputs, whole.in_features), device)
         self.bias = _empty(whole.bias, (num_outputs,), device) if whole.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(fan_out(x, self._group), self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):

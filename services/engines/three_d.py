@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nccl_transfer.mesh import Mesh
-from services.engines.agreement import new_directory
+from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
@@ -122,19 +122,26 @@ class ThreeDParallelEngine(ShardedEngine):
         stats: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=self.device)
         )
+        failures: list[Exception] = []
 
         def loss_of(hidden_BTH: Tensor, number: int) -> Tensor:
-            if number >= len(ours):
-                return hidden_BTH.sum() * 0
-            loss, counts = loss_fn(
-                head(self._stage.read(hidden_BTH, ours[number]), ours[number]), ours[number]
-            )
-            for name, count in counts.items():
-                stats[name] += count
-            total.add_(loss.detach())
-            return loss
+            if number < len(ours) and not failures:
+                try:
+                    raw = self._stage.read(hidden_BTH, ours[number])
+                    loss, counts = loss_fn(head(raw, ours[number]), ours[number])
+                except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
+                    failures.append(error)
+                else:
+                    for name, count in counts.items():
+                        stats[name] += count
+                    total.add_(loss.detach())
+                    return loss
+            return hidden_BTH.sum() * 0
 
         run_forward_backward(self._stage, self._groups, ours, loss_of, self._like_hidden)
+        with all_or_none("the loss", self.device):
+            for error in failures:
+                raise error
         self._sum_gradients()
         if not self.sees_outputs or self._groups.tensor_index > 0:
             total.zero_()

@@ -103,13 +103,20 @@ def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> Rewa
         given = {
             "data_source": metadata.get("data_source", ""),
             "solution_str": response,
-            "ground_truth": ground_truth,
+            "ground_truth": _ground_truth(metadata, ground_truth),
             "extra_info": metadata.get("extra_info") or dict(metadata),
         }
         verdict = function(**{name: x for name, x in given.items() if takes_all or name in names}, **options)
         return verdict["score"] if isinstance(verdict, Mapping) else verdict
 
     return score
+
+
+def _ground_truth(metadata: Mapping[str, Any], text: str) -> Any:
+    """As verl's rows have it, where that is a list or a table; else the text."""
+    reward_model = metadata.get("reward_model")
+    given = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    return given if isinstance(given, list | Mapping) else text
 
 
 def _options(signature: inspect.Signature) -> set[str]:

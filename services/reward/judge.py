@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,15 @@ class JudgeScorer(Scorer):
             return None, f"no answer within {self._table.request_timeout_s:g} s", 0.0
         except httpx.TransportError as error:
             return None, f"{url} cannot be reached: {type(error).__name__} {error}".rstrip(), 0.0
+        except httpx.RequestError as error:
+            return None, f"the answer cannot be read: {type(error).__name__} {error}".rstrip(), 0.0
         if reply.status_code in BUSY or reply.status_code >= 500:
             return None, f"HTTP {reply.status_code}", _retry_after_s(reply.headers.get("retry-after", ""))
         if not reply.is_success:
             return None, f"HTTP {reply.status_code}: {_quote(reply.text)}", None
         try:
             return reply.json(), "", None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None, f"the answer is no JSON: {_quote(reply.text)}", None
 
 
@@ -125,9 +128,9 @@ def read_completion(answer: Any) -> str:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise RewardFailed(f"the answer is no chat completion: {_quote(str(answer))}") from None
+        raise RewardFailed(f"the answer is no chat completion: {reprlib.repr(answer)}") from None
     if not isinstance(said, str):
-        raise RewardFailed(f"the judge said no text: {_quote(str(said))}")
+        raise RewardFailed(f"the judge said no text: {reprlib.repr(said)}")
     if reason == "length":
         raise RewardFailed(f"the judge was cut off at max_tokens: ...{said[-MAX_QUOTE:]!r}")
     return said

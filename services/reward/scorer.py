@@ -36,6 +36,9 @@ class Scorer(ABC):
     def kind(self) -> str:
         """What Describe calls it."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Lets go of what it holds; called on the thread that scores, and nothing is scored after."""
+
 
 def score_request(
     scorer: Scorer, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext

@@ -86,6 +86,9 @@ class RewardWorker(Worker):
 
             torch.set_num_threads(self.table.threads)
 
+    def close(self) -> None:
+        self.scorer.close()
+
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
         answer.input_form = self.scorer.input_form

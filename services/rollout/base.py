@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,9 +77,11 @@ class RolloutEngine(ABC):
 
     Attributes:
         name: by which configs and Describe know it.
+        limits: what it cannot do here, a sentence each; Describe says so.
     """
 
     name: str
+    limits: Sequence[str] = ()
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -108,7 +110,8 @@ class RolloutEngine(ABC):
             prompts: token ids, at least one per row and at least one row.
             row_seeds: of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw alike.
             should_stop: asked at every decoding step.
-            progress: told finished rows and new tokens so far, at every decoding step.
+            progress: told finished rows and new tokens so far, at every decoding step. An engine may count the
+                tokens of a row when it is finished.
 
         Raises:
             GenerationStopped: `should_stop` returned True.
@@ -123,3 +126,58 @@ class RolloutEngine(ABC):
     @abstractmethod
     def wake(self) -> int:
         """Take the memory back; returns the bytes taken. Weights are as before `sleep`."""
+
+
+class Meter:
+    """Counts what a `generate` call has done, and asks whether to go on."""
+
+    def __init__(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> None:
+        self._should_stop = should_stop
+        self._progress = progress
+        self._rows = 0
+        self._tokens = 0
+
+    def advance(self, rows: int, tokens: int) -> None:
+        """Adds finished rows and new tokens.
+
+        Raises:
+            GenerationStopped: `should_stop` returned True.
+        """
+        self._rows += rows
+        self._tokens += tokens
+        if self._should_stop():
+            raise GenerationStopped(
+                f"stopped after {self._tokens} new tokens, {self._rows} rows were complete"
+            )
+        self._progress(self._rows, self._tokens)
+
+
+def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -> None:
+    """Checks that every prompt can be continued.
+
+    Args:
+        lengths: tokens of each prompt, [rows] int64.
+        limit: positions of the model; None where it has no limit.
+
+    Raises:
+        ValueError: there are no prompts, or one is empty, or too long together with its response.
+    """
+    if not len(lengths):
+        raise ValueError("there are no prompts to respond to")
+    if not lengths.all():
+        raise ValueError(f"row {lengths.argmin()} has an empty prompt")
+    if limit is not None and lengths.max() + max_new_tokens > limit:
+        row = lengths.argmax()
+        raise ValueError(
+            f"row {row} has {lengths[row]} prompt tokens, with {max_new_tokens} new ones more than the "
+            f"{limit} positions of the model"
+        )
+
+
+def check_names(came: Set[str], own: Set[str]) -> None:
+    """Raises ValueError where the weights that came are not those of the rollout model, by name."""
+    if came != own:
+        raise ValueError(
+            f"weights do not match the rollout model: {sorted(own - came)[:3]} did not come, "
+            f"{sorted(came - own)[:3]} came and have no place"
+        )

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from services.engines.microbatch import assemble, cut
-from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
+from services.rollout.base import (
+    Generation,
+    Meter,
+    RolloutEngine,
+    SamplingOptions,
+    check_lengths,
+    check_names,
+)
 from services.rollout.sampling import choose, uniforms
 
 # Finished rows leave the batch once they are this share of it: to copy the cache costs about as much as the
@@ -47,11 +54,7 @@ class HFRollout(RolloutEngine):
             names.add(name)
             if name in own:
                 own[name].copy_(tensor)
-        if names != own.keys():
-            raise ValueError(
-                f"weights do not match the rollout model: {sorted(own.keys() - names)[:3]} did not come, "
-                f"{sorted(names - own.keys())[:3]} came and have no place"
-            )
+        check_names(names, own.keys())
 
     @torch.inference_mode()
     def generate(
@@ -66,8 +69,9 @@ class HFRollout(RolloutEngine):
         if self._is_asleep:
             raise RuntimeError("the rollout engine is asleep; wake it first")
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        self._check_lengths(lengths, sampling.max_new_tokens)
-        meter = _Meter(should_stop, progress)
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        check_lengths(lengths, sampling.max_new_tokens, limit)
+        meter = Meter(should_stop, progress)
         parts = cut(lengths + sampling.max_new_tokens, self._token_budget)
         responses = [
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
@@ -88,25 +92,12 @@ class HFRollout(RolloutEngine):
         torch.cuda.empty_cache()
         return self._model.get_memory_footprint()
 
-    def _check_lengths(self, lengths: np.ndarray, max_new_tokens: int) -> None:
-        if not len(lengths):
-            raise ValueError("there are no prompts to respond to")
-        if not lengths.all():
-            raise ValueError(f"row {lengths.argmin()} has an empty prompt")
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and lengths.max(initial=0) + max_new_tokens > limit:
-            row = lengths.argmax()
-            raise ValueError(
-                f"row {row} has {lengths[row]} prompt tokens, with {max_new_tokens} new ones more than the "
-                f"{limit} positions of the model"
-            )
-
     def _decode(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingOptions,
         row_seeds: np.ndarray,
-        meter: _Meter,
+        meter: Meter,
     ) -> _Responses:
         """Generate for R rows at once. The batch holds B of them, those that still run and a few that ended."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
@@ -194,25 +185,6 @@ class _Responses:
     tokens_RN: Tensor
     log_probs_RN: Tensor
     lengths_R: np.ndarray
-
-
-class _Meter:
-    """Counts what a `generate` call has done, over its batches, and asks whether to go on."""
-
-    def __init__(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> None:
-        self._should_stop = should_stop
-        self._progress = progress
-        self._rows = 0
-        self._tokens = 0
-
-    def advance(self, rows: int, tokens: int) -> None:
-        self._rows += rows
-        self._tokens += tokens
-        if self._should_stop():
-            raise GenerationStopped(
-                f"stopped after {self._tokens} new tokens, {self._rows} rows were complete"
-            )
-        self._progress(self._rows, self._tokens)
 
 
 def _in_order(

@@ -54,10 +54,12 @@ class Attack:
     Attributes:
         code: Its source; MARK stands for a text by which traces of it can be found on the host.
         reasons: As `services.reward.sandbox.grader.REASONS`.
+        tests: What it attacks, where not the tests of all.
     """
 
     code: str
     reasons: tuple[str, ...]
+    tests: tuple[dict[str, str], ...] = ()
 
 
 def _attack(code: str, *reasons: str) -> Attack:
@@ -66,6 +68,12 @@ def _attack(code: str, *reasons: str) -> Attack:
 
 def _in_function(code: str, *reasons: str) -> Attack:
     return _attack(f"def attack():\n{textwrap.indent(textwrap.dedent(code).strip(), '    ')}\n", *reasons)
+
+
+def _on_loop(raised: str, tests: str) -> Attack:
+    """An exception that ends a loop over test cases as if there were no more of them."""
+    cases = {"kind": "asserts", "code": f"cases = [(1, 2), (2, 4)]\n{tests}", "entry_point": "f"}
+    return Attack(f"def f(x):\n    raise {raised}\n", ("wrong",), (cases,))
 
 
 RESOURCES = {
@@ -658,7 +666,7 @@ VERDICTS = {
                 found += os.read(fd, 1 << 20)
             except OSError:
                 pass
-        return "escaped" if b"SECRET" in found or b"escaped" in found else "held"
+        return "escaped" if b"SECRET_VALUE" in found or b"escaped" in found else "held"
         """,
         "wrong",
         "raised",
@@ -667,6 +675,30 @@ VERDICTS = {
     "closing every descriptor": _in_function("os.closerange(0, 64)\nreturn 0", "died"),
     "an exception that says passed": _in_function(
         'raise type("AssertionError", (Exception,), {})("passed")', "raised"
+    ),
+    "the end of a loop of map": _on_loop(
+        "StopIteration", "assert all(map(lambda case: f(case[0]) == case[1], cases))"
+    ),
+    "the end of a loop of zip": _on_loop(
+        "StopIteration",
+        "for found, (x, y) in zip(map(f, [1, 2]), cases):\n    assert found == y",
+    ),
+    "the end of a loop by a class of its name": _on_loop(
+        'type("StopIteration", (BaseException,), {})',
+        "for found, (x, y) in zip(map(f, [1, 2]), cases):\n    assert found == y",
+    ),
+    "the end of a loop of async for": _on_loop(
+        "StopAsyncIteration",
+        "import asyncio\n"
+        "class Cases:\n"
+        "    def __aiter__(self): return self\n"
+        "    async def __anext__(self): return f(1)\n"
+        "async def check_all():\n"
+        "    async for found in Cases(): assert found == 2\n"
+        "asyncio.run(check_all())",
+    ),
+    "the end of the judge": _on_loop(
+        "SystemExit(0)", "import sys\ntry:\n    f(1)\nexcept SystemExit:\n    pass"
     ),
     "an exception without text": _in_function(
         """

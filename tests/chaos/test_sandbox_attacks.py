@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import select
@@ -11,10 +12,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,13 +75,19 @@ class Arena:
     before: Traces
     listeners: tuple[socket.socket, ...]
 
-    def submit(self, code: str) -> Future[Verdict]:
+    def fill(self, code: str) -> str:
+        """A program with what its placeholders stand for."""
         for placeholder, text in {
             "MARK": MARK, "SECRET_FILE": str(self.secret_file), "SECRET_VALUE": SECRET, "SECRET_NAME": SECRET_NAME,
             "PORT": str(self.port), "OUR_SOURCE": __file__,
         }.items():  # fmt: skip
             code = code.replace(placeholder, text)
-        return self.grader.submit(read_row("", code, "", {"tests": TESTS}, "fraction"))
+        return code
+
+    def submit(self, code: str, tests: Sequence[dict[str, Any]] = ()) -> Future[Verdict]:
+        return self.grader.submit(
+            read_row("", self.fill(code), "", {"tests": list(tests) or TESTS}, "fraction")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +118,22 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 @pytest.fixture(scope="module")
 def verdicts(arena: Arena) -> Mapping[str, Future[Verdict]]:
     """All attacks at once, through the pool."""
-    return {name: arena.submit(attack.code) for name, attack in ATTACKS.items()}
+    return {name: arena.submit(attack.code, attack.tests) for name, attack in ATTACKS.items()}
 
 
 def test_an_attack_that_works_would_be_seen(arena: Arena) -> None:
     verdict = arena.submit("def attack():\n    return 'escaped'").result(VERDICT_TIMEOUT_S)
     assert verdict.reasons == ("", "raised")
+
+
+def test_tests_that_lie_behind_a_descriptor_would_be_seen(arena: Arena) -> None:
+    code = arena.fill(ATTACKS["reading the tests"].code) + "print(attack())"
+    behind, end = os.pipe()
+    os.write(end, json.dumps(TESTS[1]).encode())
+    said = subprocess.check_output([sys.executable, "-c", code], pass_fds=[behind], text=True)
+    os.close(behind)
+    os.close(end)
+    assert said == "escaped\n"
 
 
 def test_there_are_at_least_45_attacks() -> None:

@@ -45,8 +45,15 @@ class Rank(transfer_pb2_grpc.TransferServiceServicer):
         self.stream = ByteServer(self.store, "127.0.0.1")
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
-            f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number, data_port=self.stream.port
-        )
+            f"127.0.0.1:{port}",
+            host,
+            self.arena.name,
+            1,
+            "test",
+            number,
+            data_port=self.stream.port,
+            data_key=self.stream.key,
+        )  # fmt: skip
         self.store.endpoint = self.endpoint
         self.fetcher = Fetcher(host, create_transports(), self.store)
 
@@ -70,7 +77,7 @@ class Rank(transfer_pb2_grpc.TransferServiceServicer):
 
     async def TakeRelayed(self, request, context):
         try:
-            return await self.fetcher.relays.take(request, 1, context.time_remaining() - 0.2)
+            return await self.fetcher.relays.take(request, context.time_remaining() - 0.2)
         except RlhfError as error:
             await self._fail(error, context)
 
@@ -227,6 +234,6 @@ def test_a_relay_of_another_epoch_is_refused(ranks, calls):
     batch, plans = two_readers(ranks)
     older = replace(plans[1].relayed[0].reader, epoch=7)
     relayed = tuple(replace(relay, reader=older) for relay in plans[1].relayed)
-    with pytest.raises(Refused, match="epoch is 1, the relay is of epoch 7"):
+    with pytest.raises(Refused, match="epoch is 1, the rows are of epoch 7"):
         start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "older", calls).result(10)
     ranks[0].store.release("session")

@@ -238,7 +238,7 @@ async def main(arena_mib: int, epoch: int, devices: str, checksums: bool) -> Non
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     peer.store.endpoint = Endpoint(
         address, host_id(), peer.arena_server.name, epoch, "actor", os.getpid(), peer.sources.device_uuid,
-        peer.byte_server.port,
+        peer.byte_server.port, peer.byte_server.key,
     )  # fmt: skip
     await server.start()
     say(endpoint=endpoint_to_proto(peer.store.endpoint).SerializeToString().hex())

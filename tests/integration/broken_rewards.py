@@ -143,6 +143,15 @@ class WantsFewRows(Good):
         return super().ComputeReward(request, context)
 
 
+class ShufflesLargeCalls(Good):
+    """Scores large calls in parts, and puts these together as they come."""
+
+    def ComputeReward(self, request: Request, context: Any) -> Response:
+        scores = list(super().ComputeReward(request, context).scores)
+        half = len(scores) // 2 + 1 if len(scores) > LONG else 0
+        return Response(scores=scores[half:] + scores[:half])
+
+
 class FailsOnLargeMessages(Good):
     def verdict(self, row: Row) -> Verdict:
         if len(row.response) > 3 << 20:
@@ -242,6 +251,36 @@ class RemembersCancellation(StuckAfterCancellation):
 
     def verdict(self, row: Row) -> Verdict:
         return Verdict(score=super().verdict(row).score + self.is_stuck)
+
+
+class AnswersInJson(Good):
+    def add_reward_to(self, server: grpc.Server) -> None:
+        handlers = {
+            "ComputeReward": grpc.unary_unary_rpc_method_handler(
+                lambda request, context: b'{"scores": [1]}', request_deserializer=Request.FromString
+            )
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("rlhf.v1.RewardService", handlers),)
+        )
+
+
+class ScoresNoRow(Good):
+    def verdict(self, row: Row) -> Verdict:
+        return Verdict(error="the model is not there")
+
+
+class FailsToSayItsHealth(Good):
+    health_status = None
+
+    def add_to(self, server: grpc.Server) -> None:
+        super().add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(FailingHealth(), server)
+
+
+class FailingHealth(health_pb2_grpc.HealthServicer):
+    def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        raise RuntimeError("not ready")
 
 
 class IsNotServing(Good):

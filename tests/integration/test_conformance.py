@@ -93,6 +93,7 @@ def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> 
         (broken.WantsAscii, "unicode"),
         (broken.WantsNumbers, "metadata"),
         (broken.WantsFewRows, "many rows"),
+        (broken.ShufflesLargeCalls, "many rows"),
         (broken.FailsOnLargeMessages, "large messages"),
         (broken.SharesRows, "concurrency"),
         (broken.AnswersAnything, "unknown method"),
@@ -103,6 +104,9 @@ def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> 
         (broken.StuckAfterCancellation, "cancellation"),
         (broken.RemembersCancellation, "goes on"),
         (broken.IsNotServing, "health"),
+        (broken.FailsToSayItsHealth, "health"),
+        (broken.ScoresNoRow, "scores"),
+        (broken.AnswersInJson, "reachable"),
         (broken.IsAnActor, "describe"),
         (broken.FailsToDescribe, "describe"),
     ],
@@ -129,6 +133,16 @@ def test_what_is_allowed_and_worth_knowing_is_a_warning(reward: type[broken.Good
 
 def test_verdicts_that_waver_are_not_compared() -> None:
     assert outcome_of(broken.Wavers())[Result.SKIP] == ["row order"]
+
+
+def test_where_no_row_has_a_score_the_first_error_is_told_and_nothing_is_compared(tmp_path: Path) -> None:
+    with broken.served(broken.ScoresNoRow()) as address:
+        ran = command("--target", address, *SMALL, "--json", str(tmp_path / "found.json"))
+    assert ran.returncode == 1
+    report = json.loads((tmp_path / "found.json").read_text())
+    found = {finding["rule"]: finding for finding in report["findings"]}
+    assert "the model is not there" in found["scores"]["seen"]
+    assert found["row order"]["result"] == "skip"
 
 
 def test_where_nobody_listens_no_other_rule_is_judged() -> None:

@@ -104,36 +104,28 @@ def waits_of_one_server(service_s: float, rate: float, window: tuple[float, floa
     return waits
 
 
-def typical_seed(service_s: float, rate: float, window: tuple[float, float]) -> int:
-    """The first seed whose arrivals wait as long as theory says of very many, within 2 %."""
-    expected = mean_wait_s(rate, service_s)
-    for seed in range(1000):
-        waits = waits_of_one_server(service_s, rate, window, seed)
-        if abs(sum(waits) / len(waits) / expected - 1) < 0.02:
-            return seed
-    raise AssertionError
+QUEUE_SEED = 72
+"""Of arrivals whose waits, by Lindley's recursion, are within 2 % of those that theory says of very many."""
 
 
-# Other work on the machine adds to the waiting, and to a short test more: one that is long is held to 10 %. M/M/1,
-# or a tester that forgets calls, would be off by half or more.
-@pytest.mark.parametrize(
-    ("duration_s", "tolerance"),
-    [(14, 0.25), pytest.param(60, 0.1, marks=[pytest.mark.full, pytest.mark.timeout(200)])],
-)
-def test_waiting_agrees_with_queueing_theory(
-    start: Start, loadtest: Any, duration_s: int, tolerance: float
+def test_waiting_is_that_of_these_very_arrivals_and_agrees_with_queueing_theory(
+    start: Start, loadtest: Any
 ) -> None:
-    service_s = 0.04
-    address, rate = start("queueing", str(service_s)), 0.5 / service_s
-    seed = typical_seed(service_s, rate, (1.0, 1.0 + duration_s))
-    alone, _ = loadtest(address, "--concurrency", "1", "--duration", "2", "--warmup", "0.5")
-    loaded, _ = loadtest(address, "--rate", str(rate), "--duration", str(duration_s), "--seed", str(seed))
-    # What a call takes that waits for nobody, the way to the server and back included, is not waiting.
-    step = loaded["steps"][0]
-    waited = step["latency_s"]["mean"] - alone["steps"][0]["latency_s"]["mean"]
-    expected = mean_wait_s(rate, service_s)
-    assert waited == pytest.approx(expected, rel=tolerance)
-    assert step["server_s"]["queue"]["mean"] == pytest.approx(expected, rel=tolerance)
+    service_s, load, duration_s = 0.04, 0.8, 16
+    rate = load / service_s
+    waits = waits_of_one_server(service_s, rate, (1.0, 1.0 + duration_s), QUEUE_SEED)
+    exact_s, expected_s = sum(waits) / len(waits), mean_wait_s(rate, service_s)
+    assert exact_s == pytest.approx(expected_s, rel=0.02)
+    options = ("--rate", str(rate), "--duration", str(duration_s), "--seed", str(QUEUE_SEED))
+    result, _ = loadtest(start("queueing", str(service_s)), *options)
+    step = result["steps"][0]
+    assert step["sent"] == len(waits)
+    # The way to the server and back, and what a busy machine adds to it, is no waiting.
+    waited_s = step["latency_s"]["mean"] - step["rest_s"]["mean"] - step["server_s"]["compute"]["mean"]
+    print("WAIT", exact_s, waited_s/exact_s, step["server_s"]["queue"]["mean"]/exact_s, (step["latency_s"]["mean"]-step["latency_s"]["min"])/exact_s, step["lag_s"], step["rest_s"])
+    assert waited_s == pytest.approx(exact_s, rel=0.05)
+    assert waited_s == pytest.approx(expected_s, rel=0.1)
+    assert step["server_s"]["queue"]["mean"] == pytest.approx(exact_s, rel=0.1)
     assert step["expected_queue_s"] == pytest.approx(mean_wait_s(step["sent_per_s"], service_s), rel=0.01)
 
 

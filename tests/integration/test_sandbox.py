@@ -26,6 +26,7 @@ from services.worker import CallContext
 HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/HumanEval.jsonl.gz"
 TIMEOUT_S = 60.0
 TABLE = SandboxTable(wall_time_s=5.0, cpu_time_s=5, memory_mb=256)
+HASTY = TABLE.model_copy(update={"wall_time_s": 1.5})
 
 # What a mutant returns instead of the right value: of the same type, and wrong.
 WRONG = """
@@ -53,6 +54,14 @@ def ENTRY_POINT(*args, **kwargs):
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     grader = Grader(TABLE)
+    yield grader
+    grader.close()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Grader]:
+    """A grader for what takes all its time."""
+    grader = Grader(HASTY)
     yield grader
     grader.close()
 
@@ -137,6 +146,36 @@ def test_programs_that_read_and_write(grader: Grader) -> None:
     assert verdict(grader, code, *tests).reasons == ("", "", "wrong", "raised")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import atexit\natexit.register(print, 'out')",
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('out'))).start()",
+        "file = open(1, 'w', closefd=False)\nfile.write('out')",
+        "import io, sys\nsys.__stdout__.write('out')\nsys.stdout = io.StringIO()",
+        "import sys\nprint('out')\nsys.stdout.close()",
+        "import sys\nprint('out', flush=True)\nsys.stdout = None",
+        "import atexit\natexit.register(print, 'out')\nexit()",
+    ],
+)
+def test_a_run_ends_as_that_of_any_interpreter(code: str, grader: Grader) -> None:
+    assert verdict(grader, code, stdin("", "out"), stdin("", "out")).reasons == ("", "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('out')\nraise SystemExit('x')",
+        "print('out')\nraise KeyboardInterrupt",
+        "class Closed:\n    def flush(self): raise OSError\nimport sys\nprint('out', flush=True)\n"
+        "sys.stdout = Closed()\nraise ValueError",
+    ],
+)
+def test_a_run_that_fails_is_no_pass_and_the_next_one_is_asked(code: str, grader: Grader) -> None:
+    code = f"if input():\n    exec({code!r})\nelse:\n    print('out')"
+    assert verdict(grader, code, stdin("1", "out"), stdin("\n", "out")).reasons == ("raised", "")
+
+
 def test_each_run_of_a_program_is_a_new_one(grader: Grader) -> None:
     code = "import os\nprint(os.path.exists('/tmp/x') + (globals().setdefault('n', 0)))\nglobals()['n'] += 1"
     assert verdict(grader, code, stdin("", "0"), stdin("", "0")).reasons == ("", "")
@@ -184,11 +223,24 @@ def test_tests_cannot_catch_that_the_program_has_ended(grader: Grader) -> None:
         (asserts("assert True"), "never call f"),
         (asserts("def check(candidate):\n    pass"), "never call f"),
         (asserts("assert f(object()) == 1"), "object is not plain data"),
+        (asserts("while True: pass\nassert f() == 1"), "before they call the program"),
+        (asserts("import time\ntime.sleep(100)\nassert f() == 1"), "before they call the program"),
+        (asserts("import os\nos._exit(0)"), "before they call the program"),
     ],
 )
-def test_broken_tests_are_a_fault_and_no_zero(grader: Grader, test: dict[str, Any], cause: str) -> None:
-    found = verdict(grader, "def f(*args):\n    return 1", test)
+def test_broken_tests_are_a_fault_and_no_zero(hasty: Grader, test: dict[str, Any], cause: str) -> None:
+    found = verdict(hasty, "def f(*args):\n    return 1", test)
     assert cause in found.fault
+
+
+def test_a_broken_test_is_a_fault_behind_one_that_is_whole(grader: Grader) -> None:
+    tests = asserts("assert f() == 1"), asserts("import os\nos._exit(0)")
+    assert "before they call the program" in verdict(grader, "def f():\n    return 1", *tests).fault
+
+
+def test_the_programs_time_runs_from_its_first_call(hasty: Grader) -> None:
+    test = asserts("import time\ntime.sleep(1.2)\nassert f() == 1")
+    assert verdict(hasty, "import time\ndef f():\n    time.sleep(0.6)\n    return 1", test) == Verdict(("",))
 
 
 def test_tests_that_end_with_what_the_program_gives_them_count_against_it(grader: Grader) -> None:
@@ -216,6 +268,20 @@ def test_faults_are_not_remembered(grader: Grader) -> None:
     first = grader.submit(row)
     assert first.result(TIMEOUT_S).fault
     assert grader.submit(row) is not first
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import time\ndef f():\n    time.sleep(100)", "timeout"),
+        ("def f():\n    return 1", "tests_ended"),
+    ],
+)
+def test_what_another_try_may_pass_is_not_remembered(code: str, reason: str, hasty: Grader) -> None:
+    row = program(code, asserts("import os\nif f() == 1:\n    os._exit(0)"))
+    first = hasty.submit(row)
+    assert first.result(TIMEOUT_S) == Verdict((reason,))
+    assert hasty.submit(row) is not first
 
 
 def test_the_cache_is_bounded() -> None:

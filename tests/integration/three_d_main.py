@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
-from services.engines.base import OptimizerOptions
+from services.engines.agreement import PeerRankFailed
+from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, split
 from services.engines.three_d import ThreeDParallelEngine
@@ -109,6 +110,30 @@ def wrong_parts(engine: ThreeDParallelEngine, mesh: Mesh, model: dict[str, Tenso
     return sorted(wrong)
 
 
+def refused(engine: ThreeDParallelEngine, micro_batches: list[MicroBatch], rows: Rows) -> list[str]:
+    """What a step raises whose loss is not finite on the last data rank, and one whose loss fails there."""
+    is_last = engine.data_rank == engine.data_size - 1
+
+    def not_finite(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, counts = rows.loss(output, micro_batch)
+        return loss * (torch.nan if is_last else 1), counts
+
+    def failing(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if is_last:
+            raise KeyError("advantages")
+        return rows.loss(output, micro_batch)
+
+    raised, before = [], engine.snapshot()
+    for loss_fn in (not_finite, failing):
+        try:
+            engine.step(micro_batches, HEAD, loss_fn)
+        except (NonFiniteGradient, KeyError, PeerRankFailed) as error:
+            raised.append(type(error).__name__)
+    after = engine.snapshot()
+    moved = [name for name, x in before.tensors.items() if not torch.equal(x, after.tensors[name])]
+    return raised + moved
+
+
 def read_back(engine: ThreeDParallelEngine, kept: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in engine._gather(kept, engine._stage.layouts)}
 
@@ -130,6 +155,7 @@ def run(
     report["wrong_whole"] = [name for name, x in engine.full_tensors() if not torch.equal(x, model[name])]
 
     inferred = engine.infer(micro_batches, HEAD)
+    report["data"] = [engine.data_rank, engine.data_size]
     report["sees_outputs"], report["num_outputs"] = engine.sees_outputs, len(inferred)
     log_probs = load_file(reference / "log_probs.safetensors")
     report["log_probs"] = max(
@@ -138,6 +164,7 @@ def run(
         default=0.0,
     )  # fmt: skip
 
+    report["refused"] = refused(engine, micro_batches, rows)
     loss, _ = engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
     gradients = read_back(engine, {name: x.grad for name, x in engine._kept.items() if x.grad is not None})
     engine._drop_gradients()

@@ -15,14 +15,15 @@ from controller import algorithms
 from controller.advantage import Advantage
 from controller.algorithm import Algorithm, NoOptions, algorithm
 from controller.algorithms import find_algorithm
-from controller.config import Config, load
+from controller.config import AlgorithmTable, Config, load
 from controller.run import Run
 from examples.my_algorithm import compute_advantage
 from rlhf.config import Strict
 from rlhf.errors import ConfigError
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
-ALL = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "rloo", "safe_rlhf")
+ALL = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model", "rloo", "safe_rlhf",
+       "sft")  # fmt: skip
 
 
 class Options(Strict):
@@ -45,6 +46,12 @@ def declared(run: Run, options: Options) -> None:
 
 def quickstart(name: str = "quickstart", *settings: str) -> Config:
     return load(QUICKSTARTS / f"{name}.toml", settings)
+
+
+def config_with_cost(config: Config) -> Config:
+    """With service cost, a second reward."""
+    cost = config.services["reward"].model_copy(update={"address": "127.0.0.1:1"})
+    return config.model_copy(update={"services": config.services | {"cost": cost}})
 
 
 def refusal(found: Algorithm, config: Config) -> str:
@@ -77,7 +84,7 @@ def test_every_algorithm_runs_on_its_quickstart_with_the_services_it_declares(na
 def test_the_resolved_configuration_is_resolved_to_itself(name: str) -> None:
     found = find_algorithm(name)
     config = found.configure(quickstart(found.quickstart))
-    text = tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    text = tomli_w.dumps(found.resolved(config))
     again = found.configure(Config.model_validate(tomllib.loads(text)))
     assert again.model_dump() == config.model_dump()
 
@@ -140,6 +147,78 @@ def test_one_response_to_a_prompt_cannot_be_compared() -> None:
 def test_a_kl_loss_without_a_reference_is_refused() -> None:
     message = refusal(find_algorithm("dapo"), quickstart("groups", "algorithm.kl_loss_coefficient=0.1"))
     assert "algorithm.kl_loss_coefficient: dapo works without a reference policy" in message
+
+
+UNREAD = [
+    ("grpo", "groups", "kl_reward_coefficient=0.1"),
+    ("grpo", "groups", "kl_target=6"),
+    ("grpo", "groups", "whiten_advantages=true"),
+    ("grpo", "groups", "gamma=0.9"),
+    ("grpo", "groups", "pretrain_coefficient=1"),
+    ("grpo", "groups", "value_clip=1"),
+    ("remax", "quickstart", "gamma=0.9"),
+    ("reinforce_pp", "quickstart", "lam=0.9"),
+    ("ppo", "quickstart", "pretrain_coefficient=1"),
+    ("sft", "quickstart", "clip_high=0.1"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "setting"), UNREAD)
+def test_a_key_that_an_algorithm_does_not_read_is_refused_with_those_it_does(
+    name: str, config: str, setting: str
+) -> None:
+    found = find_algorithm(name)
+    message = refusal(found, quickstart(config, f"algorithm.{setting}"))
+    assert message.startswith(f"algorithm.{setting.partition('=')[0]}: {name} has no use for this; ")
+    assert message.endswith(f"of [algorithm] it reads: {', '.join(sorted(found.reads or ()))}")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_algorithm_reads_what_it_has_defaults_for_and_nothing_unknown(name: str) -> None:
+    found = find_algorithm(name)
+    assert found.reads is not None
+    assert found.defaults.keys() <= found.reads <= AlgorithmTable.model_fields.keys() - {"options"}
+
+
+def test_every_shared_key_is_read_by_some_algorithm() -> None:
+    read = {key for name in ALL for key in find_algorithm(name).reads or ()}
+    assert read | {"options"} == AlgorithmTable.model_fields.keys()
+
+
+def test_an_algorithm_that_does_not_say_what_it_reads_is_given_every_key() -> None:
+    config = quickstart("groups", "algorithm.gamma=0.9", "algorithm.kl_target=6")
+    assert declared.configure(config_with_cost(config)).algorithm.gamma == 0.9
+
+
+TOGETHER = [
+    (
+        "reinforce_pp",
+        ("algorithm.options.baseline=group",),
+        r"rollout\.samples_per_prompt: baseline group compares .* at least 2 \(given: 1\)",
+    ),
+    (
+        "dapo",
+        (
+            "rollout.samples_per_prompt=2",
+            "rollout.max_response_tokens=8",
+            "algorithm.options.overlong_buffer_tokens=9",
+        ),
+        r"overlong_buffer_tokens: must not be above rollout\.max_response_tokens, 8 \(given: 9\)",
+    ),
+    (
+        "safe_rlhf",
+        ("algorithm.options.initial_lambda=6",),
+        r"initial_lambda: must not be above largest_lambda, 5 \(given: 6\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), TOGETHER)
+def test_options_that_do_not_go_together_are_refused(
+    name: str, settings: tuple[str, ...], words: str
+) -> None:
+    config = quickstart("safe_rlhf" if name == "safe_rlhf" else "quickstart", *settings)
+    assert re.search(words, refusal(find_algorithm(name), config))
 
 
 def test_what_no_algorithm_could_run_with_is_refused_after_the_defaults_are_in() -> None:

@@ -43,7 +43,9 @@ class Task:
 
     def score(self, batch: FutureBatch) -> FutureBatch:
         groups = self.fetch(batch, "group")["group"][::SAMPLES]
-        return batch | FutureBatch.of(rewards=np.array([score for group in groups for score in self.scores[group]]))
+        return batch | FutureBatch.of(
+            rewards=np.array([score for group in groups for score in self.scores[group]])
+        )
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
         columns: Any = batch.result(names).columns

@@ -47,6 +47,8 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("algorithm.mini_batch_size=100", r"mini_batch_size: 100 does not divide the 512 rows"),
         ("services.actor.ranks=3", r"mini_batch_size: .* do not divide over the 3 ranks of services\.actor"),
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
+        ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
+        ("services.actor.engine='3d'", r"services\.actor: mesh '' is not p-t-d: .*for example 1-2-2"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
         ("algorithm.clip_low=1.5", r"clip_low: .*less than or equal to 1"),
         (

@@ -272,6 +272,10 @@ def test_a_table_that_cannot_work_is_refused(keys: dict[str, str]) -> None:
         ("score: 0\n", 0),
         ("Score: 4\nIndeed:\nScore: 4.0", 4),
         ("**Score:** 10.", 10),
+        ("- Score: **6**", 6),
+        ("(Score: 2)", 2),
+        ("`Score: 7`", 7),
+        ("Score: 0.5  \r\n", 0.5),
     ],
 )
 def test_a_score_is_read_from_its_line(said: str, score: float) -> None:
@@ -289,6 +293,11 @@ def test_a_score_is_read_from_its_line(said: str, score: float) -> None:
         ("Score: 3\nOr rather:\nScore: 7", "several scores: 3, 7"),
         ("Score: 11", "not between 0 and 10"),
         ("Score: -1", "not between 0 and 10"),
+        ("Score: .5", "no score"),
+        ("Score: -.5", "no score"),
+        ("Score: \u22125", "no score"),
+        ("Score: - 5", "no score"),
+        ("Score: 8%", "no score"),
     ],
 )
 def test_what_is_no_single_score_within_bounds_fails_loudly(said: str, cause: str) -> None:
@@ -319,6 +328,27 @@ def test_an_answer_that_is_no_json_is_an_error_of_its_row_only(endpoint: Endpoin
     good, bad, other = judged(table(endpoint, rubric="{response}"), "a", "bad", "b")
     assert "no JSON: '<html>'" in bad.error
     assert [good.score, other.score] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("headers", "reply", "cause"),
+    [
+        ({"Content-Encoding": "gzip"}, "not gzip", "cannot be read: DecodingError"),
+        ({}, "[" * 100_000, "no JSON"),
+        ({}, "[" * 900 + "]" * 900, "no chat completion"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error_of_its_row_only(
+    headers: dict[str, str], reply: str, cause: str, endpoint: Endpoint
+) -> None:
+    endpoint.answer = lambda number, body: (
+        (200, headers, reply)
+        if "bad" in body["messages"][0]["content"]
+        else (200, {}, completion("Score: 2"))
+    )
+    good, bad = judged(table(endpoint, rubric="{response}", retries=0), "a", "bad")
+    assert cause in bad.error
+    assert good.score == 2
 
 
 def test_texts_of_a_row_are_put_in_once() -> None:

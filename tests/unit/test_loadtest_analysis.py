@@ -14,6 +14,7 @@ from loadtest.analysis import (
     is_testers_limit,
     knee,
     mean_wait_s,
+    warmup_warnings,
 )
 from loadtest.schedule import poisson
 
@@ -82,11 +83,27 @@ def test_sustained_is_answering_what_is_due(due: int, answered: int, errors: int
     assert is_sustained(due, answered, errors) is kept_up
 
 
+@pytest.mark.parametrize(
+    ("due", "answered", "errors", "kept_up"),
+    [(100, 10, 0, True), (100, 99, 1, True), (100, 98, 2, False), (100, 0, 100, False), (100, 0, 0, False)],
+)
+def test_a_closed_loop_is_sustained_where_calls_are_answered_without_error(
+    due: int, answered: int, errors: int, kept_up: bool
+) -> None:
+    assert is_sustained(due, answered, errors, closed=True) is kept_up
+
+
 def test_a_tester_that_is_late_or_busy_says_so() -> None:
     assert generator_warnings(0.0005, 0.001, 0.2) == []
     assert generator_warnings(0.005, 0.2, 0.2) == []
     assert "fell behind" in generator_warnings(0.03, 0.2, 0.2)[0]
     assert "busy 97%" in generator_warnings(0.0, 0.2, 0.97)[0]
+
+
+def test_a_warm_up_too_short_for_the_latency_says_so() -> None:
+    assert warmup_warnings(1.0, 1.4, 10.0) == []
+    assert warmup_warnings(0.0, 0.001, 1.0) == []
+    assert "lengthen --warmup" in warmup_warnings(0.5, 1.1, 10.0)[0]
 
 
 def test_a_latency_that_is_mostly_lag_is_the_testers() -> None:

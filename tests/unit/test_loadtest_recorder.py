@@ -1,5 +1,9 @@
 """What counts into the figures of a step."""
 
+import math
+
+import pytest
+
 from loadtest.recorder import UNFINISHED, Recorder, Window
 from loadtest.target import OK, Reply
 from rlhf.v1.common_pb2 import Timing
@@ -55,6 +59,28 @@ def test_of_several_ranks_the_slowest_counts() -> None:
     means = {part: round(histogram.mean_s, 6) for part, histogram in measured.server.items()}
     assert means == {"queue": 0.3, "fetch": 0, "compute": 0.2, "store": 0}
     assert round(measured.rest.mean_s, 6) == 0.5
+
+
+def constant_rate(into: Recorder, per_s: int, latency_s: float, capacity: float = math.inf) -> None:
+    """Calls due from 9 s on, each answered after its latency, and not before those ahead of it."""
+    answered_s = 0.0
+    for due_s in (9 + number / per_s for number in range(11 * per_s)):
+        answered_s = max(due_s + latency_s, answered_s + 1 / capacity)
+        one_call(into, due_s, due_s, answered_s, Reply(OK))
+
+
+@pytest.mark.parametrize("latency_s", [0.01, 0.9, 3.0, 9.0])
+def test_a_service_that_takes_its_time_keeps_up(latency_s: float) -> None:
+    measured = recorder()
+    constant_rate(measured, 20, latency_s)
+    assert measured.kept_up == pytest.approx(measured.sent, rel=0.01)
+
+
+@pytest.mark.parametrize("latency_s", [0.01, 0.9, 3.0])
+def test_a_service_does_not_keep_up_with_more_than_it_can_do(latency_s: float) -> None:
+    measured = recorder()
+    constant_rate(measured, 20, latency_s, capacity=18)
+    assert measured.kept_up == pytest.approx(0.9 * measured.sent, rel=0.01)
 
 
 def test_a_window_that_is_cut_ends_then() -> None:

@@ -50,6 +50,14 @@ def test_where_no_call_was_answered_no_latency_is_met() -> None:
     assert not verdict.met
 
 
+@pytest.mark.parametrize("text", ["errors=0", "errors=1%", "throughput=0", "p99=50s"])
+def test_where_no_call_ended_nothing_is_met(text: str) -> None:
+    step = {"throughput_per_s": 0.0, "errors": {}, "ended": 0, "latency_s": {}}
+    (verdict,) = judge(parse(text), step, percentile_s)
+    assert verdict.measured is None
+    assert not verdict.met
+
+
 @pytest.mark.parametrize(
     "text", ["p99", "p99=50", "p101=5ms", "errors=-1", "q=1", "mean=5%", "throughput=5ms", "p99>1s"]
 )

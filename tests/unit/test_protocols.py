@@ -4,13 +4,21 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nccl_transfer.batch import Batch, LocalColumn
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.protocols import ThreeD, get_protocol, padded_rows, protocol_names, register_protocol
+from nccl_transfer.protocols import (
+    DataParallel,
+    ThreeD,
+    get_protocol,
+    padded_rows,
+    protocol_names,
+    register_protocol,
+)
 from rlhf.errors import ConfigError
 
 ROWS = st.integers(0, 40)
@@ -245,7 +253,26 @@ def test_a_protocol_that_pads_gives_equal_parts_and_drops_what_came_back_twice(r
     parts = Padded().distribute(rows, mesh)
     assert len({len(part) for part in parts}) == 1
     outputs = Batch.concat([batch.take(parts[rank]) for rank in Padded().collect(mesh)])
-    column = Padded().restore(outputs, rows)["text"]
+    column = Padded().restore(outputs, rows, mesh)["text"]
+    assert isinstance(column, LocalColumn)
+    assert column.values == [f"row {row}" for row in range(rows)]
+
+
+class Dealt(DataParallel):
+    """Rows dealt like cards."""
+
+    name = "DEALT"
+
+    def distribute(self, rows, mesh):
+        return [np.arange(rank, rows, mesh.size) for rank in range(mesh.size)]
+
+
+@given(ROWS, MESHES)
+def test_rows_that_were_dealt_in_another_order_come_back_in_their_own(rows, mesh):
+    batch = Batch.of(text=[f"row {row}" for row in range(rows)])
+    parts = Dealt().distribute(rows, mesh)
+    outputs = Batch.concat([batch.take(parts[rank]) for rank in Dealt().collect(mesh)])
+    column = Dealt().restore(outputs, rows, mesh)["text"]
     assert isinstance(column, LocalColumn)
     assert column.values == [f"row {row}" for row in range(rows)]
 

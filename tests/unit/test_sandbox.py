@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.config import SandboxTable
-from rlhf.errors import ConfigError
+from rlhf.errors import CallCancelled, ConfigError
+from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox import cgroups, grader, isolation, judge, wire
 from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
+from services.reward.sandbox.scorer import SandboxScorer
+from services.worker import CallContext
 
 CALL = {"kind": "call", "function": "f", "args": [1], "expected": 2}
+NESTED = json.loads("[" * 70 + "]" * 70)
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 hashable = st.recursive(
@@ -50,11 +59,25 @@ plain = st.recursive(
         ("````python\nx = '```'\n````", "x = '```'\n"),
         ("~~~Python3\nx = 1\n~~~", "x = 1\n"),
         ("```python\nx = 1", "```python\nx = 1"),
+        ("~~~~~\n```python\nx = 1\n```", "x = 1\n"),
+        ("````\n```python\nx = 1\n```\n````", "```python\nx = 1\n```\n"),
+        ("Try ```x = 2``` or\n```x = 3```\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
         ("", ""),
     ],
 )
 def test_the_last_python_block_is_the_program(response: str, code: str) -> None:
     assert extract_code(response) == code
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["```a\n" * 50_000, "```" + "a" * 250_000, "```" + "a" * 250_000 + "`", " " * 250_000, "`" * 250_000],
+)
+def test_code_is_found_in_linear_time_whatever_a_policy_writes(response: str) -> None:
+    started = time.process_time()
+    assert extract_code(response) == response
+    assert time.process_time() - started < 1.0
 
 
 def test_a_completion_is_put_behind_its_prompt() -> None:
@@ -94,6 +117,12 @@ def test_whole_numbers_of_a_message_are_integers_and_those_of_json_stay_as_they_
         ({"tests": [{"kind": "asserts", "code": "assert f()"}]}, "", "test 0: entry_point is missing"),
         ({"tests": [{"kind": "stdin", "expected": 1}]}, "", "test 0: expected is missing or not str"),
         ({"tests": [{**CALL, "agrs": []}]}, "", "test 0: unknown keys agrs"),
+        ({"tests": [{**CALL, "args": 1}]}, "", "test 0: args is missing or not list"),
+        ({"tests": [{**CALL, "tolerance": "1"}]}, "", "test 0: tolerance is missing or not float | int"),
+        ({"tests": [{**CALL, "args": [NESTED]}]}, "", "test 0: nested deeper than 64"),
+        ({"tests": [{**CALL, "expected": NESTED}]}, "", "test 0: nested deeper than 64"),
+        ({"tests": "[" * 100_000}, "", "not JSON"),
+        ({}, "[" * 100_000, "no tests"),
         ({"tests": [CALL], "score": "half"}, "", "score is 'half'"),
         ({"tests": [CALL], "prelude": 1}, "", "prelude is not text"),
     ],
@@ -274,14 +303,49 @@ def test_scores_are_all_or_nothing_or_a_fraction() -> None:
     [
         (b'\n{"reasons": ["", "wrong"]}', grader.Verdict(("", "wrong"))),
         (b'{"fault": "the tests do not load"}', grader.Verdict(fault="the tests do not load said")),
-        (b"\n", grader.Verdict(("tests_ended", "tests_ended"))),
+        (b' \n {"reasons": ["", "wrong"]}', grader.Verdict(("", "wrong"))),
+        (b" \n", grader.Verdict(("tests_ended", "tests_ended"))),
+        (b' \n{"reasons": [""', grader.Verdict(("tests_ended", "tests_ended"))),
+        (b" ", grader.Verdict(fault="the tests end, or run out of time, before they call the program")),
+        (b" \n ", grader.Verdict(fault="the tests end, or run out of time, before they call the program")),
         (b"", grader.Verdict(fault="the tests did not start: said")),
     ],
 )
-def test_silence_is_the_graders_fault_until_the_program_has_begun(
+def test_silence_is_a_fault_until_the_test_in_turn_has_called_the_program(
     heard: bytes, expected: grader.Verdict
 ) -> None:
     assert grader._verdict(heard, 2, "said") == expected
+
+
+@pytest.mark.parametrize(
+    "raised", ["StopIteration", "StopAsyncIteration", "SystemExit", "GeneratorExit", "open"]
+)
+def test_what_would_end_a_loop_or_the_judge_in_silence_arrives_as_an_error(raised: str) -> None:
+    error = judge._exception({"raised": raised, "text": "t"})
+    assert type(error) in (RuntimeError, Exception)
+    assert error.args == ("t",)
+
+
+def test_a_call_that_should_stop_reads_no_further_row() -> None:
+    read: list[reward_pb2.TextRow] = []
+    call = CallContext(common_pb2.Call(), time.monotonic() + 60)
+
+    class Row:
+        """A row that is cancelled while it is read."""
+
+        prompt = response = ground_truth = ""
+
+        @property
+        def metadata(self) -> struct_pb2.Struct:
+            read.append(reward_pb2.TextRow())
+            call.cancelled.set()
+            return struct_pb2.Struct()
+
+    scorer = SandboxScorer.__new__(SandboxScorer)
+    scorer._score = "all"
+    with pytest.raises(CallCancelled):
+        scorer.score_texts([Row()] * 5, call)  # type: ignore[list-item]
+    assert len(read) == 1
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,3 +370,93 @@ def test_control_groups_of_services_that_are_gone_are_removed(tmp_path: Any) -> 
     living.mkdir()
     cgroups.sweep(controllers)
     assert [path.name for path in tmp_path.iterdir()] == [living.name]
+
+
+@pytest.fixture
+def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The group of this process in a host with control groups of version 2, as files: groups come with theirs."""
+
+    def make(group: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        os.makedirs(group, exist_ok=exist_ok)
+        for name in ("cgroup.procs", "pids.max", "memory.max", "memory.swap.max"):
+            (group / name).touch()
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    own = tmp_path / "mount/ours"
+    own.mkdir()
+    (own / "cgroup.type").write_text("domain\n")
+    (own / "cgroup.controllers").write_text("cpu memory pids\n")
+    (own / "cgroup.subtree_control").write_text("cpu\n")
+    (own / "cgroup.procs").write_text("17\n")
+    _mounted(tmp_path, monkeypatch, "/ours")
+    return own
+
+
+def _mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
+    mounts, groups = tmp_path / "mountinfo", tmp_path / "cgroup"
+    mounts.write_text(f"41 31 0:38 / {tmp_path}/mount rw,relatime - cgroup2 cgroup2 rw\n")
+    groups.write_text(f"0::{own}\n")
+    monkeypatch.setattr(cgroups, "MOUNTS", mounts)
+    monkeypatch.setattr(cgroups, "OWN", groups)
+
+
+def test_version_2_controllers_are_enabled_once_the_processes_have_moved_to_a_leaf(version_2: Path) -> None:
+    found = cgroups.usable()
+    assert {(controller.name, controller.parent) for controller in found} == {
+        ("pids", version_2),
+        ("memory", version_2),
+    }
+    assert (version_2 / cgroups.LEAF / "cgroup.procs").read_text() == "17"
+    assert (version_2 / "cgroup.subtree_control").read_text() == "+memory +pids"
+
+
+def test_the_root_of_version_2_keeps_its_processes(version_2: Path) -> None:
+    (version_2 / "cgroup.type").unlink()
+    assert len(cgroups.usable()) == 2
+    assert not (version_2 / cgroups.LEAF).exists()
+    assert (version_2 / "cgroup.subtree_control").read_text() == "+memory +pids"
+
+
+def test_a_service_started_in_the_leaf_uses_the_group_above(
+    version_2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (version_2 / "cgroup.subtree_control").write_text("memory pids\n")
+    _mounted(tmp_path, monkeypatch, f"/ours/{cgroups.LEAF}")
+    assert [controller.parent for controller in cgroups.usable()] == [version_2, version_2]
+    assert (version_2 / "cgroup.subtree_control").read_text() == "memory pids\n"
+
+
+def test_where_nothing_may_be_enabled_no_process_is_moved(
+    version_2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "cgroup.subtree_control")
+    cgroups.usable()
+    assert not (version_2 / cgroups.LEAF).exists()
+    assert (version_2 / "cgroup.subtree_control").read_text() == "cpu\n"
+
+
+def test_version_2_groups_may_not_swap(version_2: Path) -> None:
+    group = cgroups.make(cgroups.usable(), "group", {"pids": 5, "memory": 1000})
+    (directory,) = group.directories
+    assert [(directory / name).read_text() for name in ("pids.max", "memory.max", "memory.swap.max")] == [
+        "5", "1000", "0",
+    ]  # fmt: skip
+    group.remove()
+
+
+def test_a_start_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(info: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(isolation, "_first_pid", interrupted)
+    bubblewrap = isolation.Bubblewrap.__new__(isolation.Bubblewrap)
+    info, gate = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE
+    ) as waiting:
+        with pytest.raises(KeyboardInterrupt):
+            bubblewrap._let_go(waiting, info, gate)
+        assert waiting.returncode is not None
+    os.close(info)
+    os.close(gate)

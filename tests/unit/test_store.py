@@ -147,11 +147,44 @@ def test_put_stores_row_major_little_endian_bytes(array):
     assert bytes(store.read(shard.id, 0, shard.nbytes)) == little_endian.tobytes(order="C")
 
 
-def test_a_reserved_shard_is_filled_in_place():
+def test_a_shard_is_filled_in_place():
     store = new_store()
-    shard, memory = store.reserve(5, LEASE)
-    memory[:] = b"hello"
+
+    def write(memory):
+        memory[:] = b"hello"
+
+    shard = store.fill(5, LEASE, write)
     assert store.read_bytes(shard.id, 1, 3) == b"ell"
+
+
+def test_a_shard_that_could_not_be_filled_is_given_back():
+    store = new_store()
+    with pytest.raises(ZeroDivisionError):
+        store.fill(5, LEASE, lambda memory: memory.__setitem__(1 // 0, 1))
+    assert store.stat().used_bytes == 0
+
+
+def test_the_bytes_of_a_shard_released_while_it_is_filled_are_not_reused_before_the_writer_is_done():
+    store = new_store()
+    others = []
+
+    def write(memory):
+        store.release(LEASE.session)
+        others.append(store.put(np.zeros(5, np.uint8), Lease("another", 1)))
+        memory[:] = b"hello"
+
+    with pytest.raises(Refused, match="was released while"):
+        store.fill(5, LEASE, write)
+    assert store.read_bytes(others[0].id, 0, 5) == bytes(5)
+
+
+def test_a_session_that_has_ended_keeps_nothing_more():
+    store = new_store()
+    store.put(np.zeros(5, np.uint8), LEASE)
+    store.end(LEASE.session)
+    with pytest.raises(Refused, match="the session has ended"):
+        store.put(np.zeros(5, np.uint8), LEASE)
+    assert store.stat().used_bytes == 0
 
 
 def test_out_of_space_says_sizes_and_the_key_that_raises_it():

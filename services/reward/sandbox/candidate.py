@@ -29,12 +29,35 @@ def main() -> None:
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     program = Program(job["code"], job["output_bytes"])
     wire.send(channel, wire.pack({"ready": True}, job["output_bytes"]))
+    try:
+        _serve(program, channel)
+    except Forked as run:
+        os.dup2(run.stdin, 0)
+        os.dup2(run.stdout, 1)
+        os.closerange(3, confine.OPEN_FILES)
+    # The end of this process is that of any interpreter: threads end, atexit runs, files are flushed.
+    program.execute("__main__")
+
+
+def _serve(program: Program, channel: int) -> None:
     while True:
         try:
             request = wire.unpack(wire.receive(channel, REQUEST_LIMIT))
         except EOFError:
             os._exit(0)
         wire.send(channel, program.answer(request))
+
+
+class Forked(BaseException):
+    """Raised in a new process, which is to become a run of the program: it leaves the loop that serves the judge.
+
+    Args:
+        stdin, stdout: Descriptors that become 0 and 1.
+    """
+
+    def __init__(self, stdin: int, stdout: int) -> None:
+        super().__init__()
+        self.stdin, self.stdout = stdin, stdout
 
 
 class Program:
@@ -51,10 +74,16 @@ class Program:
         self._module: types.ModuleType | None = None
 
     def answer(self, request: dict[str, Any]) -> bytes:
-        """The frame that answers {"call": name, "args": list, "kwargs": object} or {"run": standard input}."""
+        """The frame that answers {"call": name, "args": list, "kwargs": object} or {"run": standard input}.
+
+        Raises:
+            Forked: This process is not the one that was asked.
+        """
         try:
             reply = self._run(request["run"]) if "run" in request else self._call(request)
             return wire.pack(reply, self._output_bytes)
+        except Forked:
+            raise
         except wire.TooLarge:
             return wire.pack({"too_large": True}, self._output_bytes)
         except BaseException as error:  # noqa: BLE001 - programs raise anything, SystemExit too
@@ -62,12 +91,13 @@ class Program:
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._module is None:
-            self._module = self._execute("__program__")
+            self._module = self.execute("__program__")
         function = _find(self._module, request["call"])
         args, kwargs = wire.decode(request["args"]), wire.decode(request["kwargs"])
         return {"value": wire.encode(function(*args, **kwargs))}
 
-    def _execute(self, name: str) -> types.ModuleType:
+    def execute(self, name: str) -> types.ModuleType:
+        """Runs the program as a new module."""
         module = types.ModuleType(name)
         sys.modules[name] = module
         exec(compile(self._code, PROGRAM, "exec"), module.__dict__)
@@ -82,9 +112,7 @@ class Program:
         output, end = os.pipe()
         child = os.fork()
         if child == 0:
-            os.dup2(given, 0)
-            os.dup2(end, 1)
-            self._run_here()
+            raise Forked(given, end)
         os.close(given)
         os.close(end)
         try:
@@ -96,17 +124,6 @@ class Program:
             os.close(output)
             _, status = os.waitpid(child, 0)
         return {"stdout": shown.decode("utf-8", "replace"), "exit": os.waitstatus_to_exitcode(status)}
-
-    def _run_here(self) -> None:
-        code = 1
-        try:
-            self._execute("__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        finally:
-            sys.stdout.flush()
-            os._exit(code & 0xFF)
 
 
 def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:

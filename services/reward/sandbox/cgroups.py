@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PREFIX = "rlhf-sandbox-"
+LEAF = "rlhf-services"
+"""Group that the processes of a version 2 group move to, so that it can have groups with limits."""
 MOUNTS = Path("/proc/self/mountinfo")
 OWN = Path("/proc/self/cgroup")
 REMOVE_TIMEOUT_S = 5.0
@@ -27,7 +29,7 @@ class Controller:
 
     Attributes:
         name: "pids" or "memory".
-        parent: Directory in which groups are made: the one this process is in.
+        parent: Directory in which groups are made.
         limit_file: The file of a group that takes the limit.
     """
 
@@ -94,6 +96,9 @@ def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> Gr
                 directory.mkdir()
                 group.directories.append(directory)
             (directory / controller.limit_file).write_text(str(limits[controller.name]))
+            # Version 2 limits memory and swap apart.
+            if controller.limit_file == "memory.max" and (swap := directory / "memory.swap.max").exists():
+                swap.write_text("0")
     except OSError:
         group.remove()
         raise
@@ -111,8 +116,30 @@ def sweep(controllers: list[Controller]) -> None:
                     directory.rmdir()
 
 
+def _make_room(own: Path) -> Path:
+    """The version 2 group in which a process of group `own` can make groups with limits, as far as the host permits.
+
+    Controllers count for the groups in a group once they are enabled there, and for that it must have no processes of
+    its own, unless it is the root: all that are in it move to a leaf, where the same limits hold as before.
+    """
+    room = own.parent if own.name == LEAF else own
+    processes, enabled = room / "cgroup.procs", room / "cgroup.subtree_control"
+    with contextlib.suppress(OSError):
+        wanted = {"memory", "pids"}.intersection((room / "cgroup.controllers").read_text().split())
+        missing = wanted.difference(enabled.read_text().split())
+        if not missing or not (os.access(enabled, os.W_OK) and os.access(processes, os.W_OK)):
+            return room
+        if (room / "cgroup.type").exists():  # the root has none
+            (room / LEAF).mkdir(exist_ok=True)
+            for pid in processes.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (room / LEAF / "cgroup.procs").write_text(pid)
+        enabled.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+    return room
+
+
 def _candidates() -> list[tuple[str, str, Path]]:
-    """Hierarchy, controller, and the directory of our own group in it."""
+    """Hierarchy, controller, and the directory in it in which our groups are made."""
     own = {}
     for line in OWN.read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -128,5 +155,6 @@ def _candidates() -> list[tuple[str, str, Path]]:
                 continue
             path = own.get(name if kind == "cgroup" else "")
             if path is not None:
-                found.append((kind, name, Path(mount) / os.path.relpath(path, root)))
+                group = Path(mount) / os.path.relpath(path, root)
+                found.append((kind, name, _make_room(group) if kind == "cgroup2" else group))
     return found

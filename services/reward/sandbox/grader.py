@@ -26,6 +26,8 @@ MAX_VERDICT_BYTES = 1 << 20
 REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
 """Why a test was not passed: another answer than expected; an exception; the time was up; the program's process ended;
 it said too much; what it said is not plain data; its answers ended the tests, for example by their size."""
+TRANSIENT = frozenset({"timeout", "tests_ended"})
+"""Reasons that another try, on a host less busy, might not give."""
 
 ATTEMPTS = {
     "write to the root": "os.mkdir('/probe')",
@@ -99,7 +101,8 @@ def grade(program: Program, isolation: Isolation, table: SandboxTable) -> Verdic
 
 
 def _listen(fd: int, wall_time_s: float) -> bytes:
-    """What the judge says until it ends or its time is up, which is counted from its first word."""
+    """What the judge says until it ends or time is up: counted from its first word, and anew from the program's first
+    call."""
     heard = b""
     deadline = time.monotonic() + judge.START_TIMEOUT_S + GRACE_S
     poll = select.poll()
@@ -108,20 +111,23 @@ def _listen(fd: int, wall_time_s: float) -> bytes:
         part = os.read(fd, 1 << 16)
         if not part:
             break
-        if not heard:
+        if not heard or (judge.BEGUN in part and judge.BEGUN not in heard):
             deadline = time.monotonic() + wall_time_s + GRACE_S
         heard += part
     return heard
 
 
 def _verdict(heard: bytes, num_tests: int, errors: str) -> Verdict:
-    """Before the judge says that the program has begun, silence is a fault; after that, only what the program gave
-    it can have ended it."""
+    """Before the test in turn has called the program, silence is a fault; after that, only what the program gave the
+    judge can have ended it."""
     try:
-        verdict = json.loads(heard.removeprefix(judge.BEGUN))
+        verdict = json.loads(heard)
     except ValueError:
-        if heard.startswith(judge.BEGUN):
+        words = heard[: len(heard) - len(heard.lstrip())]
+        if words.endswith(judge.BEGUN):
             return Verdict(("tests_ended",) * num_tests)
+        if words:
+            return Verdict(fault="the tests end, or run out of time, before they call the program")
         return Verdict(fault=f"the tests did not start: {errors or 'time was up'}")
     if "fault" in verdict:
         return Verdict(fault=f"{verdict['fault']} {errors}".strip())
@@ -164,7 +170,7 @@ def verify(isolation: Isolation, table: SandboxTable) -> None:
 
 
 class Grader:
-    """A pool that grades programs, and remembers the verdicts. Faults are not remembered.
+    """A pool that grades programs, and remembers the verdicts, but neither faults nor what a busy host may have caused.
 
     Raises:
         ConfigError: See `choose`.
@@ -184,7 +190,7 @@ class Grader:
         key = program.key(self._limits)
         with self._lock:
             known = self._known.pop(key, None)
-            if known is None or _is_void(known):
+            if known is None or _may_differ(known):
                 known = self._pool.submit(grade, program, self._isolation, self._table)
             self._known[key] = known
             while len(self._known) > self._table.cache_entries:
@@ -196,7 +202,10 @@ class Grader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _is_void(future: Future[Verdict]) -> bool:
+def _may_differ(future: Future[Verdict]) -> bool:
+    """Whether grading again could give another verdict."""
     if not future.done():
         return False
-    return future.cancelled() or future.exception() is not None or bool(future.result().fault)
+    if future.cancelled() or future.exception() is not None:
+        return True
+    return bool(future.result().fault) or not TRANSIENT.isdisjoint(future.result().reasons)

@@ -122,7 +122,7 @@ class Bubblewrap(Isolation):
         self._filter = seccomp.program()
         self._controllers = cgroups.usable()
         self._group_limits = {"pids": table.processes + 8, "memory": (table.memory_mb + table.tmpfs_mb) * MIB}
-        self._names = (f"{cgroups.PREFIX}{os.getpid()}-{number}" for number in itertools.count())
+        self._numbers = itertools.count()  # taken by many threads
         self._as_root = os.geteuid() == 0
         self._tmpfs_bytes = table.tmpfs_mb * MIB
         cgroups.sweep(self._controllers)
@@ -170,11 +170,14 @@ class Bubblewrap(Isolation):
                 for kind in ("uid_map", "gid_map"):
                     ids = f"0 0 1\n{confine.UNPRIVILEGED_ID} {confine.UNPRIVILEGED_ID} 1\n"
                     Path(f"/proc/{pid}/{kind}").write_text(ids)
-            group = cgroups.make(self._controllers, next(self._names), self._group_limits)
+            name = f"{cgroups.PREFIX}{os.getpid()}-{next(self._numbers)}"
+            group = cgroups.make(self._controllers, name, self._group_limits)
             group.add(pid)
             os.write(gate, b"\n")
-        except (OSError, TimeoutError, EOFError) as error:
+        except BaseException as error:
             said = _Sandboxed(monitor, pidfd, group).end()
+            if not isinstance(error, OSError | EOFError):
+                raise
             raise SandboxFailed(
                 f"bwrap did not start: {type(error).__name__}: {error} {said}".strip()
             ) from error

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 from services.reward.sandbox import confine, wire
 
+TESTING = b" "
+"""Sent to the parent when a test begins: until it first calls the program, what goes wrong is its own doing."""
 BEGUN = b"\n"
-"""Sent to the parent once the tests are loaded and the program is about to run: what goes wrong from here on is
-the program's doing."""
+"""Sent to the parent before a test first calls the program: what goes wrong from here on is the program's doing."""
 START_TIMEOUT_S = 20.0
 """Longest that the candidate's sandbox takes to start."""
 
@@ -30,32 +31,44 @@ class Candidate:
 
     Args:
         channel: Socket to its sandbox.
-        wall_time_s: Time for all its answers, and all that the tests do between them.
+        wall_time_s: Time for all its answers, and all that the tests do between them, from the first call on.
         output_bytes: Most bytes of one answer.
+        say: Called with `TESTING` and `BEGUN`.
         lost: Called with the reason when there will be no more answers; does not return, so that no test can
             catch it.
     """
 
     def __init__(
-        self, channel: int, wall_time_s: float, output_bytes: int, lost: Callable[[str], NoReturn]
+        self,
+        channel: int,
+        wall_time_s: float,
+        output_bytes: int,
+        say: Callable[[bytes], object],
+        lost: Callable[[str], NoReturn],
     ) -> None:
         os.set_blocking(channel, False)
         self._channel = channel
         self._wall_time_s = wall_time_s
         self._output_bytes = output_bytes
+        self._say = say
         self._lost = lost
-        self._deadline = time.monotonic() + START_TIMEOUT_S
+        self._deadline: float | None = None
         self.num_calls = 0
 
     def wait_until_ready(self) -> None:
-        """Returns when its sandbox is up; from here on its time runs.
+        """Returns when its sandbox is up.
 
         Raises:
             TimeoutError, EOFError, Malformed, TooLarge: It does not come up.
         """
-        if wire.unpack(wire.receive(self._channel, self._output_bytes, self._deadline)) != {"ready": True}:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        if wire.unpack(wire.receive(self._channel, self._output_bytes, deadline)) != {"ready": True}:
             raise wire.Malformed("the candidate's sandbox did not start as it should")
-        self._deadline = time.monotonic() + self._wall_time_s
+
+    def begin_test(self) -> None:
+        """From here on, `num_calls` counts the calls of another test."""
+        self.num_calls = 0
+        self._say(TESTING)
 
     def call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What a function of the program returns.
@@ -81,6 +94,10 @@ class Candidate:
         return str(answer["stdout"]), int(answer["exit"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._wall_time_s
+        if self.num_calls == 0:
+            self._say(BEGUN)
         self.num_calls += 1
         try:
             wire.send(self._channel, wire.pack(request, sys.maxsize), self._deadline)
@@ -104,7 +121,11 @@ class Candidate:
 def _exception(answer: dict[str, Any]) -> Exception:
     kind = getattr(builtins, str(answer["raised"]), None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        # SystemExit and its like would end the judge, or tests, without a word.
         kind = Exception
+    elif issubclass(kind, StopIteration | StopAsyncIteration):
+        # As in a generator (PEP 479): in `all(map(...))`, it would end the loop over the cases as if all had passed.
+        kind = RuntimeError
     try:
         return kind(str(answer["text"]))
     except TypeError:
@@ -159,7 +180,6 @@ def _asserts(code: Any, names: dict[str, Any], entry_point: str, candidate: Cand
     def proxy(*args: Any, **kwargs: Any) -> Any:
         return candidate.call(entry_point, list(args), kwargs)
 
-    calls = candidate.num_calls
     names[entry_point] = proxy
     try:
         exec(code, names)
@@ -167,10 +187,10 @@ def _asserts(code: Any, names: dict[str, Any], entry_point: str, candidate: Cand
             check(proxy)
         reason = ""
     except BaseException as error:
-        if candidate.num_calls == calls:
+        if candidate.num_calls == 0:
             raise Unusable(f"the tests fail by themselves: {type(error).__name__}: {error}") from error
         reason = "malformed" if isinstance(error, wire.Malformed) else "wrong"
-    if candidate.num_calls == calls:
+    if candidate.num_calls == 0:
         raise Unusable(f"the tests never call {entry_point}")
     return reason
 
@@ -209,12 +229,15 @@ def main() -> None:
     def lost(reason: str) -> NoReturn:
         conclude(reasons=[*reasons, *[reason] * (len(tests) - len(reasons))])
 
-    candidate = Candidate(job["channel"], job["wall_time_s"], job["output_bytes"], lost)
+    def say(word: bytes) -> None:
+        os.write(verdicts, word)
+
+    candidate = Candidate(job["channel"], job["wall_time_s"], job["output_bytes"], say, lost)
     try:
         loaded = [load(test, job["prelude"]) for test in tests]
         candidate.wait_until_ready()
-        os.write(verdicts, BEGUN)
         for test in loaded:
+            candidate.begin_test()
             reasons.append(test(candidate))
     except Unusable as error:
         conclude(fault=str(error)[:500])

@@ -5,22 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_FENCE = re.compile(
-    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
-)
+from services.reward.sandbox import wire
+
+# Possessive, so that it takes linear time on whatever a policy writes.
+_OPENING = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^`]*+")
 _PYTHON = ("python", "python3", "py")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "call": {"args": [], "kwargs": {}, "tolerance": 0.0},
     "stdin": {"input": ""},
     "asserts": {},
 }
-_REQUIRED = {
-    "call": {"function": str, "accepted": list},
-    "stdin": {"expected": str},
+_TYPES = {
+    "call": {"function": str, "accepted": list, "args": list, "kwargs": dict, "tolerance": float | int},
+    "stdin": {"expected": str, "input": str},
     "asserts": {"code": str, "entry_point": str},
 }
 
@@ -74,10 +75,25 @@ def read_row(
 
 def extract_code(response: str) -> str:
     """The last fenced block that is Python's or no language's; without one, the whole text."""
-    blocks = [(language, code) for _, language, code in _FENCE.findall(response)]
+    blocks = list(_fenced_blocks(response))
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     plain = [code for language, code in blocks if not language]
     return (python or plain or [response])[-1]
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of each fenced block that is closed."""
+    lines = text.splitlines(keepends=True)
+    last = {line.strip(): number for number, line in enumerate(lines)}
+    fence, language, start = "", "", 0
+    for number, line in enumerate(lines):
+        if fence:
+            if line.strip() == fence:
+                yield language, "".join(lines[start:number])
+                fence = ""
+        elif (opening := _OPENING.fullmatch(line)) and last.get(opening[1], 0) > number:
+            fence, language = opening.groups()
+            start = number + 1
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
@@ -91,7 +107,7 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(f"tests are not JSON: {error}") from None
     else:
         tests = _integers(tests)
@@ -102,18 +118,22 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
 
 def _checked(number: int, test: Any) -> dict[str, Any]:
     kind = test.get("kind") if isinstance(test, dict) else None
-    if kind not in _REQUIRED:
-        raise BadRow(f"test {number}: kind is {kind!r}, none of {', '.join(_REQUIRED)}")
+    if kind not in _TYPES:
+        raise BadRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
     full = {**_DEFAULTS[kind], **test}
     if kind == "call" and "expected" in full:
         full["accepted"] = [full.pop("expected")]
-    for key, required in _REQUIRED[kind].items():
+    for key, required in _TYPES[kind].items():
         if not isinstance(full.get(key), required):
             shown = "expected" if key == "accepted" else key
-            raise BadRow(f"test {number}: {shown} is missing or not {required.__name__}")
-    known = {"kind", *_DEFAULTS[kind], *_REQUIRED[kind]}
-    if unknown := set(full) - known:
+            name = getattr(required, "__name__", required)
+            raise BadRow(f"test {number}: {shown} is missing or not {name}")
+    if unknown := set(full) - {"kind", *_TYPES[kind]}:
         raise BadRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
+    try:
+        wire.encode(full)
+    except wire.Malformed as error:
+        raise BadRow(f"test {number}: {error}") from None
     return full
 
 
@@ -132,7 +152,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
             tests = [_call(name, given, expected) for given, expected in pairs]
         else:
             tests = [{"kind": "stdin", "input": _text(i), "expected": _text(o)} for i, o in pairs]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadRow(
             f"no tests: neither metadata.tests nor inputs and outputs as ground truth ({error})"
         ) from None

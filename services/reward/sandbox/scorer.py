@@ -32,8 +32,12 @@ class SandboxScorer(Scorer):
     def kind(self) -> str:
         return "sandbox"
 
+    def close(self) -> None:
+        """Waits for the programs that run; none runs any more."""
+        self._grader.close()
+
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        read = [self._read(row) for row in rows]
+        read = [self._read(row, call) for row in rows]
         graded = [self._grader.submit(row) if isinstance(row, Program) else None for row in read]
         self._wait({future for future in graded if future is not None}, call)
         scores, reasons = [], Counter()
@@ -47,7 +51,8 @@ class SandboxScorer(Scorer):
         self.metrics = {f"sandbox/{reason}": (reasons[reason], len(rows)) for reason in REASONS if rows}
         return scores
 
-    def _read(self, row: reward_pb2.TextRow) -> Program | BadRow:
+    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Program | BadRow:
+        call.check()
         metadata = json_format.MessageToDict(row.metadata)
         try:
             return read_row(row.prompt, row.response, row.ground_truth, metadata, self._score)

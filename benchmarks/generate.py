@@ -1,0 +1,177 @@
+"""Tokens per second of the rollout engines, beside the plain engines they are made of.
+
+All generate as many tokens for the same prompts with the same small Llama, each in a process of its own with as many
+threads, in turns, so that drift of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import torch
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.generate_engines import ENGINES
+from benchmarks.report import circumstances, console, json_option, write_json
+from deploy import with_parent
+
+ANCHORS = {"hf": "plain transformers.generate", "vllm": "plain vllm.LLM"}
+LEAST_OF_PLAIN = 0.95
+GRACE_S = 10.0
+
+
+class Engine:
+    """A process of `benchmarks.generate_engines`. A context manager: the process does not outlive the context."""
+
+    def __init__(self, name: str, arguments: Sequence[str], threads: int, log: Path) -> None:
+        self.name = name
+        self.tokens_per_s: list[float] = []
+        self._log = log
+        command = [sys.executable, "-m", "benchmarks.generate_engines", "--engine", name, *arguments]
+        self._command = with_parent.wrap([*command, "--threads", str(threads)])
+        count = str(threads)
+        self._environment = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+
+    def __enter__(self) -> Engine:
+        with self._log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                env=self._environment,
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def wait_until_ready(self) -> None:
+        self._answer()
+
+    def turn(self) -> None:
+        """Generates once."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds, tokens = json.loads(self._answer())
+        self.tokens_per_s.append(tokens / seconds)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            ending = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+            raise click.ClickException(f"{self.name} ended; its log ends with:\n{ending}")
+        return line
+
+
+def build_model(directory: Path) -> int:
+    """Writes a Llama of about 3 million random weights; returns how many exactly."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1024,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=1024,
+            eos_token_id=None,
+        )
+    )
+    model.save_pretrained(directory)
+    return model.num_parameters()
+
+
+def of_plain(rates: dict[str, list[float]], name: str) -> tuple[float, float, float]:
+    """Tokens/s over those of the plain engine: the median over the turns, the least and the most."""
+    ratios = [ours / plain for ours, plain in zip(rates[name], rates[ANCHORS[name]], strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def show(rates: dict[str, list[float]]) -> None:
+    """The table."""
+    table = Table(title="Generation, tokens per second")
+    for name in ("engine", "median", "turns", "of plain (turns)"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for name, turns in rates.items():
+        against = "{:.3f} ({:.3f} to {:.3f})".format(*of_plain(rates, name)) if name in ANCHORS else ""
+        table.add_row(
+            name, f"{statistics.median(turns):,.0f}", f"{min(turns):,.0f} to {max(turns):,.0f}", against
+        )
+    screen = console()
+    screen.print(table)
+    for name in rates.keys() & ANCHORS.keys():
+        ratio = of_plain(rates, name)[0]
+        verdict = "met" if ratio >= LEAST_OF_PLAIN else "missed"
+        screen.print(
+            f"{name} over {ANCHORS[name]}: {ratio:.3f}, aim at least {LEAST_OF_PLAIN:.2f}: {verdict}"
+        )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--rows", default=128, show_default=True, type=click.IntRange(1), help="Rows of a turn.")
+@click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each row.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="Of each engine.")
+@click.option("--turns", default=8, show_default=True, type=click.IntRange(1), help="Of each engine.")
+@json_option
+def main(
+    rows: int, prompt_tokens: int, new_tokens: int, threads: int, turns: int, json_path: Path | None
+) -> None:
+    """Time the rollout engines beside transformers.generate and vllm.LLM."""
+    before = circumstances()
+    names = [name for name in ENGINES if "vllm" not in name or importlib.util.find_spec("vllm")]
+    if len(names) < len(ENGINES):
+        click.echo("vLLM is not installed (make setup-vllm): its engines are left out", err=True)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        directory = Path(scratch)
+        num_parameters = build_model(directory / "model")
+        sizes = {"--rows": rows, "--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens}
+        arguments = ["--model", str(directory / "model")]
+        arguments += [str(part) for option in sizes.items() for part in option]
+        engines = [
+            stack.enter_context(Engine(name, arguments, threads, directory / f"{number}.log"))
+            for number, name in enumerate(names)
+        ]
+        for engine in engines:
+            engine.wait_until_ready()
+        for _ in range(turns):
+            for engine in engines:
+                engine.turn()
+    rates = {engine.name: engine.tokens_per_s for engine in engines}
+    show(rates)
+    figures = {
+        "before": before,
+        "after": circumstances(),
+        "parameters": num_parameters,
+        "threads": threads,
+        "sizes": {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
+        "tokens_per_s": rates,
+        "of_plain": {name: of_plain(rates, name) for name in rates.keys() & ANCHORS.keys()},
+    }
+    write_json(json_path, figures)
+
+
+if __name__ == "__main__":
+    main()

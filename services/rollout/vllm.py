@@ -1,0 +1,274 @@
+"""The vLLM rollout engine: vLLM in the actor's own ranks, beside the training engine, on the same devices.
+
+vLLM starts no processes here. Each rank builds an engine for itself (vLLM calls that an external launcher), and the
+ranks of a tensor group are given the same rows and take the same steps. Weights are replaced in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nccl_transfer.columns import Jagged
+from rlhf.config import VllmTable
+from services.rollout.base import (
+    FinishReason,
+    Generation,
+    Meter,
+    RolloutEngine,
+    SamplingOptions,
+    check_lengths,
+    check_names,
+)
+
+# vLLM reads some of them when it is imported. Its engine is to run in this process, on the threads this process has;
+# the log is this service's; and nothing is sent home.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CONFIGURE_LOGGING="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_DO_NOT_TRACK="1",
+)
+
+# Its warnings are of what is meant here: no compiler, no Triton, modules that have no weights. Whether all weights came
+# is checked here.
+logging.getLogger("vllm").setLevel(logging.ERROR)
+
+from vllm import LLMEngine, SamplingParams  # type: ignore[import-not-found] # noqa: E402
+from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found] # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # noqa: E402
+from vllm.exceptions import VLLMError  # type: ignore[import-not-found] # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found] # noqa: E402
+from vllm.v1.executor.uniproc_executor import (  # type: ignore[import-not-found] # noqa: E402
+    ExecutorWithExternalLauncher,
+)
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""Temperatures that vLLM samples at. Where a lower one is asked for it takes the least, and says so in its log only."""
+
+_GIB = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+# The size of the KV cache is given. vLLM would also refuse to start unless a share of the device is free, which
+# is not so where a training engine lives on it too.
+_SHARE_THAT_MUST_BE_FREE = 0.01
+
+
+class VLLMRollout(RolloutEngine):
+    """Generates with vLLM, on the device of this rank. torch.distributed must be initialised; a collective.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        identity: names the shared memory of this service's tensor groups; no other service on the host may have it.
+
+    Raises:
+        ValueError: vLLM cannot run the model, or not in the memory it is given.
+    """
+
+    name = "vllm"
+
+    def __init__(self, directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str) -> None:
+        self._names = _weight_names(directory)
+        self._on_gpu = torch.cuda.is_available()
+        self._is_asleep = False
+        self._tensor_parallel = table.tensor_parallel
+        if not self._on_gpu:
+            self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
+        arguments = EngineArgs(
+            model=str(directory),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=table.max_model_len or None,
+            max_num_seqs=table.max_num_seqs,
+            tensor_parallel_size=table.tensor_parallel,
+            kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
+            gpu_memory_utilization=_SHARE_THAT_MUST_BE_FREE,
+            enforce_eager=table.enforce_eager,
+            enable_sleep_mode=self._on_gpu,
+            logprobs_mode="processed_logprobs",
+            distributed_executor_backend=_OwnRanks,
+            additional_config={"identity": identity},
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        self._engine = _start(arguments, identity)
+        self._max_tokens: int = self._engine.vllm_config.model_config.max_model_len
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        came: set[str] = set()
+        all_weights = iter(weights)
+
+        def known() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in all_weights:
+                came.add(name)
+                if name in self._names:
+                    yield name, tensor
+
+        try:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": known()})
+        finally:
+            # Other ranks wait in the iterator's collectives, whatever has happened here.
+            deque(all_weights, maxlen=0)
+        check_names(came, self._names)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        row_seeds: np.ndarray,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
+    ) -> Generation:
+        if self._is_asleep:
+            raise RuntimeError("the rollout engine is asleep; wake it first")
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        check_lengths(lengths, sampling.max_new_tokens, self._max_tokens)
+        requests = [parameters(sampling, int(seed)) for seed in row_seeds]
+        # The cache may be of other weights. And what an earlier call left there changes last bits, which a service
+        # that was restarted meanwhile would not repeat.
+        self._engine.reset_prefix_cache()
+        for row, prompt in enumerate(prompts):
+            self._engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, requests[row])
+        completions = self._run(len(prompts), Meter(self._agreed(should_stop), progress))
+        try:
+            return _generation(completions)
+        except FloatingPointError:
+            # Attention multiplies what it masks by zero, and zero times nan is nan: it would stay in every row.
+            self._engine.collective_rpc(_zero_kv_cache)
+            raise
+
+    def _run(self, num_rows: int, meter: Meter) -> list[Any]:
+        """Steps the engine until every row is complete; returns vLLM's outputs, in the order of the rows."""
+        completions: dict[int, Any] = {}
+        try:
+            while len(completions) < num_rows:
+                finished = {int(output.request_id): output.outputs[0] for output in self._engine.step()}
+                completions |= finished
+                num_tokens = sum(len(completion.token_ids) for completion in finished.values())
+                meter.advance(rows=len(finished), tokens=num_tokens)
+        finally:
+            self._engine.abort_request([str(row) for row in range(num_rows) if row not in completions])
+        return [completions[row] for row in range(num_rows)]
+
+    def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether any rank of the tensor group is to stop: they only step together."""
+        if self._tensor_parallel == 1:
+            return should_stop
+
+        def agreed() -> bool:
+            wants = torch.tensor(should_stop(), dtype=torch.int32)
+            dist.all_reduce(wants, dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
+            return bool(wants)
+
+        return agreed
+
+    def sleep(self) -> int:
+        return self._change_memory(is_asleep=True)
+
+    def wake(self) -> int:
+        return self._change_memory(is_asleep=False)
+
+    def _change_memory(self, *, is_asleep: bool) -> int:
+        changes, self._is_asleep = is_asleep != self._is_asleep, is_asleep
+        if not changes or not self._on_gpu:
+            return 0
+        free, _ = torch.cuda.mem_get_info()
+        if is_asleep:
+            self._engine.sleep(level=1)
+        else:
+            self._engine.wake_up()
+        return abs(torch.cuda.mem_get_info()[0] - free)
+
+
+class _OwnRanks(ExecutorWithExternalLauncher):
+    """Runs the model in this process, as one of the ranks of torch.distributed."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        # vLLM names the shared memory of its tensor groups by what follows the last colon.
+        method = f"env://:{self.vllm_config.additional_config['identity']}"
+        return method, dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _start(arguments: EngineArgs, identity: str) -> LLMEngine:
+    """A running engine, whose shared memory no longer has names: it goes with its last process, however that ends."""
+    # A process killed while it started may have left some.
+    _unlink_shared_memory(identity)
+    set_num_threads = torch.set_num_threads
+    try:
+        engine = LLMEngine.from_engine_args(arguments)
+    except VLLMError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        # vLLM's CPU worker puts a function there that does nothing.
+        torch.set_num_threads = set_num_threads
+    _unlink_shared_memory(identity)
+    return engine
+
+
+def _unlink_shared_memory(identity: str) -> None:
+    """Removes the names of shared memory, between two barriers: no rank is creating or opening any."""
+    dist.barrier()
+    for path in _SHARED_MEMORY.glob(f"*{identity}-*cpushm*"):
+        path.unlink(missing_ok=True)
+    dist.barrier()
+
+
+def _zero_kv_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
+
+
+def _weight_names(directory: Path) -> set[str]:
+    """Names of all weights of the checkpoint, tied ones under every name."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+    return set(model.state_dict())
+
+
+def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """vLLM's sampling parameters of one row."""
+    if not (sampling.greedy or LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE):
+        raise ValueError(
+            f"vLLM samples at temperatures from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, got {sampling.temperature}"
+        )
+    drawing = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": seed,
+    }
+    return SamplingParams(
+        **({"temperature": 0.0} if sampling.greedy else drawing),
+        max_tokens=sampling.max_new_tokens,
+        ignore_eos=True,
+        stop_token_ids=list(sampling.eos_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _generation(completions: Sequence[Any]) -> Generation:
+    """vLLM's outputs as responses."""
+    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
+    log_probs = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
+    if not log_probs.isfinite().all():
+        position = int((~log_probs.isfinite()).nonzero()[0])
+        row = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")
+    tokens = torch.tensor([token for completion in completions for token in completion.token_ids])
+    reasons: list[FinishReason] = [completion.finish_reason for completion in completions]
+    return Generation(Jagged(tokens, lengths), Jagged(log_probs, lengths), reasons)

@@ -1,0 +1,89 @@
+"""A whole run whose models are spread over pipeline stages and tensor ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from controller.config import Config
+from controller.tracking.metrics import read_metrics
+from integration.conftest import Task
+from integration.harness import Processes, free_ports, write_config
+
+pytestmark = pytest.mark.timeout(300)
+
+RUN_TIMEOUT_S = 130.0
+STEPS = 2
+MESHES: dict[str, dict[str, Any]] = {
+    "actor": {"ranks": 4, "engine": "3d", "mesh": "1-2-2"},
+    "critic": {"ranks": 2, "engine": "3d", "mesh": "2-1-1"},
+    "reference": {},
+    "reward": {},
+}
+SAME = (
+    "reward/mean",
+    "actor/grad_norm",
+    "actor/entropy",
+    "critic/squared_error",
+    "critic/grad_norm",
+    "kl/mean",
+)
+
+
+def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> Path:
+    """A run that launches its services; returns its directory."""
+    ports = free_ports(len(MESHES))
+    services = {
+        role: config.services[role].model_copy(
+            update={"address": f"127.0.0.1:{port}", **meshes.get(role, {})}
+        )
+        for role, port in zip(MESHES, ports, strict=True)
+    }
+    table = config.run.model_copy(update={"directory": directory / "runs", "steps": STEPS})
+    path = write_config(
+        config.model_copy(update={"services": services, "run": table}), directory / "run.toml"
+    )
+    processes = Processes()
+    try:
+        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path), "--launch")
+        out, err = controller.communicate(timeout=RUN_TIMEOUT_S)
+        assert controller.returncode == 0, out + err
+    finally:
+        processes.kill()
+    (run_directory,) = (directory / "runs").iterdir()
+    return run_directory
+
+
+@pytest.fixture(scope="module")
+def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(config, tmp_path_factory.mktemp("three_d"), MESHES)
+
+
+def test_ppo_learns_on_a_mesh(finished: Path) -> None:
+    first, second = (line for line in read_metrics(finished) if line["step"] > 0)
+    # The reference, on one rank and another engine, has the same weights as the actor before its first update.
+    assert abs(first["kl/mean"]) < 1e-6 < abs(second["kl/mean"])
+    for line in (first, second):
+        assert line["actor/grad_norm"] > 0
+        assert line["critic/grad_norm"] > 0
+
+
+def test_the_actor_of_a_mesh_is_exported_whole(finished: Path, task: Task) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(finished / "actor").state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
+    assert trained.keys() == initial.keys()
+    assert all(x.isfinite().all() for x in trained.values())
+    assert not any(torch.equal(x, initial[name]) for name, x in trained.items() if "proj" in name)
+
+
+@pytest.mark.full
+def test_a_mesh_gives_the_numbers_of_one_rank(finished: Path, config: Config, tmp_path: Path) -> None:
+    plain = run(config, tmp_path, {"actor": {"ranks": 1}})
+    for ours, theirs in zip(read_metrics(finished), read_metrics(plain), strict=True):
+        for key in SAME:
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key

@@ -1,0 +1,208 @@
+"""Rewards made of several, by weight and by the rows' source, and rows that could not be scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller.config import Config
+from controller.dataflow import FutureBatch, all_of, then
+from controller.rewards import Failures, Reward, rows_to_keep
+from nccl_transfer.batch import LocalColumn
+from nccl_transfer.columns import Jagged
+from rlhf.errors import RewardFailed
+
+Score = Callable[[str], "float | list[float] | None"]
+
+
+class Group:
+    """A reward service whose scores are a function of the response; None is a failure."""
+
+    def __init__(self, score: Score) -> None:
+        self.score = score
+        self.asked: list[list[str]] = []
+
+    def try_reward(self, batch: FutureBatch) -> FutureBatch:
+        texts = column_of(batch, "response").texts
+        self.asked.append(texts)
+        scores = [self.score(text) for text in texts]
+        errors = [
+            "" if score is not None else f"no score for {text}"
+            for score, text in zip(scores, texts, strict=True)
+        ]
+        if any(isinstance(score, list) for score in scores):
+            rows = [np.asarray(score or [], np.float64) for score in scores]
+            lengths = np.asarray([len(row) for row in rows], np.int64)
+            return FutureBatch.of(rewards=Jagged(np.concatenate(rows), lengths), reward_errors=errors)
+        values = np.asarray([np.nan if score is None else score for score in scores], np.float64)
+        return FutureBatch.of(rewards=values, reward_errors=errors)
+
+    def compute_reward(self, batch: FutureBatch) -> FutureBatch:
+        tried = self.try_reward(batch)
+
+        def scored(columns: Any) -> Any:
+            failed = [cause for cause in columns[1].texts if cause]
+            if failed:
+                raise RewardFailed(failed[0])
+            return columns[0]
+
+        rewards = then(all_of([tried["rewards"], tried["reward_errors"]]), scored)
+        return FutureBatch(batch.rows, {"rewards": rewards})
+
+
+def column_of(batch: FutureBatch, name: str) -> Any:
+    column = batch.result([name])[name]
+    assert isinstance(column, LocalColumn)
+    return column
+
+
+def reward_of(groups: dict[str, Group], recipes: dict[str, dict[str, float]], policy: str = "stop") -> Reward:
+    made: Any = groups
+    return Reward("reward", made, recipes, Failures(policy, retries=2), {})
+
+
+def rewards(batch: FutureBatch, name: str = "rewards") -> list[float]:
+    return column_of(batch, name).values.tolist()
+
+
+LENGTH, DIGITS = (lambda text: float(len(text))), (lambda text: float(sum(c.isdigit() for c in text)))
+ROWS = ["ab", "c1", "def22", "4"]
+
+
+def test_a_reward_is_the_weighted_sum_of_its_services() -> None:
+    reward = reward_of({"a": Group(LENGTH), "b": Group(DIGITS)}, {"all": {"a": 1.0, "b": -0.5}})
+    assert rewards(reward.compute_reward(FutureBatch.of(response=ROWS))) == [2, 1.5, 4, 0.5]
+
+
+def test_rows_go_to_the_reward_of_their_source_and_come_back_in_order() -> None:
+    first, second = Group(LENGTH), Group(lambda text: -1.0)
+    reward = reward_of({"a": first, "b": second}, {"x": {"a": 2.0}, "y": {"b": 1.0}})
+    batch = FutureBatch.of(response=ROWS, source=["y", "x", "y", "x"])
+    assert rewards(reward.compute_reward(batch)) == [-1, 4, -1, 2]
+    assert (first.asked, second.asked) == ([["c1", "4"]], [["ab", "def22"]])
+
+
+def test_scores_of_tokens_add_up_token_by_token() -> None:
+    per_token = Group(lambda text: [float(ord(c)) for c in text])
+    reward = reward_of(
+        {"a": per_token, "b": Group(lambda text: [1.0] * len(text))}, {"all": {"a": 1, "b": 10}}
+    )
+    column = column_of(reward.compute_reward(FutureBatch.of(response=["ab", "", "c"])), "rewards").values
+    assert (column.values.tolist(), column.lengths.tolist()) == ([107, 108, 109], [2, 0, 1])
+
+
+def test_scores_of_tokens_and_of_responses_do_not_mix() -> None:
+    reward = reward_of({"a": Group(LENGTH), "b": Group(lambda text: [1.0, 2.0])}, {"all": {"a": 1, "b": 1}})
+    with pytest.raises(RewardFailed, match="the services give a row scores of"):
+        rewards(reward.compute_reward(FutureBatch.of(response=["ab"])))
+
+
+def failing(*texts: str) -> Score:
+    return lambda text: None if text in texts else float(len(text))
+
+
+def test_a_row_without_a_score_stops_the_run() -> None:
+    reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}})
+    with pytest.raises(RewardFailed, match="no score for c1"):
+        rewards(reward.score(FutureBatch.of(response=ROWS)))
+
+
+def test_a_row_is_sent_again_and_only_it() -> None:
+    answers = iter([None, None, 7.0])
+    group = Group(lambda text: next(answers) if text == "c1" else float(len(text)))
+    reward = reward_of({"a": group}, {"all": {"a": 1.0}}, "retry")
+    assert rewards(reward.score(FutureBatch.of(response=ROWS))) == [2, 7, 5, 1]
+    assert group.asked == [ROWS, ["c1"], ["c1"]]
+
+
+def test_a_row_that_fails_again_and_again_stops_the_run() -> None:
+    group = Group(failing("c1"))
+    with pytest.raises(RewardFailed, match=r"1 of 4 rows could not be scored; row 1: no score for c1"):
+        reward_of({"a": group}, {"all": {"a": 1.0}}, "retry").score(FutureBatch.of(response=ROWS))
+    assert len(group.asked) == 3
+
+
+def test_the_group_of_a_row_without_a_score_is_dropped() -> None:
+    reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
+    scored = reward.score(FutureBatch.of(response=ROWS, group=np.array([3, 3, 5, 5])))
+    assert (rewards(scored), column_of(scored, "response").texts) == ([5, 1], ["def22", "4"])
+
+
+def test_without_groups_only_the_row_is_dropped() -> None:
+    reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
+    assert rewards(reward.score(FutureBatch.of(response=ROWS))) == [2, 5, 1]
+
+
+def test_rows_that_belong_together_are_dropped_together() -> None:
+    reward = reward_of({"a": Group(failing("c1", "z"))}, {"all": {"a": 1.0}}, "drop_group")
+    others = FutureBatch.of(response=["long", "b", "longer", "z"])
+    scored = reward.score(FutureBatch.of(response=ROWS), baselines=others)
+    assert (rewards(scored), rewards(scored, "baselines")) == ([2, 5], [4, 6])
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("stop", ([2, 2, 5, 1], [4, 4, 6, 6])), ("drop_group", ([2, 2, 5, 1], [4, 4, 6, 6]))],
+)
+def test_one_row_may_belong_to_several_and_is_scored_once(
+    policy: str, expected: tuple[list[float], list[float]]
+) -> None:
+    group = Group(failing())
+    scored = reward_of({"a": group}, {"all": {"a": 1.0}}, policy).score(
+        FutureBatch.of(response=ROWS), baselines=FutureBatch.of(response=["long", "longer"])
+    )
+    assert (rewards(scored), rewards(scored, "baselines")) == expected
+    assert group.asked == [ROWS, ["long", "longer"]]
+
+
+def test_where_one_row_of_several_has_no_score_they_are_all_dropped() -> None:
+    reward = reward_of({"a": Group(failing("long"))}, {"all": {"a": 1.0}}, "drop_group")
+    others = FutureBatch.of(response=["long", "longer"])
+    scored = reward.score(FutureBatch.of(response=ROWS), baselines=others)
+    assert (rewards(scored), rewards(scored, "baselines")) == ([5, 1], [6, 6])
+
+
+def test_a_batch_without_any_score_is_an_error() -> None:
+    reward = reward_of({"a": Group(failing(*ROWS))}, {"all": {"a": 1.0}}, "drop_group")
+    with pytest.raises(RewardFailed, match="4 of 4 rows could not be scored"):
+        reward.score(FutureBatch.of(response=ROWS))
+
+
+def test_a_failure_is_never_a_zero_in_an_evaluation() -> None:
+    reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
+    assert np.isnan(rewards(reward.judge(FutureBatch.of(response=ROWS)))).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_rows_to_keep_by_hand() -> None:
+    group = np.array([0, 1, 0, 2, 1])
+    assert rows_to_keep(np.array([1]), group).tolist() == [0, 2, 3]
+    assert rows_to_keep(np.array([], np.int64), group).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_sources_have_rewards_of_their_own_and_costs_in_common() -> None:
+    source = {"path": "a.jsonl", "heldout": "b.jsonl"}
+    config = Config.model_validate(
+        {
+            "data": {
+                "sources": [
+                    {**source, "name": "x", "reward": "math"},
+                    {**source, "name": "y", "reward": "mix"},
+                ]
+            },
+            "rewards": {"mix": {"math": 1.0, "form": 0.5}},
+            "services": {
+                name: {"role": "reward", "address": f"127.0.0.1:{port}"}
+                for port, name in enumerate(("math", "form", "cost"), 7000)
+            },
+        }
+    )
+    assert config.recipes("reward") == {"x": {"math": 1.0}, "y": {"math": 1.0, "form": 0.5}}
+    assert config.recipes("cost") == {"x": {"cost": 1.0}, "y": {"cost": 1.0}}

@@ -1,0 +1,143 @@
+"""The 3D-parallel engine on one rank: what does not need a mesh to be checked."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Gemma2Config
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
+from services.engines.base import InferenceStopped, OptimizerOptions
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.microbatch import MicroBatch, split
+from services.engines.three_d import ThreeDParallelEngine
+from services.models import load_causal_lm
+
+CPU = torch.device("cpu")
+HEAD = PolicyHead(temperature=1.7)
+OPTIONS = OptimizerOptions(lr=1e-2, max_grad_norm=0.5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("process_group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_engine(directory: Path, dtype: torch.dtype = torch.float32, **options) -> ThreeDParallelEngine:
+    return ThreeDParallelEngine(directory, Mesh(), CPU, dtype=dtype, optimizer=OPTIONS, **options)
+
+
+def micro_batches() -> list[MicroBatch]:
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(1, 7, (2, 6)).astype(np.int64)
+    prompts, responses = (
+        Jagged(torch.from_numpy(generator.integers(3, 61, counts.sum())), counts) for counts in lengths
+    )
+    return split(prompts, responses, token_budget=30, pad_id=0)
+
+
+def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -output.log_probs_BR[micro_batch.response_mask_BR].sum() / 20, {}
+
+
+def weights(engine: ThreeDParallelEngine | FSDPEngine) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in engine.full_tensors()}
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama_dir", "tiny_tied_llama_dir"])
+def test_a_checkpoint_of_fsdp_continues_in_3d_and_back(
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    directory = request.getfixturevalue(fixture)
+    fsdp = FSDPEngine(load_causal_lm(directory, torch.float64), CPU, optimizer=OPTIONS)
+    fsdp.step(micro_batches(), HEAD, loss)
+    fsdp.save(tmp_path / "fsdp", {"policy_version": 3})
+    ours = make_engine(directory, torch.float64)
+    assert ours.load(tmp_path / "fsdp") == {"policy_version": 3}
+    assert ours.step(micro_batches(), HEAD, loss).loss == pytest.approx(
+        fsdp.step(micro_batches(), HEAD, loss).loss, rel=1e-12
+    )
+    ours.save(tmp_path / "3d")
+    expected = weights(fsdp)
+    fsdp.load(tmp_path / "3d")
+    for name, x in weights(fsdp).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_hash_of_an_export_does_not_depend_on_the_engine(tiny_tied_llama_dir: Path, tmp_path: Path):
+    fsdp = FSDPEngine(load_causal_lm(tiny_tied_llama_dir), CPU)
+    assert make_engine(tiny_tied_llama_dir).export(tmp_path / "3d") == fsdp.export(tmp_path / "fsdp")
+
+
+def test_an_export_that_cannot_be_written_fails(tiny_llama_dir: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        make_engine(tiny_llama_dir).export(tmp_path / "file" / "export")
+
+
+def test_the_number_of_parameters_is_that_of_the_whole_model(tiny_tied_llama_dir: Path):
+    expected = sum(p.numel() for p in load_causal_lm(tiny_tied_llama_dir).parameters())
+    assert make_engine(tiny_tied_llama_dir).num_parameters == expected
+
+
+def test_bfloat16_computes_near_float32_and_keeps_its_weights_in_float32(tiny_llama_dir: Path):
+    exact, rounded = make_engine(tiny_llama_dir), make_engine(tiny_llama_dir, compute_dtype=torch.bfloat16)
+    batch = micro_batches()
+    expected, actual = (engine.infer(batch, HEAD)[0].log_probs_BR for engine in (exact, rounded))
+    difference = (expected - actual)[batch[0].response_mask_BR].abs()
+    assert 0 < difference.max() < 0.3
+    assert actual.dtype == torch.float32
+    rounded.step(batch, HEAD, loss)
+    assert {x.dtype for x in weights(rounded).values()} == {torch.float32}
+
+
+def test_weights_stay_where_they_are(tiny_llama_dir: Path):
+    engine = make_engine(tiny_llama_dir)
+    places = {name: x.data_ptr() for name, x in engine._kept.items()}
+    before = engine.snapshot()
+    for _ in range(3):
+        engine.step(micro_batches(), HEAD, loss)
+    engine.restore(before)
+    assert {name: x.data_ptr() for name, x in engine._kept.items()} == places
+
+
+def test_padding_stays_zero(tiny_llama_dir: Path):
+    engine = make_engine(tiny_llama_dir)
+    engine.step(micro_batches(), HEAD, loss)
+    assert engine._kept["lm_head.weight"].shape == (64, 32)
+    assert not engine._kept["lm_head.weight"][61:].any()
+    assert not engine._kept["model.embed_tokens.weight"][61:].any()
+
+
+def test_inference_stops_between_micro_batches(tiny_llama_dir: Path):
+    done: list[int] = []
+    with pytest.raises(InferenceStopped):
+        make_engine(tiny_llama_dir).infer(
+            micro_batches(), HEAD, should_stop=lambda: len(done) == 1, progress=done.append
+        )
+    assert done == [1]
+
+
+def test_a_mesh_of_another_size_is_refused(tiny_llama_dir: Path):
+    with pytest.raises(ValueError, match="mesh 1-2-2 has 4 ranks, and there are 1"):
+        ThreeDParallelEngine(tiny_llama_dir, Mesh(1, 2, 2), CPU)
+
+
+def test_a_model_of_another_family_is_refused(tmp_path: Path):
+    Gemma2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a gemma2, engine 3d knows llama, mistral, qwen2, qwen3"):
+        make_engine(tmp_path)
+
+
+def test_an_engine_without_optimizer_does_not_train(tiny_llama_dir: Path):
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        ThreeDParallelEngine(tiny_llama_dir, Mesh(), CPU).step(micro_batches(), HEAD, loss)

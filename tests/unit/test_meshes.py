@@ -1,0 +1,81 @@
+"""Meshes that a configuration names are refused with a reason and the nearest that fit, or they fit the model."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf import meshes
+
+LAYERS, HEADS, KEY_VALUE_HEADS = 6, 12, 4
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_VALUE_HEADS,
+        "intermediate_size": 96,
+        "vocab_size": 61,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["", "2", "1-2", "1-2-2-1", "1-0-2", "a-b-c", "1--2", "-1-2-2"])
+def test_what_is_no_mesh_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"is not p-t-d: .* for example 1-2-2"):
+        meshes.parse(text)
+
+
+def test_sizes_are_pipeline_tensor_data():
+    assert meshes.parse("3-2-1") == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "expected"),
+    [
+        ("1-2-2", 8, "has 4 ranks, and ranks is 8; the nearest that fit: 1-2-4, 1-4-2, 2-2-2"),
+        (
+            "4-1-1",
+            4,
+            "its 6 layers cannot be dealt out to 4 stages; the nearest that fit: 2-1-2, 2-2-1, 1-1-4",
+        ),
+        (
+            "1-8-1",
+            8,
+            "its 12 attention heads cannot be dealt out to 8 tensor ranks; the nearest that fit: 1-4-2",
+        ),
+        ("1-6-1", 6, "its 4 key-value heads cannot be dealt out to 6 tensor ranks; the nearest that fit: "),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_nearest_that_do(
+    model: Path, text: str, ranks: int, expected: str
+):
+    with pytest.raises(ValueError) as refused:
+        meshes.check(text, ranks, model)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
+def test_a_mesh_is_accepted_exactly_where_everything_divides(model: Path, ranks: int):
+    for p, t, d in itertools.product(range(1, ranks + 1), repeat=3):
+        fits = p * t * d == ranks and LAYERS % p == 0 and HEADS % t == 0 and KEY_VALUE_HEADS % t == 0
+        try:
+            meshes.check(f"{p}-{t}-{d}", ranks, model)
+        except ValueError as refused:
+            assert not fits
+            suggested = str(refused).rpartition(": ")[2].split(", ")
+            assert suggested
+            for other in suggested:
+                meshes.check(other, ranks, model)
+        else:
+            assert fits
+
+
+def test_of_a_model_that_is_not_there_yet_only_the_number_of_ranks_is_checked(tmp_path: Path):
+    meshes.check("1-7-1", 7, tmp_path / "missing")
+    with pytest.raises(ValueError, match="has 7 ranks, and ranks is 8"):
+        meshes.check("1-7-1", 8, tmp_path / "missing")
