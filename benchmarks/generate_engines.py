@@ -15,6 +15,7 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM
 
 from rlhf.config import VllmTable
@@ -40,7 +41,7 @@ def vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
     """The rollout engine vllm."""
     from services.rollout.vllm import VLLMRollout
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     table = VllmTable(kv_cache_gb=KV_CACHE_GB, max_num_seqs=len(prompts))
     engine = VLLMRollout(model, dtype=torch.float32, table=table, identity=f"rlhf-benchmark-{os.getpid()}")
     return _rollout(engine, prompts, num_new)
@@ -74,12 +75,13 @@ def plain_vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
         enforce_eager=True,
         max_num_seqs=len(prompts),
         kv_cache_memory_bytes=int(KV_CACHE_GB * (1 << 30)),
-        enable_prefix_caching=False,
     )
     parameters = SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def run() -> int:
+        # Or a turn would find its prompts in the cache.
+        engine.reset_prefix_cache()
         outputs = engine.generate(inputs, parameters, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import re
-import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +127,9 @@ def read_completion(answer: Any) -> str:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise RewardFailed(f"the answer is no chat completion: {reprlib.repr(answer)}") from None
+        raise RewardFailed(f"the answer is no chat completion: {_quote(str(answer))}") from None
     if not isinstance(said, str):
-        raise RewardFailed(f"the judge said no text: {reprlib.repr(said)}")
+        raise RewardFailed(f"the judge said no text: {_quote(str(said))}")
     if reason == "length":
         raise RewardFailed(f"the judge was cut off at max_tokens: ...{said[-MAX_QUOTE:]!r}")
     return said

@@ -45,11 +45,12 @@ os.environ.update(
 # is checked here.
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
-from vllm import LLMEngine, SamplingParams  # type: ignore[import-not-found] # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found] # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # noqa: E402
 from vllm.exceptions import VLLMError  # type: ignore[import-not-found] # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found] # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # type: ignore[import-not-found] # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found] # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found] # noqa: E402
 from vllm.v1.executor.uniproc_executor import (  # type: ignore[import-not-found] # noqa: E402
     ExecutorWithExternalLauncher,
 )
@@ -207,7 +208,8 @@ def _start(arguments: EngineArgs, identity: str) -> LLMEngine:
     _unlink_shared_memory(identity)
     set_num_threads = torch.set_num_threads
     try:
-        engine = LLMEngine.from_engine_args(arguments)
+        # Of vLLM's defaults those for throughput.
+        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     except VLLMError as error:
         raise ValueError(str(error)) from error
     finally:

@@ -24,7 +24,8 @@ DEFAULT_SERVICE_S = 0.01
 
 
 class Reward(reward_pb2_grpc.RewardServiceServicer):
-    """Scores every row 1, as its manner says: `prompt`, `stalling`, `queueing`, `silent`, `refusing`, `half`."""
+    """Scores every row 1, as its manner says: `prompt`, `slow`, `stalling`, `queueing`, `silent`, `refusing` or
+    `half`."""
 
     def __init__(self, manner: str, service_s: float) -> None:
         self.running = 0
@@ -43,6 +44,11 @@ class Reward(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ComputeRewardResponse(
             scores=[reward_pb2.RowScore(score=1) for _ in request.text_rows]
         )
+
+    async def _slow(self, request: Any, context: Any) -> reward_pb2.ComputeRewardResponse:
+        """Takes its time over every call, and any number of them at once."""
+        await asyncio.sleep(self._service_s)
+        return await self._prompt(request, context)
 
     async def _stalling(self, request: Any, context: Any) -> reward_pb2.ComputeRewardResponse:
         """Stands still for the first 200 ms of every second."""

@@ -122,7 +122,6 @@ def test_waiting_is_that_of_these_very_arrivals_and_agrees_with_queueing_theory(
     assert step["sent"] == len(waits)
     # The way to the server and back, and what a busy machine adds to it, is no waiting.
     waited_s = step["latency_s"]["mean"] - step["rest_s"]["mean"] - step["server_s"]["compute"]["mean"]
-    print("WAIT", exact_s, waited_s/exact_s, step["server_s"]["queue"]["mean"]/exact_s, (step["latency_s"]["mean"]-step["latency_s"]["min"])/exact_s, step["lag_s"], step["rest_s"])
     assert waited_s == pytest.approx(exact_s, rel=0.05)
     assert waited_s == pytest.approx(expected_s, rel=0.1)
     assert step["server_s"]["queue"]["mean"] == pytest.approx(exact_s, rel=0.1)
@@ -176,6 +175,30 @@ def test_errors_are_told_by_code_with_their_cause(start: Start, loadtest: Any) -
     assert "no room today" in said
     # How fast a service refuses is not its latency.
     assert step["latency_s"] == {}
+
+
+def test_a_service_whose_latency_is_beyond_the_warm_up_keeps_up(start: Start, loadtest: Any) -> None:
+    options = ("--rate", "10", "--arrivals", "constant", "--duration", "2", "--warmup", "0.3")
+    result, said = loadtest(start("slow", "1.0"), *options)
+    step = result["steps"][0]
+    assert (step["sent"], step["errors"], step["sustained"]) == (20, {}, True)
+    assert step["answered"] < 15
+    assert "lengthen --warmup" in said
+
+
+def test_a_closed_loop_of_nothing_but_errors_is_not_sustained(start: Start, loadtest: Any) -> None:
+    options = ("--concurrency", "2", "--duration", "0.5", "--warmup", "0")
+    result, _ = loadtest(start("refusing"), *options)
+    assert result["steps"][0]["sent"] > 0
+    assert not result["steps"][0]["sustained"]
+
+
+def test_an_objective_is_missed_where_no_call_was_made(start: Start, loadtest: Any) -> None:
+    result, said = loadtest(
+        start("prompt"), "--rate", "0.01", "--duration", "0.5", "--slo", "errors=0", code=3
+    )
+    assert result["steps"][0]["sent"] == 0
+    assert "errors=0: MISSED" in said
 
 
 def test_a_row_without_a_score_is_an_error(start: Start, loadtest: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,12 @@ from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox.grader import Grader, Verdict, grade
-from services.reward.sandbox.isolation import Unsandboxed
+from services.reward.sandbox.isolation import Bubblewrap, Unsandboxed
 from services.reward.sandbox.program import Program, read_row
 from services.reward.sandbox.scorer import SandboxScorer
 from services.worker import CallContext
 
-HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/HumanEval.jsonl.gz"
+HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"
 TIMEOUT_S = 60.0
 TABLE = SandboxTable(wall_time_s=5.0, cpu_time_s=5, memory_mb=256)
 HASTY = TABLE.model_copy(update={"wall_time_s": 1.5})
@@ -99,17 +101,12 @@ def human_eval(grader: Grader, behind: str) -> dict[str, Verdict]:
     return {task: future.result(TIMEOUT_S) for task, future in futures.items()}
 
 
-needs_human_eval = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"{HUMAN_EVAL} is not there")
-
-
-@needs_human_eval
 def test_all_canonical_solutions_of_human_eval_pass(grader: Grader) -> None:
     verdicts = human_eval(grader, "")
     assert len(verdicts) == 164
     assert {task: found for task, found in verdicts.items() if found != Verdict(("",))} == {}
 
 
-@needs_human_eval
 def test_all_fail_with_a_wrong_return_value_put_in(grader: Grader) -> None:
     verdicts = human_eval(grader, WRONG)
     assert len(verdicts) == 164
@@ -299,6 +296,21 @@ def test_without_a_sandbox_the_same_programs_get_the_same_verdicts() -> None:
     for code, reason in ((right, ""), (slow, "timeout")):
         found = grade(program(code, call("f", expected=1)), Unsandboxed(table), table)
         assert found == Verdict((reason,))
+
+
+def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bubblewrap = Bubblewrap(TABLE)
+    both, getpid = threading.Barrier(2, timeout=TIMEOUT_S), os.getpid
+
+    def meet() -> int:
+        both.wait()
+        return getpid()
+
+    # Called for the name of each control group.
+    monkeypatch.setattr(os, "getpid", meet)
+    rows = [program(f"def f():\n    return {i}", call("f", expected=i)) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda row: grade(row, bubblewrap, TABLE), rows)) == [Verdict(("",))] * 2
 
 
 def test_a_cancelled_call_stops_waiting_and_the_next_one_is_answered() -> None:

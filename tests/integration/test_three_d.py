@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ DEADLINE_S = {"fast": 240, "every mesh": 1100}
 
 pytestmark = pytest.mark.timeout(300)
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +46,7 @@ SIZES = {
     "initializer_range": 0.25,
     "pad_token_id": 0,
 }
-WINDOW = {"sliding_window": 5}
+WINDOW: dict[str, Any] = {"sliding_window": 5}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from transformers import AutoModelForCausalLM
 
 from controller.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
-from integration.harness import Processes, free_ports, write_config
+from integration.harness import Processes, free_ports
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,9 +45,9 @@ def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> P
         for role, port in zip(MESHES, ports, strict=True)
     }
     table = config.run.model_copy(update={"directory": directory / "runs", "steps": STEPS})
-    path = write_config(
-        config.model_copy(update={"services": services, "run": table}), directory / "run.toml"
-    )
+    tables = config.model_copy(update={"services": services, "run": table})
+    path = directory / "run.toml"
+    path.write_text(tomli_w.dumps(tables.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     processes = Processes()
     try:
         controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path), "--launch")

@@ -49,6 +49,11 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
         ("services.actor.engine='3d'", r"services\.actor: mesh '' is not p-t-d: .*for example 1-2-2"),
+        (
+            "services.actor.rollout_engine='vllm'\nservices.actor.vllm.tensor_parallel=2",
+            r"services\.actor: vllm\.tensor_parallel 2 needs .* those of engine fsdp are 1",
+        ),
+        ("services.actor.vllm.kv_cache=1", r"services\.actor\.vllm\.kv_cache: .*did you mean 'kv_cache_gb'"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
         ("algorithm.clip_low=1.5", r"clip_low: .*less than or equal to 1"),
         (

@@ -79,3 +79,36 @@ def test_of_a_model_that_is_not_there_yet_only_the_number_of_ranks_is_checked(tm
     meshes.check("1-7-1", 7, tmp_path / "missing")
     with pytest.raises(ValueError, match="has 7 ranks, and ranks is 8"):
         meshes.check("1-7-1", 8, tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "mesh", "changes", "expected"),
+    [
+        (2, "", {}, "needs groups of as many ranks with the same rows, and those of engine fsdp are 1"),
+        (2, "1-3-2", {}, "and those of mesh 1-3-2 are 3"),
+        (8, "1-8-1", {}, "does not fit the model, which has num_attention_heads 12"),
+        (4, "1-4-1", {"intermediate_size": 98}, "does not fit the model, which has intermediate_size 98"),
+        (3, "1-3-1", {}, "which has num_key_value_heads 4: one must divide the other"),
+        (1, "", {"head_dim": 16}, "at least 32 dimensions, and the model's have 16; use rollout_engine hf"),
+        (1, "", {"hidden_size": 96, "head_dim": None}, "and the model's have 8"),
+    ],
+)
+def test_what_vllm_cannot_generate_with_is_refused(
+    model: Path, tensor_parallel: int, mesh: str, changes: dict[str, int], expected: str
+):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError) as refused:
+        meshes.check_vllm(tensor_parallel, mesh, model)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "mesh"), [(1, ""), (1, "2-2-2"), (2, "1-2-2"), (2, "2-2-1"), (4, "1-4-1")]
+)
+def test_vllm_generates_on_groups_of_ranks_with_the_same_rows(model: Path, tensor_parallel: int, mesh: str):
+    meshes.check_vllm(tensor_parallel, mesh, model)
+
+
+def test_a_model_that_is_not_there_yet_may_be_generated_with(tmp_path: Path):
+    meshes.check_vllm(2, "1-2-1", tmp_path / "nowhere")

@@ -1,0 +1,79 @@
+"""What a service ends before it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from rlhf.config import JudgeTable, RewardTable
+from services import execution
+from services.execution import CallQueue
+from services.reward.worker import RewardWorker
+from services.worker import Worker
+
+NOTHING = cast(Any, None)
+TABLE = RewardTable(role="reward", address="127.0.0.1:1")
+
+
+class Closing(Worker):
+    """Notes the thread it is closed on."""
+
+    role = "reward"
+    closed_on = ""
+
+    def close(self) -> None:
+        self.closed_on = threading.current_thread().name
+
+
+async def drain(worker: Worker) -> None:
+    await CallQueue(worker, NOTHING, NOTHING).drain()
+
+
+def test_a_worker_is_closed_on_its_compute_thread_when_the_server_has_drained() -> None:
+    worker = Closing(TABLE, NOTHING)
+    asyncio.run(drain(worker))
+    assert worker.closed_on.startswith("compute")
+
+
+def test_a_worker_that_does_not_close_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "GRACE_S", 0.1)
+    released = threading.Event()
+
+    class Stuck(Worker):
+        role = "reward"
+
+        def close(self) -> None:
+            released.wait(30)
+
+    async def timed() -> float:
+        started = time.monotonic()
+        await drain(Stuck(TABLE, NOTHING))
+        return time.monotonic() - started
+
+    async def main() -> None:
+        assert await timed() < 10
+        released.set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "keys", [{"processes": 1}, {"kind": "judge", "judge": JudgeTable(url="http://127.0.0.1:9", model="m")}]
+)
+def test_a_reward_closes_its_scorer(keys: dict[str, Any]) -> None:
+    if "judge" in keys:
+        pytest.importorskip("httpx")
+    worker = RewardWorker(TABLE.model_copy(update=keys), NOTHING)
+    worker.close()
+    assert cast(Any, worker.scorer)._loop.is_closed()
+
+
+def test_a_sandbox_reward_closes_its_grader() -> None:
+    table = TABLE.model_copy(update={"kind": "sandbox"})
+    worker = RewardWorker(table, NOTHING)
+    worker.close()
+    assert cast(Any, worker.scorer)._grader._pool._shutdown
