@@ -121,7 +121,7 @@ def show(rates: dict[str, list[float]]) -> None:
         )
     screen = console()
     screen.print(table)
-    for name in rates.keys() & ANCHORS.keys():
+    for name in filter(ANCHORS.__contains__, rates):
         ratio = of_plain(rates, name)[0]
         verdict = "met" if ratio >= LEAST_OF_PLAIN else "missed"
         screen.print(
@@ -168,7 +168,7 @@ def main(
         "threads": threads,
         "sizes": {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
         "tokens_per_s": rates,
-        "of_plain": {name: of_plain(rates, name) for name in rates.keys() & ANCHORS.keys()},
+        "of_plain": {name: of_plain(rates, name) for name in filter(ANCHORS.__contains__, rates)},
     }
     write_json(json_path, figures)
 

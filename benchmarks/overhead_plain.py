@@ -32,7 +32,6 @@ from controller.advantage import ppo_advantage
 from controller.config import Config, load
 from controller.data import PromptData
 from nccl_transfer.columns import Jagged
-from nccl_transfer.protocols import split_rows
 from rlhf.config import ActorTable, CriticTable, ModelTable, OptimizerTable, ReferenceTable, RewardTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.critic.losses import value_loss
@@ -331,7 +330,7 @@ Iteration = Callable[[int], None]
 def actor_iteration(actor: Actor, task: Task, world: World, rank: int, work: Work) -> Iteration:
     def run(step: int) -> None:
         prompts = task.prompts(step)
-        numbers = split_rows(len(prompts), len(ACTORS))[rank]
+        numbers = np.array_split(np.arange(len(prompts)), len(ACTORS))[rank]
         texts = [task.data.prompts[prompt] for prompt in prompts[numbers]]
         with work.computing():
             sequences, responses = actor.generate(step, numbers, texts)
@@ -393,7 +392,7 @@ def reward_iteration(reward: Reward, task: Task, world: World, work: Work) -> It
             advantages, returns = reward.advantages(log_probs, ref_log_probs, values, scores)
         world.send(returns, CRITIC)
         begin = 0
-        for rank, numbers in zip(ACTORS, split_rows(len(prompts), len(ACTORS)), strict=True):
+        for rank, numbers in zip(ACTORS, np.array_split(np.arange(len(prompts)), len(ACTORS)), strict=True):
             lengths = advantages.lengths[numbers]
             world.send(Jagged(advantages.values[begin : begin + lengths.sum()], lengths), rank)
             begin += lengths.sum()

@@ -77,9 +77,7 @@ def run(algorithm: Algorithm, config: Config, *, launch: bool) -> tuple[Path, di
     data = load_data(config, algorithm.columns)
     pretrain = TextData.load(config.data.pretrain, "data.pretrain") if config.data.pretrain else None
     directory = RunDirectory.create(config.run.directory, config.run.name)
-    resolved = directory.write_text(
-        CONFIG_FILE, tomli_w.dumps(algorithm.resolved(config))
-    )
+    resolved = directory.write_text(CONFIG_FILE, tomli_w.dumps(algorithm.resolved(config)))
     progress = Progress()
     progress.message(f"run directory: {directory.path}")
     for what, rows in zip(("train", "held-out"), data, strict=True):

@@ -29,7 +29,8 @@ OURS = ("rlhf", "nccl_transfer", "services", "controller", "deploy", "conformanc
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
 WITHOUT_TORCH = ["controller.cli", "controller.run", "controller.algorithms.ppo", "controller.algorithms.safe_rlhf",
                  "nccl_transfer.fetch",
-                 "nccl_transfer.protocols", "services.reward.worker", "services.server", "deploy.cli", "deploy.pipeline.cli",
+                 "nccl_transfer.protocols", "services.reward.worker", "services.server", "deploy.cli",
+                 "deploy.pipeline.cli",
                  "conformance.cli", "loadtest.cli"]  # fmt: skip
 
 

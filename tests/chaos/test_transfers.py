@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contract.test_transports import PeerProcess
 
+from contract.test_transports import PeerProcess
 from nccl_transfer.batch import Batch
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
@@ -60,7 +60,9 @@ def start(directory: Path) -> tuple[PeerProcess, Batch]:
     return peer, peer.put(VALUES)
 
 
-def read_until_it_fails(fetcher: Fetcher, batch: Batch, reading: threading.Event) -> tuple[Exception, float, int]:
+def read_until_it_fails(
+    fetcher: Fetcher, batch: Batch, reading: threading.Event
+) -> tuple[Exception, float, int]:
     """Fetches and reads the rows again and again; the error that ends it, when, and how many reads went well."""
     for reads in range(10_000):
         reading.set()

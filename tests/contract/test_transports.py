@@ -669,7 +669,8 @@ def test_where_no_transport_reaches_a_rank_the_error_says_why_for_each(peer):
     batch = moved_to(peer.put(random_array("int32", (4,))), address="", host_id="far")
     fetcher = Fetcher(host_id(), create_transports())
     with pytest.raises(
-        TransferError, match=r"memfd: it is on host 'far', not on '.*'; tcp: it has no data port; grpc: it has no address"
+        TransferError,
+        match=r"memfd: it is on host 'far', not on '.*'; tcp: it has no data port; grpc: it has no addr",
     ):
         fetch(fetcher, batch)
     fetcher.close()

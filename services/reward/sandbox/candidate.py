@@ -12,7 +12,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from services.reward.sandbox import confine, wire
 
@@ -39,7 +39,7 @@ def main() -> None:
     program.execute("__main__")
 
 
-def _serve(program: Program, channel: int) -> None:
+def _serve(program: Program, channel: int) -> NoReturn:
     while True:
         try:
             request = wire.unpack(wire.receive(channel, REQUEST_LIMIT))
