@@ -269,8 +269,8 @@ class Cluster:
 
 
 def write_config(config: Config, path: Path) -> Path:
-    """The config as a TOML file."""
-    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+    """The config as a TOML file of what was given: an algorithm refuses keys that it has no use for."""
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=True)))
     return path
 
 
