@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from traceback import clear_frames
 
 import grpc
 
@@ -21,7 +20,7 @@ from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
 from nccl_transfer.transports.grpc_stream import insecure_channel
-from rlhf.errors import DeadlineExceeded, TransferError, from_rpc_error
+from rlhf.errors import DeadlineExceeded, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
@@ -74,9 +73,7 @@ class RelayBoard:
         """Tells those who wait that the bytes will not come; those that came stay."""
         promise = self._promise(call_id, relay.source.address)
         if not promise.done():
-            clear_frames(
-                error.__traceback__
-            )  # or their local variables, the rows, would live as long as the error
+            drop_frames(error)
             promise.set_exception(error)
 
     async def take(self, request: pb.TakeRelayedRequest, timeout_s: float) -> pb.TakeRelayedResponse:

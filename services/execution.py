@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from traceback import clear_frames
 from typing import Any, NoReturn
 
 from nccl_transfer import wire
@@ -33,6 +32,7 @@ from rlhf.errors import (
     Refused,
     ServiceLost,
     UpdateRejected,
+    drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
 from services.ranks import is_known_to_all
@@ -422,6 +422,5 @@ def _forget_rows(response: asyncio.Future[Any]) -> None:
     """A failed call is remembered for retries, but not the rows in the frames that its error went through. (Also marks
     the error as seen: a caller that gave up leaves nobody to look at it.)"""
     error = None if response.cancelled() else response.exception()
-    while error is not None:
-        clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    if error is not None:
+        drop_frames(error)

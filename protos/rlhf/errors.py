@@ -123,7 +123,7 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
     message = message.replace("\n", " ")
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
-    trace = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    trace = (_kept_tracebacks(error) or "".join(traceback.format_exception(error)))[-MAX_TRACEBACK:]
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(where))
     debug = error_details_pb2.DebugInfo(stack_entries=[trace])
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -132,6 +132,23 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def drop_frames(error: BaseException) -> None:
+    """Keeps an error's traceback as text and lets go of its frames: an error that is remembered would hold everything
+    that was at work when it was raised."""
+    if not _kept_tracebacks(error):
+        error.__dict__["kept_traceback"] = "".join(traceback.format_exception(error))
+    chain: BaseException | None = error
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__
+
+
+def _kept_tracebacks(error: BaseException) -> str:
+    return error.__dict__.get("kept_traceback", "")
 
 
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import grpc
 import pytest
+from google.rpc.error_details_pb2 import DebugInfo
 
 from rlhf import errors
-from rlhf.errors import STATUS_KEY, RlhfError, from_rpc_error, to_status
+from rlhf.errors import STATUS_KEY, Refused, RlhfError, drop_frames, from_rpc_error, to_status
 
 WHERE = {"service": "actor", "rank": "1", "method": "UpdateActor", "call_id": "c"}
 
@@ -84,3 +86,23 @@ def test_the_tree_in_the_docstring_is_complete() -> None:
     ours = [kind.__name__ for kind in tree(RlhfError) if kind.__module__ == errors.__name__]
     missing = [name for name in ours if name not in errors.__doc__]
     assert missing == []
+
+
+def test_an_error_that_is_remembered_keeps_its_traceback_as_text_and_none_of_its_frames():
+    class Rows:
+        pass
+
+    def work(rows: Rows) -> None:
+        raise Refused("no")
+
+    rows = Rows()
+    gone = weakref.ref(rows)
+    with pytest.raises(Refused) as caught:
+        work(rows)
+    error = caught.value
+    del caught, rows
+    drop_frames(error)
+    assert gone() is None
+    debug = DebugInfo()
+    assert any(detail.Unpack(debug) for detail in to_status(error, {}).details)
+    assert "in work" in debug.stack_entries[0]
