@@ -218,7 +218,7 @@ def test_an_algorithm_that_needs_a_service_the_config_lacks_names_it(client: Sit
     ended = client.controller().end(ENDS_WITHIN_S)
     assert ended.code == USAGE_ERROR
     assert ended.line == (
-        "error: the algorithm needs a service 'critic'; the config has ['actor', 'reference', 'reward']"
+        "error: services.critic: ppo needs this service, of role critic; the config has: actor, reference, reward"
     )
 
 
