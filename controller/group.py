@@ -261,11 +261,11 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
-        made, parts = self._made(method, collected, batch.rows), ()
+        made, parts = Batch(0, {}), ()
         if protocol.splits:
-            made = protocol.restore(made, batch.rows, self.mesh)
+            made = protocol.restore(self._made(method, collected, batch.rows), batch.rows, self.mesh)
         elif method.outputs:
-            made, parts = Batch(0, {}), tuple(wire.from_proto(response.batch) for response in collected)
+            parts = tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,

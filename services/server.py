@@ -266,7 +266,7 @@ class RankServer:
         return worker_pb2.ReleaseResponse(freed_bytes=self.store.release(request.session, through))
 
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
-        return serve_fetch(self.store, self.worker.ranks.epoch, request)
+        return serve_fetch(self.store, request)
 
     async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
         return await self.fetcher.relays.take(request, _timeout_s(context))

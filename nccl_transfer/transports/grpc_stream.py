@@ -119,9 +119,7 @@ def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
             sink.advance(len(target))
 
 
-async def serve_fetch(
-    store: TensorStore, epoch: int, request: pb.FetchRequest
-) -> AsyncIterator[pb.FetchResponse]:
+async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
     """The stream that answers a Fetch. Every byte of it was read while its shard was there.
 
     Raises:

@@ -52,9 +52,8 @@ _OPTIONS = (
 
 _MAGIC = b"rlhftcp1"
 _KEY_BYTES = 16
-_REQUEST = struct.Struct(
-    f"<{len(_MAGIC)}s{_KEY_BYTES}sI"
-)  # magic, key, bytes of the FetchRequest that follows
+# Magic, key, bytes of the FetchRequest that follows.
+_REQUEST = struct.Struct(f"<{len(_MAGIC)}s{_KEY_BYTES}sI")
 _FRAME = struct.Struct("<II")  # kind, bytes of payload
 _DATA, _END, _ERROR = 1, 2, 3
 
@@ -81,10 +80,9 @@ class TcpTransport(Transport):
         with self._lock:
             idle, self._idle = self._idle, {}
             for connection in self._busy:
+                # Its reader, in another thread, hears that and closes it.
                 with contextlib.suppress(OSError):
-                    connection.shutdown(
-                        socket.SHUT_RDWR
-                    )  # its reader, in another thread, hears that and closes it
+                    connection.shutdown(socket.SHUT_RDWR)
         for connection in (each for some in idle.values() for each in some):
             connection.close()
 
@@ -280,14 +278,13 @@ class ByteServer:
             while stopped not in {key.fileobj for key, _ in selector.select()}:
                 try:
                     connection, _ = self._listener.accept()
-                except (
-                    OSError
-                ) as error:  # out of descriptors, say: readers wait, and this goes on when it can
+                    for level, option, value in _OPTIONS:
+                        connection.setsockopt(level, option, value)
+                except OSError as error:
+                    # Out of descriptors, say: readers wait, and this goes on when it can.
                     logging.warning("data port %d: %s", self.port, error)
                     time.sleep(ACCEPT_PAUSE_S)
                     continue
-                for level, option, value in _OPTIONS:
-                    connection.setsockopt(level, option, value)
                 thread = threading.Thread(
                     target=self._serve, args=(connection,), name="byte-stream", daemon=True
                 )

@@ -24,18 +24,18 @@ from nccl_transfer.mesh import Mesh
 from nccl_transfer.plans import RowPlan, plan_rows
 from nccl_transfer.protocols import get_protocol, protocol_names
 from nccl_transfer.relay import Errand
+from nccl_transfer.serving import add_transfer_service
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id, serve_fetch
 from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import STATUS_KEY, DeadlineExceeded, Refused, RlhfError, ServiceLost, to_status
-from rlhf.v1 import transfer_pb2_grpc
+from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
 
 HERE = host_id()
 ELSEWHERE = "another host"
 LEASE = Lease("session", 1)
 
 
-class Rank(transfer_pb2_grpc.TransferServiceServicer):
+class Rank:
     """What a rank serves of the data plane; `host` is what it says of itself."""
 
     def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,14 +45,8 @@ class Rank(transfer_pb2_grpc.TransferServiceServicer):
         self.stream = ByteServer(self.store, "127.0.0.1")
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
-            f"127.0.0.1:{port}",
-            host,
-            self.arena.name,
-            1,
-            "test",
-            number,
-            data_port=self.stream.port,
-            data_key=self.stream.key,
+            f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number,
+            data_port=self.stream.port, data_key=self.stream.key,
         )  # fmt: skip
         self.store.endpoint = self.endpoint
         self.fetcher = Fetcher(host, create_transports(), self.store)
@@ -63,27 +57,16 @@ class Rank(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _start(self):
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(self, server)
+        add_transfer_service(server, {"Fetch": self._fetch, "TakeRelayed": self._take})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port
 
-    async def Fetch(self, request, context):
-        try:
-            async for response in serve_fetch(self.store, 1, request):
-                yield response
-        except RlhfError as error:
-            await self._fail(error, context)
+    def _fetch(self, request, context):
+        return serve_fetch(self.store, request)
 
-    async def TakeRelayed(self, request, context):
-        try:
-            return await self.fetcher.relays.take(request, context.time_remaining() - 0.2)
-        except RlhfError as error:
-            await self._fail(error, context)
-
-    async def _fail(self, error, context) -> None:
-        details = to_status(error, {}).SerializeToString()
-        await context.abort(error.code, str(error), trailing_metadata=((STATUS_KEY, details),))
+    async def _take(self, request, context):
+        return await self.fetcher.relays.take(request, context.time_remaining() - 0.2)
 
     def close(self, loop) -> None:
         self.on(loop, self.server.stop(None))

@@ -121,7 +121,7 @@ class Peer:
 
     async def fetch(self, request, context):
         chunks = 0
-        async for response in serve_fetch(self.store, self.epoch, request):
+        async for response in serve_fetch(self.store, request):
             if chunks == self.pause_after:
                 say(event="paused")
                 await asyncio.Event().wait()
