@@ -133,22 +133,17 @@ class TensorStore:
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
-    def read(self, shard_id: int, start: int, nbytes: int) -> memoryview:
-        """Bytes of a shard without a copy; see `ArenaReader.views`. `ArenaReader.check` tells afterwards whether
-        they held.
+    def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
+        """A copy of bytes of a shard, taken while it was certainly there.
 
         Raises:
             Refused: The shard was released.
             TransferError: The range reaches beyond the shard, or the shard was condemned.
         """
-        return self.reader.views([ByteRange(self._shard(shard_id), start, nbytes)])[0]
-
-    def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
-        """A copy of bytes of a shard, taken while it was certainly there. Errors as in `read`."""
         return self.copy(shard_id, start, nbytes, bytes)
 
     def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
-        """What `copy` makes of bytes of a shard that were certainly there while it ran. Errors as in `read`."""
+        """What `copy` makes of bytes of a shard that were certainly there while it ran. Errors as in `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)
@@ -156,7 +151,7 @@ class TensorStore:
 
     def view(self, shard_id: int, start: int, nbytes: int) -> memoryview:
         """The store's own memory, to be read by this process at once; `check` tells whether it held. Errors as in
-        `read`."""
+        `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         return self._memory(wanted.shard)[start : start + nbytes]
 

@@ -1043,7 +1043,7 @@ def test_a_rank_verifies_its_own_rows_too():
     with pytest.raises(TransferError, match="column 'x', shard 1: the bytes from 0 on do not match"):
         fetch(fetcher, batch)
     with pytest.raises(TransferError, match="is marked bad"):
-        store.read(1, 0, 1)
+        store.read_bytes(1, 0, 1)
     fetcher.close()
     store.close()
 

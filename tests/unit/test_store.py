@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nccl_transfer import arena
-from nccl_transfer.arena import ALIGNMENT, FreeList
+from nccl_transfer.arena import ALIGNMENT, ByteRange, FreeList
 from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
@@ -105,7 +105,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @invariant()
     def kept_shards_hold_their_bytes(self):
         for number, (_, array, shard) in self.kept.items():
-            assert bytes(self.store.read(number, 0, array.nbytes)) == array.tobytes()
+            assert self.store.read_bytes(number, 0, array.nbytes) == array.tobytes()
             self.store.reader.check([shard])
         assert self.store.stat().shards == len(self.kept)
 
@@ -144,7 +144,7 @@ def test_put_stores_row_major_little_endian_bytes(array):
     store = new_store()
     shard = store.put(array, LEASE)
     little_endian = array.astype(array.dtype.newbyteorder("<"))
-    assert bytes(store.read(shard.id, 0, shard.nbytes)) == little_endian.tobytes(order="C")
+    assert store.read_bytes(shard.id, 0, shard.nbytes) == little_endian.tobytes(order="C")
 
 
 def test_a_shard_is_filled_in_place():
@@ -240,7 +240,7 @@ def test_reading_a_released_shard_is_refused():
     store = new_store()
     shard = store.put(np.zeros(8), LEASE)
     store.release("run")
-    for read in (store.read, store.read_bytes):
+    for read in (store.view, store.read_bytes):
         with pytest.raises(Refused, match=f"shard {shard.id} was released"):
             read(shard.id, 0, 8)
 
@@ -259,15 +259,16 @@ def test_a_read_beyond_a_shard_is_refused():
     store = new_store()
     shard = store.put(np.zeros(8), LEASE)
     with pytest.raises(TransferError, match="beyond"):
-        store.read(shard.id, 60, 8)
+        store.read_bytes(shard.id, 60, 8)
 
 
 def test_what_a_reader_writes_into_its_view_nobody_else_sees():
     store = new_store()
     shard = store.put(np.zeros(16, np.uint8), LEASE)
-    view = store.read(shard.id, 0, 16)
+    (view,) = store.reader.views([ByteRange(shard, 0, 16)])
     view[:] = b"x" * 16
-    assert bytes(store.read(shard.id, 0, 16)) == bytes(16)
+    (again,) = store.reader.views([ByteRange(shard, 0, 16)])
+    assert bytes(again) == bytes(16)
     assert store.read_bytes(shard.id, 0, 16) == bytes(16)
 
 
@@ -314,7 +315,7 @@ def test_a_lease_released_while_its_shard_is_written_gives_nobody_else_that_plac
     other = store.put(np.zeros(64, np.uint8), Lease("new", 1))
     go_on.set()
     writer.join(10)
-    assert bytes(store.read(other.id, 0, 64)) == bytes(64)
+    assert store.read_bytes(other.id, 0, 64) == bytes(64)
     assert errors
     assert "was released while" in errors[0]
     assert store.release("new") == store.stat().peak_bytes // 2
@@ -329,7 +330,7 @@ def test_puts_and_releases_from_many_threads_keep_every_byte():
         for step in range(40):
             array = np.full(1 + 100 * number + step, number, np.uint8)
             shard = store.put(array, Lease(f"run {number}", step))
-            if bytes(store.read(shard.id, 0, shard.nbytes)) != array.tobytes():
+            if store.read_bytes(shard.id, 0, shard.nbytes) != array.tobytes():
                 failures.append((number, step))
             store.release(f"run {number}", step)
 
@@ -346,7 +347,7 @@ def test_closing_gives_descriptors_and_mappings_back_but_views_stay_good():
     before = arenas_open()
     store = new_store()
     shard = store.put(np.arange(4, dtype=np.uint8), LEASE)
-    view = store.read(shard.id, 0, 4)
+    (view,) = store.reader.views([ByteRange(shard, 0, 4)])
     store.close()
     assert bytes(view) == bytes(range(4))
     del view
