@@ -101,7 +101,7 @@ def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> N
     bad, good = (store.put(random_bytes(9), LEASE) for _ in range(2))
     assert store.condemn(bad.id)
     for read in (
-        lambda: store.read(bad.id, 0, 1),
+        lambda: store.view(bad.id, 0, 1),
         lambda: store.read_bytes(bad.id, 0, 1),
         lambda: store.reader.check([good, bad]),
     ):
