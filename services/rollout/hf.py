@@ -1,4 +1,4 @@
-"""The embedded rollout engine: a plain transformers model, a KV cache and a decoding loop of our own.
+"""The embedded rollout engine: transformers, a KV cache and a decoding loop of our own.
 
 `generate` of transformers draws all rows from one generator, so a row's text would depend on its neighbours; here
 each row draws from its own stream.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from services.engines.microbatch import assemble, cut
@@ -21,9 +21,9 @@ from services.rollout.base import (
     RolloutEngine,
     SamplingOptions,
     check_lengths,
-    check_names,
 )
-from services.rollout.sampling import choose, uniforms
+from services.rollout.decoder import Decoder, WholeDecoder
+from services.rollout.sampling import uniforms
 
 # Finished rows leave the batch once they are this share of it: to copy the cache costs about as much as the
 # copy that lets it grow by one token anyway.
@@ -31,30 +31,24 @@ _FINISHED_SHARE_TO_DROP = 0.125
 
 
 class HFRollout(RolloutEngine):
-    """Generates with its own copy of a causal language model, on the device and in the dtype it was loaded with.
+    """Generates with a causal language model, on the device and in the dtype it was loaded with.
 
     Args:
+        model: whole on this rank, or the decoder of one that is spread over several.
         token_budget: most positions of the KV cache, rows * (prompt + max_new_tokens), padding included; rows
             beyond it wait for the next batch.
     """
 
     name = "hf"
 
-    def __init__(self, model: PreTrainedModel, *, token_budget: int) -> None:
-        self._model = model.eval().requires_grad_(False)
-        self._device = model.device
+    def __init__(self, model: PreTrainedModel | Decoder, *, token_budget: int) -> None:
+        self._decoder = model if isinstance(model, Decoder) else WholeDecoder(model)
+        self._device = self._decoder.device
         self._token_budget = token_budget
         self._is_asleep = False
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = self._model.state_dict()
-        names = set()
-        for name, tensor in weights:
-            names.add(name)
-            if name in own:
-                own[name].copy_(tensor)
-        check_names(names, own.keys())
+        self._decoder.load_weights(weights)
 
     @torch.inference_mode()
     def generate(
@@ -69,9 +63,8 @@ class HFRollout(RolloutEngine):
         if self._is_asleep:
             raise RuntimeError("the rollout engine is asleep; wake it first")
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        check_lengths(lengths, sampling.max_new_tokens, limit)
-        meter = Meter(should_stop, progress)
+        check_lengths(lengths, sampling.max_new_tokens, self._decoder.max_positions)
+        meter = Meter(self._decoder.agreed(should_stop), progress)
         parts = cut(lengths + sampling.max_new_tokens, self._token_budget)
         responses = [
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
@@ -79,18 +72,12 @@ class HFRollout(RolloutEngine):
         return _in_order(parts, responses, sampling)
 
     def sleep(self) -> int:
-        return self._move_to(torch.device("cpu"), is_asleep=True)
+        self._is_asleep = True
+        return self._decoder.sleep()
 
     def wake(self) -> int:
-        return self._move_to(self._device, is_asleep=False)
-
-    def _move_to(self, device: torch.device, *, is_asleep: bool) -> int:
-        self._is_asleep = is_asleep
-        if self._model.device == device:
-            return 0
-        nn.Module.to(self._model, device)
-        torch.cuda.empty_cache()
-        return self._model.get_memory_footprint()
+        self._is_asleep = False
+        return self._decoder.wake()
 
     def _decode(
         self,
@@ -112,7 +99,7 @@ class HFRollout(RolloutEngine):
         num_running = num_rows
         context, logits_BV = self._prefill(prompts)
         for n in range(num_steps):
-            tokens_B, log_probs_B = choose(logits_BV, sampling, uniforms_RN[rows_B, n])
+            tokens_B, log_probs_B = self._decoder.choose(logits_BV, sampling, uniforms_RN[rows_B, n])
             tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
             lengths_R[rows_B] += runs_B
             runs_B &= ~torch.isin(tokens_B, eos_ids)
@@ -136,7 +123,7 @@ class HFRollout(RolloutEngine):
             [(0,) * (longest - len(prompt)) + prompt for prompt in index], device=self._device
         )
         num_pads_U = torch.tensor([longest - len(prompt) for prompt in index], device=self._device)
-        context = _Context(DynamicCache(config=self._model.config), num_pads_U if num_pads_U.any() else None)
+        context = _Context(self._decoder.new_cache(), num_pads_U if num_pads_U.any() else None)
         logits_UV = self._forward(ids_UT, context)
         if len(index) == len(prompts):
             return context, logits_UV
@@ -146,14 +133,7 @@ class HFRollout(RolloutEngine):
 
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
         """Append `ids_BT` to the context; returns the logits [B, V] of the token after."""
-        output = self._model(
-            input_ids=ids_BT,
-            past_key_values=context.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **context.padding_arguments(ids_BT.shape[1]),
-        )
-        return output.logits[:, -1]
+        return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
 
 
 @dataclass(eq=False)

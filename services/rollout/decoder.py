@@ -1,0 +1,100 @@
+"""What a decoding loop asks of the model it runs: one step at a time, whole on this rank or spread over several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from services.rollout.base import SamplingOptions, check_names
+from services.rollout.sampling import choose
+
+
+class Decoder(ABC):
+    """A causal language model with a KV cache. The ranks that share one make all its calls together.
+
+    Attributes:
+        device: where its tensors are.
+        max_positions: most tokens of a sequence; None where the model has no limit.
+    """
+
+    device: torch.device
+    max_positions: int | None
+
+    @abstractmethod
+    def new_cache(self) -> DynamicCache:
+        """An empty KV cache for what this rank has of the model."""
+
+    @abstractmethod
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+        """Append `ids_BT` to the cache; returns the logits [B, V] of the token after.
+
+        Args:
+            padding: attention mask and position ids, where rows are padded.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As `RolloutEngine.load_weights`."""
+
+    @abstractmethod
+    def sleep(self) -> int:
+        """As `RolloutEngine.sleep`."""
+
+    @abstractmethod
+    def wake(self) -> int:
+        """As `RolloutEngine.wake`."""
+
+    def choose(
+        self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `sampling.choose`, the same on all ranks."""
+        return choose(logits_BV, sampling, uniforms_B)
+
+    def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether any rank is to stop: they only step together."""
+        return should_stop
+
+
+class WholeDecoder(Decoder):
+    """A plain transformers model, of which this rank has its own copy."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self.device = model.device
+        self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._model.config)
+
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+        output = self._model(
+            input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding
+        )
+        return output.logits[:, -1]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = self._model.state_dict()
+        names = set()
+        for name, tensor in weights:
+            names.add(name)
+            if name in own:
+                own[name].copy_(tensor)
+        check_names(names, own.keys())
+
+    def sleep(self) -> int:
+        return self._move_to(torch.device("cpu"))
+
+    def wake(self) -> int:
+        return self._move_to(self.device)
+
+    def _move_to(self, device: torch.device) -> int:
+        if self._model.device == device:
+            return 0
+        nn.Module.to(self._model, device)
+        torch.cuda.empty_cache()
+        return self._model.get_memory_footprint()
