@@ -77,7 +77,7 @@ def plain_vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
         kv_cache_memory_bytes=int(KV_CACHE_GB * (1 << 30)),
     )
     parameters = SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=0, detokenize=False)
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
 
     def run() -> int:
         # Or a turn would find its prompts in the cache.

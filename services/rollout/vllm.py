@@ -85,12 +85,15 @@ class VLLMRollout(RolloutEngine):
         self._tensor_parallel = table.tensor_parallel
         if not self._on_gpu:
             self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
+        # vLLM's declared types leave out what it takes here: dtypes by name, and no length for that of the model.
+        dtype_name: Any = str(dtype).removeprefix("torch.")
+        max_model_len: Any = table.max_model_len or None
         arguments = EngineArgs(
             model=str(directory),
             skip_tokenizer_init=True,
             generation_config="vllm",
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=table.max_model_len or None,
+            dtype=dtype_name,
+            max_model_len=max_model_len,
             max_num_seqs=table.max_num_seqs,
             tensor_parallel_size=table.tensor_parallel,
             kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
@@ -155,7 +158,8 @@ class VLLMRollout(RolloutEngine):
         completions: dict[int, Any] = {}
         try:
             while len(completions) < num_rows:
-                finished = {int(output.request_id): output.outputs[0] for output in self._engine.step()}
+                outputs: list[Any] = self._engine.step()
+                finished = {int(output.request_id): output.outputs[0] for output in outputs}
                 completions |= finished
                 num_tokens = sum(len(completion.token_ids) for completion in finished.values())
                 meter.advance(rows=len(finished), tokens=num_tokens)
@@ -198,7 +202,8 @@ class _OwnRanks(ExecutorWithExternalLauncher):
 
     def _distributed_args(self) -> tuple[str, int, int]:
         # vLLM names the shared memory of its tensor groups by what follows the last colon.
-        method = f"env://:{self.vllm_config.additional_config['identity']}"
+        config: Any = self.vllm_config.additional_config
+        method = f"env://:{config['identity']}"
         return method, dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -245,14 +250,15 @@ def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
         raise ValueError(
             f"vLLM samples at temperatures from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, got {sampling.temperature}"
         )
-    drawing = {
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    drawn: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "seed": seed,
     }
     return SamplingParams(
-        **({"temperature": 0.0} if sampling.greedy else drawing),
+        **(greedy if sampling.greedy else drawn),
         max_tokens=sampling.max_new_tokens,
         ignore_eos=True,
         stop_token_ids=list(sampling.eos_ids),

@@ -149,7 +149,7 @@ def test_dynamic_sampling_takes_the_first_groups_whose_scores_differ(seed: int, 
     rng = np.random.default_rng(seed)
     group = np.repeat(np.arange(6), rng.integers(1, 4, 6))
     scores = rng.integers(0, 2, len(group)).astype(float)
-    mixed = [number for number in range(6) if len({scores[i] for i in np.flatnonzero(group == number)}) > 1]
+    mixed = [number for number in range(6) if len(set(scores[group == number].tolist())) > 1]
     expected = [row for row, number in enumerate(group) if number in mixed[:most]]
     assert rows_to_learn_from(scores, group, most).tolist() == expected
     assert differs_within(scores, group).tolist() == [number in mixed for number in group]
