@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from services.engines.agreement import new_directory
 from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.heads import Head
+from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.sharded import ShardedEngine
+from services.engines.stage import FAMILIES
 from services.models import ValueModel, tensors_sha256, write_model
 
 Output = TypeVar("Output")
@@ -53,11 +55,12 @@ class FSDPEngine(ShardedEngine):
         self.data_rank = dist.get_rank()
         self.data_size = dist.get_world_size()
         self._model = model
+        self._reader = _Reader(model)
         if self.data_size > 1 or compute_dtype not in (None, next(model.parameters()).dtype):
-            _shard_blocks(model, device, compute_dtype, reshard_after_forward)
+            _shard_blocks(self._reader, device, compute_dtype, reshard_after_forward)
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
             with torch.no_grad(), self._resharding():
-                self._forward(blank().to(device))
+                self._reader(blank().to(device), _unread)
         else:
             nn.Module.to(model, device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
@@ -81,9 +84,9 @@ class FSDPEngine(ShardedEngine):
             outputs = []
             for micro_batch, is_ours in self._evened(micro_batches):
                 self._stop_together(should_stop())
-                raw = self._forward(micro_batch)
+                output = self._reader(micro_batch, head if is_ours else _unread)
                 if is_ours:
-                    outputs.append(head(raw, micro_batch))
+                    outputs.append(output)
                     progress(len(outputs))
             return outputs
 
@@ -100,12 +103,6 @@ class FSDPEngine(ShardedEngine):
             if is_writer:
                 write_model(self._model, weights, partial, tokenizer)
         return self._from_rank_0(tensors_sha256(weights.items()) if is_writer else "")
-
-    def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        output = self._model(
-            input_ids=micro_batch.input_ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored
-        )
-        return output if isinstance(output, Tensor) else output.logits
 
     def _evened(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches on the device, and blank ones that are not ours until no rank has more.
@@ -127,13 +124,13 @@ class FSDPEngine(ShardedEngine):
         )
         with self._resharding():
             for micro_batch, is_ours in self._evened(micro_batches):
-                raw = self._forward(micro_batch)
+                output = self._reader(micro_batch, head if is_ours else _unread)
                 if is_ours:
-                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
+                    loss, counts = loss_fn(output, micro_batch)
                     for name, count in counts.items():
                         stats[name] += count
                 else:
-                    loss = raw.sum() * 0
+                    loss = output * 0
                 loss.backward()
                 total += loss.detach()
         for name in self._trained_names:
@@ -161,12 +158,47 @@ class FSDPEngine(ShardedEngine):
         try:
             yield
         finally:
-            if isinstance(self._model, FSDPModule):
-                self._model.reset_iter_state()
+            if isinstance(self._reader, FSDPModule):
+                self._reader.reset_iter_state()
+
+
+class _Reader(nn.Module):
+    """A model and what a head reads off it, as one forward pass: so the weight of the output layer is gathered while
+    the head computes with it, chunk by chunk."""
+
+    def __init__(self, model: PreTrainedModel | ValueModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        return head(self._raw(micro_batch), micro_batch)
+
+    def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
+        model: Any = self.model
+        ids_BT = micro_batch.input_ids_BT
+        output_layer = _output_layer(model)
+        if output_layer is None:
+            output = model(input_ids=ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored)
+            return output if isinstance(output, Tensor) else output.logits
+        hidden_BTH = model.get_decoder()(input_ids=ids_BT, use_cache=False).last_hidden_state
+        return DeferredLogits(hidden_BTH, output_layer)
+
+
+def _output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
+    """What makes logits of hidden states, of families known to multiply and do nothing else; None of other models."""
+    if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
+        return None
+    layer = model.get_output_embeddings()
+    return OutputLayer(layer.weight) if type(layer) is nn.Linear else None
+
+
+def _unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
+    """A head that makes a scalar of all, for a micro-batch of which nothing counts."""
+    return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
 
 
 def _shard_blocks(
-    model: PreTrainedModel | ValueModel,
+    reader: _Reader,
     device: torch.device,
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool,
@@ -174,7 +206,7 @@ def _shard_blocks(
     """Shard each transformer block on its own, and embeddings, norm and head together as the root."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in [*_blocks(model), model]:
+    for module in [*_blocks(reader.model), reader]:
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
         )

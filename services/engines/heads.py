@@ -2,8 +2,8 @@
 
 A head is a function of the model's raw output and the micro-batch, so every engine shares it, whichever way the
 engine came by the output. The raw output covers the last K positions of the sequences, where K is at least
-`MicroBatch.num_scored`: values as a tensor [B, K], logits as a tensor [B, K, V] or, where no rank holds those of all
-tokens, as `Logits`.
+`MicroBatch.num_scored`: values as a tensor [B, K]; of a policy what logits are made of, `DeferredLogits`, so that they
+never exist for all positions at once, or, where a model does more than multiply, its logits [B, K, V].
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from services.engines.logits import Logits, WholeLogits, at_least_float32
+from services.engines.logits import DeferredLogits, at_least_float32
 from services.engines.microbatch import MicroBatch
 
 Output = TypeVar("Output")
@@ -38,7 +36,9 @@ class PolicyOutput:
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """Logits [B, K, V] to log-probabilities and entropy under softmax(logits / temperature).
+    """Logits [B, K, V] to log-probabilities and entropy under softmax(logits / temperature); both are 0 in the padding.
+
+    Only positions that predict a response token are looked at.
 
     Args:
         temperature: above 0. The policy that sampled is the one at the sampling temperature, so give that one.
@@ -48,22 +48,30 @@ class PolicyHead:
     temperature: float = 1.0
     entropy_gradient: bool = False
 
-    def __call__(self, raw: Tensor | Logits, micro_batch: MicroBatch) -> PolicyOutput:
-        logits = raw if isinstance(raw, Logits) else WholeLogits(at_least_float32(raw))
-        if self.temperature != 1.0:
-            logits = logits.divided(self.temperature)
-        log_normalizer_BK = logits.log_normalizer()
-        # The last position predicts a token that is not there: any id will do.
-        next_ids_BK = F.pad(micro_batch.input_ids_BT, (0, 1))[:, -log_normalizer_BK.shape[1] :]
-        log_probs_BK = logits.of_tokens(next_ids_BK) - log_normalizer_BK
-        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy_BK = log_normalizer_BK - logits.expected(log_normalizer_BK)
-        return PolicyOutput(_predicting(log_probs_BK, micro_batch), _predicting(entropy_BK, micro_batch))
+    def __call__(self, raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> PolicyOutput:
+        logits = raw if isinstance(raw, DeferredLogits) else DeferredLogits(raw)
+        mask_BR, ids_BT = micro_batch.response_mask_BR, micro_batch.input_ids_BT
+        rows_N = mask_BR.nonzero()[:, 0]
+        predicting_N = micro_batch.predicting_BR[mask_BR]
+        skipped = ids_BT.shape[1] - logits.hidden_BKH.shape[1]
+        log_probs_N, entropy_N = logits.layer.scores(
+            logits.hidden_BKH[rows_N, predicting_N - skipped],
+            ids_BT[rows_N, predicting_N + 1],
+            self.temperature,
+        )
+        if not self.entropy_gradient:
+            entropy_N = entropy_N.detach()
+        return PolicyOutput(_grid(log_probs_N, mask_BR), _grid(entropy_N, mask_BR))
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Values [B, K] of all positions to those [B, R] of the states in which response tokens are chosen."""
     return _predicting(at_least_float32(values_BK), micro_batch)
+
+
+def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
+    """The values of all response tokens end to end as [B, R], 0 in the padding."""
+    return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)
 
 
 def _predicting(x_BK: Tensor, micro_batch: MicroBatch) -> Tensor:

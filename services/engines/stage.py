@@ -16,7 +16,7 @@ from rlhf import meshes
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.layout import layouts_of, style_of
-from services.engines.logits import Logits
+from services.engines.logits import DeferredLogits
 from services.engines.microbatch import MicroBatch
 from services.engines.tensor_parallel import (
     ColumnParallelLinear,
@@ -67,7 +67,7 @@ class ModelStage:
         compute_dtype: torch.dtype,
         with_value_head: bool = False,
     ) -> None:
-        self._groups, self._device = groups, device
+        self._groups, self._device, self._compute_dtype = groups, device, compute_dtype
         self._autocast = partial(
             torch.autocast, device.type, dtype=compute_dtype, enabled=compute_dtype != dtype
         )
@@ -104,8 +104,9 @@ class ModelStage:
                 incoming_BTH = self._embedding(micro_batch.input_ids_BT)
             return self._backbone(inputs_embeds=incoming_BTH, use_cache=False).last_hidden_state
 
-    def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | Logits:
-        """What heads read, of the last `num_scored` positions: logits, or values [B, K]. On the last stage only."""
+    def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
+        """What heads read, of the last `num_scored` positions: logits to be, or values [B, K]. On the last stage
+        only."""
         with self._autocast():
             raw = self._head(hidden_BTH[:, -micro_batch.num_scored :])
         return raw[..., 0] if isinstance(raw, Tensor) else raw
@@ -193,7 +194,9 @@ class ModelStage:
                 self.layouts[name].kept_shape, dtype=embedding.weight.dtype, device=self._device
             )
             self.parameters[name] = nn.Parameter(kept)
-        self._head = VocabularyParallelHead(self.parameters[name], self.config.vocab_size, groups.tensor)
+        self._head = VocabularyParallelHead(
+            self.parameters[name], self.config.vocab_size, groups.tensor, self._compute_dtype
+        )
 
     def _load(self, directory: Path) -> None:
         with torch.no_grad(), WeightsReader(directory) as reader:

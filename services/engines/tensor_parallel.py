@@ -6,8 +6,7 @@ activation is whole on every rank, unless it went into a layer that is cut by co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from services.engines.logits import Logits, at_least_float32
-
-PADDING_LOGIT = -1e30
-"""Of tokens that do not exist: far below any other, and still finite when multiplied by its probability, 0."""
+from services.engines.logits import DeferredLogits, OutputLayer, rows_of
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -95,7 +91,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self._padding_row = padding_row if 0 <= padding_row < num_rows else None
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        rows_BT, is_ours_BT = _rows(ids_BT, self._first_id, len(self.weight))
+        rows_BT, is_ours_BT = rows_of(ids_BT, self._first_id, len(self.weight))
         ours_BTH = F.embedding(rows_BT, self.weight, self._padding_row) * is_ours_BT[..., None]
         return sum_over(ours_BTH, self._group)
 
@@ -103,60 +99,29 @@ class VocabularyParallelEmbedding(nn.Module):
 class VocabularyParallelHead(nn.Module):
     """An output layer of which each rank computes the logits of some tokens. Weight [padded vocabulary / t, hidden].
 
+    No rank ever has the logits of all tokens: only sums and maxima over the vocabulary are exchanged, a few numbers
+    per position.
+
     Args:
         weight: Of this rank.
         vocabulary: Number of tokens that exist; the others are padding.
+        compute_dtype: Of the matrix product.
     """
 
-    def __init__(self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup) -> None:
+    def __init__(
+        self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup, compute_dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._compute_dtype = group, compute_dtype
         self._first_id = group.rank() * len(weight)
         self._num_real = min(max(vocabulary - self._first_id, 0), len(weight))
         self.weight = weight
 
-    def forward(self, hidden_BKH: Tensor) -> ShardedLogits:
-        logits_BKV = at_least_float32(F.linear(fan_out(hidden_BKH, self._group), self.weight))
-        if self._num_real < len(self.weight):
-            is_padding_V = torch.arange(len(self.weight), device=logits_BKV.device) >= self._num_real
-            logits_BKV = logits_BKV.masked_fill(is_padding_V, PADDING_LOGIT)
-        return ShardedLogits(logits_BKV, self._first_id, self._group)
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedLogits(Logits):
-    """The logits of the tokens from `first_id` on; those of the others are on the other ranks of the group. No rank
-    ever holds them all: only sums and maxima over the vocabulary are exchanged, one number per position."""
-
-    values_BKV: Tensor
-    first_id: int
-    group: ProcessGroup
-
-    def divided(self, temperature: float) -> Self:
-        return replace(self, values_BKV=self.values_BKV / temperature)
-
-    def of_tokens(self, ids_BK: Tensor) -> Tensor:
-        columns_BK, is_ours_BK = _rows(ids_BK, self.first_id, self.values_BKV.shape[-1])
-        ours_BK = self.values_BKV.gather(-1, columns_BK[..., None])[..., 0] * is_ours_BK
-        return sum_over(ours_BK, self.group)
-
-    def log_normalizer(self) -> Tensor:
-        largest_BK = self.values_BKV.detach().amax(dim=-1)
-        dist.all_reduce(largest_BK, dist.ReduceOp.MAX, group=self.group)
-        ours_BK = (self.values_BKV - largest_BK[..., None]).exp().sum(dim=-1)
-        return largest_BK + sum_over(ours_BK, self.group).log()
-
-    def expected(self, log_normalizer_BK: Tensor) -> Tensor:
-        log_normalizer_BK = fan_out(log_normalizer_BK, self.group)
-        probabilities_BKV = (self.values_BKV - log_normalizer_BK[..., None]).exp()
-        return sum_over((probabilities_BKV * self.values_BKV).sum(dim=-1), self.group)
-
-
-def _rows(ids: Tensor, first_id: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where tokens are among the `count` of a rank (0 where they are not), and whether they are there."""
-    rows = ids - first_id
-    is_ours = (rows >= 0) & (rows < count)
-    return torch.where(is_ours, rows, 0), is_ours
+    def forward(self, hidden_BKH: Tensor) -> DeferredLogits:
+        layer = OutputLayer(
+            self.weight, self._num_real, self._first_id, self._group, compute_dtype=self._compute_dtype
+        )
+        return DeferredLogits(fan_out(hidden_BKH, self._group), layer)
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
