@@ -17,6 +17,7 @@ POLICY = (
     *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
     "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
     "rollout_correction_level", "rollout_correction_low", "rollout_correction_high",
+    "max_log_prob_drift",
 )  # fmt: skip
 CRITIC = ("critic_epochs", "value_clip")
 REWARD = ("on_failed_reward", "reward_retries")

@@ -136,6 +136,20 @@ class RolloutTable(Strict):
     """Keep the k most probable tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response too, as `["\\n\\n"]`: with the token that completes one, which stays; the response's
+    text ends before it."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the policy's whole distribution."""
+        return bool(self.top_k) or self.top_p < 1
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutTable:
+        if not all(self.stop):
+            raise ValueError(f"stop: a text is empty in {list(self.stop)}")
+        return self
 
 
 class AlgorithmTable(Strict):
@@ -194,6 +208,9 @@ class AlgorithmTable(Strict):
     """Smallest ratio that mask keeps."""
     rollout_correction_high: float = Field(default=2.0, gt=0)
     """Largest ratio that mask keeps, and what truncate bounds it to."""
+    max_log_prob_drift: NotNegative = 0.0
+    """The run ends where the training engine finds another log-probability of a token than the rollout engine sampled
+    it with, by more than this; 0: however far they are apart."""
     pretrain_coefficient: NotNegative = 0.0
     """Weight of the loss of the texts of data.pretrain in the actor's."""
     on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
@@ -268,8 +285,8 @@ class Config(Strict):
         self._check_batch()
         self._check_kl()
         self._check_correction()
-        truncates = self.rollout.top_k or self.rollout.top_p < 1
-        if truncates and not self.algorithm.recompute_log_probs:
+        self._check_drift()
+        if self.rollout.truncates and not self.algorithm.recompute_log_probs:
             raise ValueError(
                 "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
                 "log-probabilities are those of the truncated distribution, the update's are not"
@@ -324,6 +341,19 @@ class Config(Strict):
             raise ValueError(
                 f"algorithm.rollout_correction_low: {algorithm.rollout_correction_low:g} is not below "
                 f"rollout_correction_high, {algorithm.rollout_correction_high:g}"
+            )
+
+    def _check_drift(self) -> None:
+        if not self.algorithm.max_log_prob_drift:
+            return
+        if not self.algorithm.recompute_log_probs:
+            raise ValueError(
+                "algorithm.max_log_prob_drift: needs recompute_log_probs: there is nothing to compare else"
+            )
+        if self.rollout.truncates:
+            raise ValueError(
+                "algorithm.max_log_prob_drift: does not go with rollout.top_k or rollout.top_p: the rollout's "
+                "log-probabilities are those of the truncated distribution, the training engine's are not"
             )
 
     def _check_addresses(self) -> None:

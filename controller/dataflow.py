@@ -137,6 +137,16 @@ class FutureBatch:
         calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
         return FutureBatch(sum(batch.rows for batch in batches), joined, calls)
 
+    def checked(self, check: Callable[[CallRecord], CallRecord]) -> FutureBatch:
+        """The same rows, once every call that makes them has passed; what `check` raises is what becomes of them."""
+        calls = tuple(then(call, check) for call in self.calls)
+        passed: Future[Any] = all_of(calls)
+        columns = {
+            name: then(all_of([passed, column]), lambda values: values[1])
+            for name, column in self.columns.items()
+        }
+        return FutureBatch(self.rows, columns, calls)
+
     def __getitem__(self, name: str) -> Future[Column]:
         if name not in self.columns:
             raise InvalidRequest(f"the batch has no column {name!r}; it has {sorted(self.columns)}")

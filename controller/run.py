@@ -15,6 +15,7 @@ from controller.data import PromptData, TextData
 from controller.dataflow import CallRecord, FutureBatch, results
 from controller.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
 from controller.loader import Loader
+from controller.parity import DriftCheck, parity_metrics
 from controller.recorder import Recorder
 from controller.rewards import Failures, Reward
 from controller.tracking.metrics import Sample
@@ -55,15 +56,25 @@ class Actor:
             top_k=rollout.top_k,
             top_p=rollout.top_p,
             max_new_tokens=rollout.max_response_tokens,
+            stop=rollout.stop,
         )
         wanted = self._run.rewards_want_text if return_text is None else return_text
         return self._group.generate_sequences(prompts, sampling, return_text=wanted)
 
     def compute_log_prob(self, batch: FutureBatch) -> FutureBatch:
-        """log_probs under the weights that sampled: recomputed by the training engine, or the rollout's own."""
-        if self._run.config.algorithm.recompute_log_probs:
-            return self._group.compute_log_prob(batch, self._run.config.rollout.temperature)
-        return FutureBatch(batch.rows, {"log_probs": batch["rollout_log_probs"]}, batch.calls)
+        """log_probs under the weights that sampled: recomputed by the training engine, or the rollout's own.
+
+        Raises:
+            RlhfError: The two are further apart than the config allows; when resolved.
+        """
+        config = self._run.config
+        if not config.algorithm.recompute_log_probs:
+            return FutureBatch(batch.rows, {"log_probs": batch["rollout_log_probs"]}, batch.calls)
+        if config.rollout.truncates:
+            batch = batch.drop("rollout_log_probs")
+        made = self._group.compute_log_prob(batch, config.rollout.temperature)
+        check = DriftCheck(self._run.step, config.algorithm.max_log_prob_drift)
+        return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
         """One update, by the losses and the schedule of the config; of the columns only what these have a use for
@@ -285,6 +296,11 @@ class Run:
         return RewardModel(self, self._group(name, RewardGroup))
 
     @property
+    def step(self) -> int:
+        """Number of the step that is under way; 0 before the first."""
+        return self._cluster.session.step
+
+    @property
     def rewards_want_text(self) -> bool:
         """Whether any reward scores text, so that responses have to come as text too."""
         return any(isinstance(g, RewardGroup) and g.wants_text for g in self._cluster.groups.values())
@@ -414,7 +430,7 @@ class Run:
             metrics["response/length_mean"] = responses / max(batch.rows, 1)
             metrics["time/tokens_per_s"] = tokens / seconds
         memory = {f"mem/{name}_bytes": float(value) for name, value in self._cluster.memory().items()}
-        return metrics | transfer_metrics(step.records) | stages | memory
+        return metrics | parity_metrics(step.records) | transfer_metrics(step.records) | stages | memory
 
     def _stage(self, record: CallRecord) -> str:
         """The method, with its service where that is not named like its role: there are two of the role."""

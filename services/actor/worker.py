@@ -15,6 +15,7 @@ from rlhf.config import ActorTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
+from services.actor.parity import rollout_parity
 from services.engines.base import LossFn
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch
@@ -24,6 +25,7 @@ from services.ranks import Ranks
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from services.rollout.stops import StopStrings
 from services.worker import CallContext, Result, Rows, register, require
 
 
@@ -66,7 +68,7 @@ class ActorWorker(ModelWorker):
             "rollout_log_probs": generation.log_probs,
         }
         if request.return_text:
-            columns["response"] = self._decode(generation.responses)
+            columns["response"] = self._response_texts(generation.responses, options.stop)
         finished = sum(reason == "stop" for reason in generation.finish_reasons)
         return Result(columns, {"finished": (finished, rows.count)})
 
@@ -79,7 +81,11 @@ class ActorWorker(ModelWorker):
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
         entropy = per_token(computed, lambda output: output.entropy_BR, sequences[1].lengths)
         total = float(entropy.values.double().sum())
-        return Result({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))})
+        fields = {}
+        if "rollout_log_probs" in rows and self.engine.sees_outputs:
+            rollout = self.column(rows, "rollout_log_probs")
+            fields["parity"] = rollout_parity(rollout.values, log_probs.values)
+        return Result({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))}, fields)
 
     @register("3D_PROTO")
     def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
@@ -187,7 +193,13 @@ class ActorWorker(ModelWorker):
             temperature=sampling.temperature or 1.0 if sampling.greedy else sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p or 1.0,
+            stop=self._stop_strings(tuple(sampling.stop)),
         )
+
+    def _stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
+        if not texts:
+            return None
+        return StopStrings(texts, self._decode, frozenset(self.tokenizer.all_special_ids))
 
     def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
         return self.tokenizer(prompts)["input_ids"] if prompts else []
@@ -197,8 +209,12 @@ class ActorWorker(ModelWorker):
         ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
         return ids if self.eos_id is None else [*ids, self.eos_id]
 
-    def _decode(self, responses: Jagged[Tensor]) -> list[str]:
+    def _response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
         rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
+        texts = self._decode(rows)
+        return [stop.cut(text) for text in texts] if stop else texts
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def _pretraining(self, rows: Rows, coefficient: float, call: CallContext) -> Term[PolicyOutput] | None:

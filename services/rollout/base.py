@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
+from services.rollout.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +31,7 @@ class SamplingOptions:
         temperature: divides the logits.
         top_k: keep the k most probable tokens, and those as probable as the k-th; 0 keeps all.
         top_p: of these keep the smallest set of most probable tokens whose probability reaches top_p.
+        stop: texts that end a response too; None: none.
 
     Raises:
         ValueError: a number out of its range.
@@ -41,6 +43,7 @@ class SamplingOptions:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -60,11 +63,12 @@ class Generation:
     """Responses in the order of the prompts, on the device of the engine.
 
     Args:
-        responses: token ids, int64; a response that was not cut short ends with its end-of-sequence token.
+        responses: token ids, int64; a response that was not cut short ends with its end-of-sequence token, or with
+            the token that completed a stop string: all that was sampled, so that it goes with the log-probabilities.
         log_probs: log-probability of each of these tokens under the distribution it was drawn from, that is after
             temperature, top-k and top-p, in nats, float32. Greedy tokens are drawn from none: theirs are under
             the model's own distribution.
-        finish_reasons: per row, "stop" at an end-of-sequence token, "length" at `max_new_tokens`.
+        finish_reasons: per row, "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`.
     """
 
     responses: Jagged[Tensor]

@@ -46,6 +46,10 @@ class HFRollout(RolloutEngine):
         self._device = self._decoder.device
         self._token_budget = token_budget
         self._is_asleep = False
+        if self._device.type == "cpu":
+            self.limits = (
+                "rollout engine hf: Offload frees nothing, its weights are in host memory already",
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._decoder.load_weights(weights)
@@ -69,7 +73,7 @@ class HFRollout(RolloutEngine):
         responses = [
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
         ]
-        return _in_order(parts, responses, sampling)
+        return _in_order(parts, responses)
 
     def sleep(self) -> int:
         self._is_asleep = True
@@ -93,6 +97,8 @@ class HFRollout(RolloutEngine):
         tokens_RN = torch.zeros((num_rows, num_steps), dtype=torch.int64, device=self._device)
         log_probs_RN = torch.zeros((num_rows, num_steps), dtype=torch.float32, device=self._device)
         lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
+        watch = sampling.stop.watch(num_rows) if sampling.stop else None
 
         rows_B = torch.arange(num_rows, device=self._device)
         runs_B = torch.ones(num_rows, dtype=torch.bool, device=self._device)
@@ -102,7 +108,11 @@ class HFRollout(RolloutEngine):
             tokens_B, log_probs_B = self._decoder.choose(logits_BV, sampling, uniforms_RN[rows_B, n])
             tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
             lengths_R[rows_B] += runs_B
-            runs_B &= ~torch.isin(tokens_B, eos_ids)
+            ends_B = torch.isin(tokens_B, eos_ids)
+            if watch:
+                ends_B |= torch.tensor(watch.ended(rows_B.tolist(), tokens_B.tolist()), device=self._device)
+            stopped_R[rows_B] |= ends_B & runs_B
+            runs_B &= ~ends_B
             num_ran, num_running = num_running, int(runs_B.sum()) if n + 1 < num_steps else 0
             meter.advance(rows=num_ran - num_running, tokens=num_ran)
             if not num_running:
@@ -112,7 +122,7 @@ class HFRollout(RolloutEngine):
                 context.select(kept)
                 rows_B, runs_B, tokens_B = rows_B[kept], runs_B[kept], tokens_B[kept]
             logits_BV = self._forward(tokens_B[:, None], context)
-        return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy())
+        return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy(), stopped_R.cpu().numpy())
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[_Context, Tensor]:
         """Compute each distinct prompt once; returns the context of every row and its next-token logits [R, V]."""
@@ -160,21 +170,22 @@ class _Context:
 
 @dataclass(frozen=True, eq=False)
 class _Responses:
-    """Responses of R rows, padded to N = max_new_tokens; `lengths_R` tokens of each are real."""
+    """Responses of R rows, padded to N = max_new_tokens; `lengths_R` tokens of each are real, and those of
+    `stopped_R` have an end of their own."""
 
     tokens_RN: Tensor
     log_probs_RN: Tensor
     lengths_R: np.ndarray
+    stopped_R: np.ndarray
 
 
-def _in_order(
-    parts: Sequence[np.ndarray], responses: Sequence[_Responses], sampling: SamplingOptions
-) -> Generation:
+def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> Generation:
     """Put the responses to the prompts of each part back into the order of the prompts."""
     lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
+    stopped = np.empty(len(lengths), dtype=bool)
     tokens, log_probs = [], []
     for part, decoded in zip(parts, responses, strict=True):
-        lengths[part] = decoded.lengths_R
+        lengths[part], stopped[part] = decoded.lengths_R, decoded.stopped_R
         position_N = torch.arange(decoded.tokens_RN.shape[1])
         real_RN = (position_N < torch.from_numpy(decoded.lengths_R)[:, None]).to(decoded.tokens_RN.device)
         tokens.append(decoded.tokens_RN[real_RN])
@@ -184,12 +195,8 @@ def _in_order(
             raise FloatingPointError(
                 f"the output of the rollout model is not finite, first seen in row {row}"
             )
-    generated = assemble(parts, tokens, lengths)
-    last_tokens = generated.values[
-        torch.from_numpy(np.cumsum(lengths) - 1).to(generated.values.device)
-    ].tolist()
     return Generation(
-        responses=generated,
+        responses=assemble(parts, tokens, lengths),
         log_probs=assemble(parts, log_probs, lengths),
-        finish_reasons=["stop" if token in sampling.eos_ids else "length" for token in last_tokens],
+        finish_reasons=["stop" if ended else "length" for ended in stopped],
     )

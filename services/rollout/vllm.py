@@ -30,6 +30,7 @@ from services.rollout.base import (
     check_lengths,
     check_names,
 )
+from services.rollout.stops import StopWatch
 
 # vLLM reads some of them when it is imported. Its engine is to run in this process, on the threads this process has;
 # the log is this service's; and nothing is sent home.
@@ -145,7 +146,8 @@ class VLLMRollout(RolloutEngine):
         self._engine.reset_prefix_cache()
         for row, prompt in enumerate(prompts):
             self._engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, requests[row])
-        completions = self._run(len(prompts), Meter(self._agreed(should_stop), progress))
+        watch = sampling.stop.watch(len(prompts)) if sampling.stop else None
+        completions = self._run(len(prompts), watch, Meter(self._agreed(should_stop), progress))
         try:
             return _generation(completions)
         except FloatingPointError:
@@ -153,19 +155,31 @@ class VLLMRollout(RolloutEngine):
             self._engine.collective_rpc(_zero_kv_cache)
             raise
 
-    def _run(self, num_rows: int, meter: Meter) -> list[Any]:
+    def _run(self, num_rows: int, watch: StopWatch | None, meter: Meter) -> list[Any]:
         """Steps the engine until every row is complete; returns vLLM's outputs, in the order of the rows."""
         completions: dict[int, Any] = {}
         try:
             while len(completions) < num_rows:
                 outputs: list[Any] = self._engine.step()
-                finished = {int(output.request_id): output.outputs[0] for output in outputs}
+                stepped = {int(output.request_id): output.outputs[0] for output in outputs}
+                if watch:
+                    self._end_at_stop_strings(stepped, watch)
+                finished = {row: each for row, each in stepped.items() if each.finish_reason}
                 completions |= finished
                 num_tokens = sum(len(completion.token_ids) for completion in finished.values())
                 meter.advance(rows=len(finished), tokens=num_tokens)
         finally:
             self._engine.abort_request([str(row) for row in range(num_rows) if row not in completions])
         return [completions[row] for row in range(num_rows)]
+
+    def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopWatch) -> None:
+        """Marks the completions that have just come to a stop string as finished, and has vLLM go on without them."""
+        rows = list(stepped)
+        ended = watch.ended(rows, [stepped[row].token_ids[-1] for row in rows])
+        stopped = [row for row, ends in zip(rows, ended, strict=True) if ends]
+        self._engine.abort_request([str(row) for row in stopped if not stepped[row].finish_reason])
+        for row in stopped:
+            stepped[row].finish_reason = "stop"
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Whether any rank of the tensor group is to stop: they only step together."""
@@ -265,7 +279,8 @@ def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Stop strings are looked for here, token by token: vLLM would need a tokenizer, and might find others than hf.
+        output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from nccl_transfer.columns import Jagged
 from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.parity import rollout_parity
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
@@ -25,6 +27,7 @@ from services.models import load_causal_lm
 from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds
+from services.rollout.stops import StopStrings
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -118,7 +121,7 @@ def engine(started: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
     return started
 
 
-def rows(column: Jagged[Tensor]) -> list[list[float]]:
+def rows(column: Jagged[Tensor]) -> list[list[Any]]:
     return [column.row(i).tolist() for i in range(column.rows)]
 
 
@@ -226,6 +229,52 @@ def test_without_end_tokens_every_response_has_full_length(engine: RolloutEngine
     assert generation.finish_reasons == ["length"] * len(PROMPTS)
 
 
+def spell(rows: list[list[int]]) -> list[str]:
+    """A character for each token."""
+    return ["".join(chr(ord("A") + token) for token in row) for row in rows]
+
+
+def stopping_at(options: SamplingOptions, *texts: str) -> SamplingOptions:
+    return replace(options, stop=StopStrings(texts, spell))
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(engine: RolloutEngine) -> None:
+    whole = engine.generate(PROMPTS, LONG, SEEDS)
+    texts = spell(rows(whole.responses))
+    options = stopping_at(LONG, texts[0][7:9], texts[1][3], texts[2][30:33])
+    ended = engine.generate(PROMPTS, options, SEEDS)
+    assert options.stop
+    for i, text in enumerate(texts):
+        ends = [text.find(stop) + len(stop) for stop in options.stop.texts if stop in text]
+        length = min(ends, default=LONG.max_new_tokens)
+        assert ended.responses.row(i).tolist() == whole.responses.row(i).tolist()[:length]
+        torch.testing.assert_close(
+            ended.log_probs.row(i), whole.log_probs.row(i)[:length], atol=PARITY, rtol=0
+        )
+        assert ended.finish_reasons[i] == ("stop" if ends else "length")
+    assert len(set(ended.responses.lengths.tolist())) > 2, "rows must end at different times"
+
+
+def test_a_stop_string_at_the_last_token_is_a_stop(engine: RolloutEngine) -> None:
+    options = SamplingOptions(max_new_tokens=9, temperature=1.3)
+    text = spell(rows(engine.generate(PROMPTS[:1], options, SEEDS[:1]).responses))[0]
+    generation = engine.generate(PROMPTS[:1], stopping_at(options, text[5:]), SEEDS[:1])
+    assert generation.responses.lengths.tolist() == [9]
+    assert generation.finish_reasons == ["stop"]
+
+
+def test_a_stop_string_leaves_nothing_for_the_next_generation(engine: RolloutEngine) -> None:
+    expected = engine.generate(PROMPTS, LONG, SEEDS)
+    first = chr(ord("A") + int(expected.responses.values[0]))
+    reports: list[tuple[int, int]] = []
+    ended = engine.generate(
+        PROMPTS, stopping_at(LONG, first), SEEDS, progress=lambda *counts: reports.append(counts)
+    )
+    assert ended.responses.lengths[0] == 1
+    assert reports[-1] == (len(PROMPTS), len(ended.responses.values))
+    assert same(expected, engine.generate(PROMPTS, LONG, SEEDS))
+
+
 def test_a_row_may_fill_the_model_to_its_last_position(engine: RolloutEngine) -> None:
     options = SamplingOptions(max_new_tokens=12)
     generation = engine.generate([[1] * (POSITIONS - 12)], options, SEEDS[:1])
@@ -303,6 +352,7 @@ def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(engine: RolloutE
     with pytest.raises(RuntimeError, match="asleep"):
         engine.generate(PROMPTS, SAMPLED, SEEDS)
     assert engine.wake() == freed
+    assert freed or any("Offload frees nothing" in limit for limit in engine.limits)
     assert same(expected, engine.generate(PROMPTS, SAMPLED, SEEDS))
 
 
@@ -367,7 +417,11 @@ def test_rollout_log_probs_are_the_training_engines_after_every_update(
 def test_without_a_learning_rate_nothing_drifts(engine: RolloutEngine, directory: Path) -> None:
     trainer = Trainer(directory, learning_rate=0.0)
     first = engine.generate(PROMPTS, LONG, SEEDS)
+    parity = rollout_parity(first.log_probs.values, trainer.log_probs(first))
+    assert parity.max_abs < PARITY
     for _ in range(10):
         trainer.update(first)
         engine.load_weights(trainer.engine.full_tensors())
-        assert same(first, engine.generate(PROMPTS, LONG, SEEDS))
+        again = engine.generate(PROMPTS, LONG, SEEDS)
+        assert same(first, again)
+        assert rollout_parity(again.log_probs.values, trainer.log_probs(again)) == parity

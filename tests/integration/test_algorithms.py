@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 
 from controller import algorithms, cli
 from controller.tracking.metrics import read_metrics
-from integration.harness import Cluster
-from rlhf.errors import InvalidRequest
+from integration.harness import Cluster, Service
+from rlhf.errors import InvalidRequest, RlhfError
 
 STEPS = 2
+PARITY = 1e-4
 SERVICES = {
     "actor": "actor",
     "critic": "critic",
@@ -116,6 +118,34 @@ def test_the_rollout_is_corrected_where_asked_and_was_hardly_off(
     for line in read_metrics(path)[1:]:
         assert line["actor/rollout_ratio"] == pytest.approx(1.0, abs=1e-3)
         assert line["actor/rollout_cut"] == 0
+
+
+def test_rollout_and_training_are_compared_in_every_step(cluster: Cluster, tmp_path: Path) -> None:
+    path, _ = run_on(cluster, tmp_path, "grpo")
+    for line in read_metrics(path)[1:]:
+        assert 0 < line["rollout/parity_mean_abs"] <= line["rollout/parity_max_abs"] < PARITY
+        assert 0 <= line["rollout/kl"] < PARITY**2
+
+
+def test_a_truncated_distribution_is_not_compared_with_the_whole(cluster: Cluster, tmp_path: Path) -> None:
+    path, _ = run_on(cluster, tmp_path, "grpo", rollout={"top_p": 0.9})
+    assert not [key for line in read_metrics(path) for key in line if key.startswith("rollout/")]
+
+
+def test_a_run_ends_before_the_update_where_rollout_and_training_drift_apart(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RlhfError, match=r"^step 1: .*actor's .* up to \S+ apart, .*max_log_prob_drift, 1e-12$"
+    ):
+        run_on(cluster, tmp_path, "grpo", algorithm={"max_log_prob_drift": 1e-12})
+    with closing(Service("actor", cluster.config.services["actor"].address)) as actor:
+        assert set(actor.versions) == {0}
+
+
+def test_a_run_within_its_drift_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    _, summary = run_on(cluster, tmp_path, "grpo", algorithm={"max_log_prob_drift": PARITY})
+    assert summary["steps"] == STEPS
 
 
 def test_dapo_ends_with_one_line_where_no_prompt_has_anything_to_teach(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import tomli_w
 from transformers import AutoModelForCausalLM
 
 from controller.config import Config
-from controller.tracking.metrics import read_metrics
+from controller.tracking.metrics import read_metrics, read_samples
 from integration.conftest import Task
 from integration.harness import (
     POLICY_LOSS,
@@ -151,22 +153,52 @@ def test_cancel_of_one_rank_ends_a_generation_and_the_next_one_works(actor: Serv
     assert generate(actor).rows == PROMPTS.rows
 
 
-def test_ppo_runs_end_to_end(up: Cluster, task: Task, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Finished:
+    """A run of `rlhf-controller`, its output and its directory."""
+
+    status: int
+    output: str
+    directory: Path
+
+
+def run_ppo(up: Cluster, path: Path, **algorithm: Any) -> Finished:
+    """`rlhf-controller --algo ppo` on the services that are up, whose actor generates with vLLM."""
     config = up.select(**{name: name for name in ("actor", *OTHERS)})
-    table = config.run.model_copy(update={"directory": tmp_path / "runs", "steps": STEPS})
-    path = write(config.model_copy(update={"run": table}), tmp_path / "run.toml")
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"directory": path / "runs", "steps": STEPS},
+        "rollout": {"stop": ("99",)},
+        "algorithm": algorithm,
+    }
+    updated = {table: getattr(config, table).model_copy(update=update) for table, update in changes.items()}
+    file = write(config.model_copy(update=updated), path / "run.toml")
     processes = Processes()
     try:
-        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path))
-        out, err = controller.communicate(timeout=RUN_TIMEOUT_S)
-        assert controller.returncode == 0, out + err
+        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(file))
+        output = "".join(controller.communicate(timeout=RUN_TIMEOUT_S))
+        (directory,) = (path / "runs").iterdir()
+        return Finished(controller.returncode, output, directory)
     finally:
         processes.kill()
-    (directory,) = (tmp_path / "runs").iterdir()
-    lines = [line for line in read_metrics(directory) if line["step"] > 0]
+
+
+def test_ppo_runs_end_to_end(up: Cluster, task: Task, tmp_path: Path) -> None:
+    run = run_ppo(up, tmp_path)
+    assert run.status == 0, run.output
+    lines = [line for line in read_metrics(run.directory) if line["step"] > 0]
     assert len(lines) == STEPS
     assert all(line["actor/grad_norm"] > 0 for line in lines)
-    assert json.loads((directory / "summary.json").read_text())["steps"] == STEPS
-    trained = AutoModelForCausalLM.from_pretrained(directory / "actor").state_dict()
+    assert all(0 < line["rollout/parity_max_abs"] < PARITY for line in lines)
+    assert json.loads((run.directory / "summary.json").read_text())["steps"] == STEPS
+    assert not any("99" in sample.response for _, sample in read_samples(run.directory))
+    trained = AutoModelForCausalLM.from_pretrained(run.directory / "actor").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
     assert any(not x.equal(initial[name]) for name, x in trained.items())
+
+
+def test_ppo_ends_where_vllm_drifts_from_training(up: Cluster, tmp_path: Path) -> None:
+    run = run_ppo(up, tmp_path, max_log_prob_drift=1e-12)
+    assert run.status == 1
+    assert re.search(
+        r"error: step 1: .*actor's .* up to \S+ apart, .*max_log_prob_drift, 1e-12$", run.output, re.M
+    )

@@ -4,6 +4,7 @@ and updates that happen whole or not at all."""
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,21 @@ def test_rollout_log_probs_equal_recomputed_ones_also_after_an_update(
     )
     assert len(set(rollout.lengths.tolist())) > 1
     assert_close(rollout, recomputed, 1e-4)
+
+
+def test_a_stop_string_ends_a_response_whose_text_ends_before_it(actor: Service, task: Task) -> None:
+    sampling = actor_pb2.Sampling(temperature=2.0, max_new_tokens=12, stop=["7", "12"])
+    made = actor.rows(
+        "generate_sequences", Batch.of(prompt=["12+3="] * 64), sampling=sampling, return_text=True
+    )
+    tokens = [row.tolist() for row in take_rows(actor.values(made, "response_ids"))]
+    whole = AutoTokenizer.from_pretrained(task.model).batch_decode(tokens, skip_special_tokens=True)
+    response: Any = made["response"]
+    stopped = [text.endswith(("7", "12")) for text in whole]
+    assert 0 < sum(stopped) < len(stopped)
+    for text, ends, shown in zip(whole, stopped, response.texts, strict=True):
+        assert not any(stop in text[:-1] for stop in sampling.stop)
+        assert shown == (re.sub("(7|12)$", "", text) if ends else text)
 
 
 @pytest.mark.parametrize("name", ["actor", "lone_actor"])

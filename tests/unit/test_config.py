@@ -72,6 +72,15 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             "algorithm.rollout_correction='mask'\nalgorithm.rollout_correction_low=3",
             r"rollout_correction_low: 3 is not below rollout_correction_high, 2",
         ),
+        (
+            "algorithm.max_log_prob_drift=0.1\nalgorithm.recompute_log_probs=false",
+            r"max_log_prob_drift: needs recompute_log_probs",
+        ),
+        (
+            "algorithm.max_log_prob_drift=0.1\nrollout.top_p=0.9",
+            r"max_log_prob_drift: does not go with rollout\.top_k or rollout\.top_p",
+        ),
+        ("rollout.stop=['END', '']", r"rollout: stop: a text is empty in \['END', ''\]"),
         ("algorithm.surrogate='trpo'", r"algorithm\.surrogate: .*'ppo', 'gspo' or 'cispo'.*given: 'trpo'"),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
     ],

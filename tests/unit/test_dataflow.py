@@ -8,7 +8,16 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from controller.dataflow import FutureBatch, Loop, Placement, all_of, resolve_after, resolved, then
+from controller.dataflow import (
+    CallRecord,
+    FutureBatch,
+    Loop,
+    Placement,
+    all_of,
+    resolve_after,
+    resolved,
+    then,
+)
 from nccl_transfer.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
@@ -30,6 +39,31 @@ def test_an_error_passes_through_to_whoever_asks() -> None:
     failed.set_exception(InvalidRequest("no"))
     with pytest.raises(InvalidRequest, match="no"):
         then(failed, lambda x: x + 1).result(TIMEOUT_S)
+
+
+def record(metrics: dict[str, float]) -> CallRecord:
+    return CallRecord("actor", "generate_sequences", 0.0, 1.0, metrics, 1, ())
+
+
+def test_rows_are_there_once_their_call_has_passed_a_check() -> None:
+    called: Future[CallRecord] = Future()
+    batch = FutureBatch(1, FutureBatch.of(x=np.array([1.0])).columns, (called,))
+    checked = batch.checked(lambda passed: passed)
+    assert not checked["x"].done()
+    called.set_result(record({"drift": 0.0}))
+    assert checked.result(["x"], TIMEOUT_S)["x"].values.tolist() == [1.0]  # type: ignore[union-attr]
+    assert checked.records(TIMEOUT_S) == batch.records(TIMEOUT_S)
+
+
+def test_what_a_check_raises_becomes_of_the_rows_and_the_call() -> None:
+    def refuse(_: CallRecord) -> CallRecord:
+        raise InvalidRequest("too far")
+
+    columns = FutureBatch.of(x=np.array([1.0])).columns
+    checked = FutureBatch(1, columns, (resolved(record({})),)).checked(refuse)
+    for ask in (lambda: checked.result(["x"], TIMEOUT_S), lambda: checked.records(TIMEOUT_S)):
+        with pytest.raises(InvalidRequest, match="too far"):
+            ask()
 
 
 def test_batches_of_other_sizes_are_not_joined() -> None:

@@ -1,0 +1,25 @@
+"""How far the training engine's log-probabilities are from those that the rollout engine sampled with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf.v1 import actor_pb2
+from services.losses import kl_penalty
+
+
+def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.RolloutParity:
+    """Largest and summed differences, in float64.
+
+    Args:
+        rollout_log_probs: what tokens were sampled with, [tokens].
+        log_probs: what the training engine finds for the same tokens at the same temperature, [tokens].
+    """
+    rollout, training = rollout_log_probs.double(), log_probs.double().to(rollout_log_probs.device)
+    differences = (training - rollout).abs()
+    return actor_pb2.RolloutParity(
+        tokens=len(differences),
+        max_abs=float(differences.max()) if len(differences) else 0.0,
+        sum_abs=float(differences.sum()),
+        sum_kl=float(kl_penalty(rollout, training, "k3").sum()),
+    )
