@@ -462,7 +462,14 @@ class RewardGroup(RoleGroup):
 
 def mesh_of(shape: worker_pb2.MeshShape) -> Mesh:
     """The mesh that a service describes."""
-    return Mesh(shape.pipeline, shape.tensor, shape.data, shape.generation_pipeline, shape.generation_tensor)
+    return Mesh(
+        shape.pipeline,
+        shape.tensor,
+        shape.data,
+        shape.generation_pipeline,
+        shape.generation_tensor,
+        usual_order=shape.usual_order,
+    )
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:

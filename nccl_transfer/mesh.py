@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf.errors import ConfigError
 
@@ -19,6 +19,8 @@ class Mesh:
     Args:
         pipeline, tensor, data: p, t and d.
         generation_pipeline, generation_tensor: pg and tg; 0 stands for p and t.
+        usual_order: Number the ranks in training in the usual order whatever the generation mesh is, so that shards
+            do not nest (HybridFlow-V, section 5.4). `micro_data_group` means nothing then.
 
     Raises:
         ConfigError: A size is below 1, or pg does not divide p, or tg does not divide t.
@@ -29,6 +31,7 @@ class Mesh:
     data: int = 1
     generation_pipeline: int = 0
     generation_tensor: int = 0
+    usual_order: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, whole in (("pipeline", self.pipeline), ("tensor", self.tensor), ("data", self.data)):
@@ -69,16 +72,21 @@ class Mesh:
 
     def position(self, rank: int) -> tuple[int, int, int]:
         """(pipeline stage, tensor index, data index) of a rank in training."""
+        if self.usual_order:
+            data, within = divmod(rank, self.pipeline * self.tensor)
+            return *divmod(within, self.tensor), data
         g_p, g_t, replica = self.generation_position(rank)
         data, within = divmod(replica, self.micro_data)
-        i_p, i_t = divmod(within, self._tensor_ratio)
-        return g_p * self._pipeline_ratio + i_p, g_t * self._tensor_ratio + i_t, data
+        i_p, i_t = divmod(within, self.tensor_ratio)
+        return g_p * self.pipeline_ratio + i_p, g_t * self.tensor_ratio + i_t, data
 
     def rank(self, pipeline: int, tensor: int, data: int) -> int:
         """The rank at a position in training."""
-        g_p, i_p = divmod(pipeline, self._pipeline_ratio)
-        g_t, i_t = divmod(tensor, self._tensor_ratio)
-        replica = (data * self._pipeline_ratio + i_p) * self._tensor_ratio + i_t
+        if self.usual_order:
+            return (data * self.pipeline + pipeline) * self.tensor + tensor
+        g_p, i_p = divmod(pipeline, self.pipeline_ratio)
+        g_t, i_t = divmod(tensor, self.tensor_ratio)
+        replica = (data * self.pipeline_ratio + i_p) * self.tensor_ratio + i_t
         return (replica * self.generation_pipeline + g_p) * self.generation_tensor + g_t
 
     def generation_position(self, rank: int) -> tuple[int, int, int]:
@@ -94,11 +102,13 @@ class Mesh:
         return [(first + replica) * self.replica_size + within for replica in range(self.micro_data)]
 
     @property
-    def _pipeline_ratio(self) -> int:
+    def pipeline_ratio(self) -> int:
+        """p / pg: training stages in a generation stage."""
         return self.pipeline // self.generation_pipeline
 
     @property
-    def _tensor_ratio(self) -> int:
+    def tensor_ratio(self) -> int:
+        """t / tg: parts of a tensor in training in one of generation."""
         return self.tensor // self.generation_tensor
 
     def __str__(self) -> str:
@@ -106,4 +116,4 @@ class Mesh:
         if (self.generation_pipeline, self.generation_tensor) == (self.pipeline, self.tensor):
             return training
         generation = f"{self.generation_pipeline}-{self.generation_tensor}-{self.micro_data}-{self.data}"
-        return f"{training} / {generation}"
+        return f"{training} / {generation}" + (", usual order" if self.usual_order else "")

@@ -16,7 +16,7 @@ import click
 
 from nccl_transfer.mesh import Mesh
 from rlhf import meshes
-from rlhf.config import ModelTable, ServiceTable, load_service
+from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service
 from rlhf.errors import ConfigError, RlhfError
 from services.ranks import Ranks
 from services.server import RankServer
@@ -112,7 +112,12 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
 
 
 def _model_mesh(table: ServiceTable) -> Mesh | None:
-    return Mesh(*meshes.parse(table.mesh)) if isinstance(table, ModelTable) and table.mesh else None
+    if not isinstance(table, ModelTable) or not table.mesh:
+        return None
+    if not isinstance(table, ActorTable):
+        return Mesh(*meshes.parse(table.mesh))
+    generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
+    return Mesh(*meshes.parse(table.mesh), *generation, usual_order=table.transition != "hybridflow")
 
 
 async def _run(worker: Worker, name: str) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from nccl_transfer.columns import Jagged
 from nccl_transfer.tensors import to_torch
-from rlhf.config import ModelTable, OptimizerTable, ServiceTable
+from rlhf.config import ActorTable, ModelTable, OptimizerTable, ServiceTable
 from rlhf.errors import CallCancelled, ConfigError, InvalidRequest, PeerFailed, RlhfError, UpdateRejected
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.engines.agreement import PeerRankFailed
@@ -124,14 +124,17 @@ class ModelWorker(Worker):
         dtype = torch.float32 if optimizer else compute_dtype
         options = _options(optimizer) if optimizer else None
         if table.engine == "3d":
+            generates = isinstance(table, ActorTable)
             engine = ThreeDParallelEngine(
                 table.model,
                 self.ranks.mesh,
                 self.torch_device,
-                dtype=dtype,
-                compute_dtype=compute_dtype,
+                dtype=compute_dtype,
                 optimizer=options,
                 with_value_head=load is load_value_model,
+                transition=table.transition if generates else None,
+                generates_in_place=generates
+                and (table.rollout_engine, table.transition) == ("hf", "hybridflow"),
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config

@@ -221,7 +221,14 @@ class RankServer:
                 rank=ranks.rank,
                 epoch=ranks.epoch,
                 ranks=self._ranks_info,
-                mesh=worker_pb2.MeshShape(pipeline=mesh.pipeline, tensor=mesh.tensor, data=mesh.data),
+                mesh=worker_pb2.MeshShape(
+                    pipeline=mesh.pipeline,
+                    tensor=mesh.tensor,
+                    data=mesh.data,
+                    generation_pipeline=mesh.generation_pipeline,
+                    generation_tensor=mesh.generation_tensor,
+                    usual_order=mesh.usual_order,
+                ),
                 methods=[
                     worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
                     for method, registration in self.methods.values()

@@ -116,9 +116,6 @@ class ModelTable(ServiceTable):
 class VllmTable(Strict):
     """The rollout engine vllm; docs/rollout.md says what it needs and what it cannot do."""
 
-    tensor_parallel: Positive = 1
-    """Ranks that generate together, each with a part of every layer. They need the same rows: more than 1 takes engine
-    3d with as many pipeline and tensor ranks, or a multiple of that."""
     kv_cache_gb: float = Field(default=1.0, gt=0)
     """Size in GiB of each rank's KV cache. Rows that do not fit wait."""
     max_num_seqs: Positive = 256
@@ -138,6 +135,14 @@ class ActorTable(ModelTable):
     """actor"""
     optimizer: OptimizerTable = OptimizerTable()
     """How the policy learns."""
+    generation_mesh: str = ""
+    """For engine 3d: pipeline, tensor, micro-data and data size of generation on the same ranks, pg-tg-dg-d, for
+    example 1-1-2-2. pg divides the pipeline size, tg the tensor size, and dg is what is left of both. Empty: as
+    `mesh`."""
+    transition: Literal["hybridflow", "hybridflow_v", "gather_all"] = "hybridflow"
+    """For engine 3d: how ranks come by the weights they generate with. hybridflow gathers only what a rank lacks,
+    within its micro-DP group; hybridflow_v (over a model-parallel group) and gather_all (over all ranks, as
+    DeepSpeed-Chat) hold the whole model, and are there to be compared with."""
     rollout_engine: Literal["hf", "vllm"] = "hf"
     """Generates the responses: hf is the embedded engine, which runs anywhere; vllm is faster, and an install of its
     own."""
@@ -149,8 +154,12 @@ class ActorTable(ModelTable):
 
     @model_validator(mode="after")
     def _check_rollout(self) -> Self:
+        if self.engine != "3d" and (self.generation_mesh or self.transition != "hybridflow"):
+            raise ValueError(f"generation_mesh and transition are for engine 3d, and engine is {self.engine}")
+        if self.generation_mesh:
+            meshes.check_generation(self.generation_mesh, self.mesh)
         if self.rollout_engine == "vllm":
-            meshes.check_vllm(self.vllm.tensor_parallel, self.mesh, self.model)
+            meshes.check_vllm(self.mesh, self.generation_mesh, self.model)
         return self
 
 

@@ -11,20 +11,23 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
 from rlhf.config import ActorTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
 from services.actor.parity import rollout_parity
-from services.engines.base import LossFn
+from services.engines.base import LossFn, TrainEngine
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch
+from services.engines.three_d import ThreeDParallelEngine
 from services.model_worker import ModelWorker, Sequences, Term, per_token
 from services.models import load_causal_lm
 from services.ranks import Ranks
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
 from services.worker import CallContext, Result, Rows, register, require
 
@@ -37,9 +40,9 @@ class ActorWorker(ModelWorker):
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
         self.eos_ids = _eos_ids(table.model, self.eos_id)
-        self.rollout = _rollout_engine(table, self.torch_device)
-        # The rollout model has just been loaded from the same directory.
-        self._rollout_version = self.policy_version
+        self.rollout = _rollout_engine(table, self.engine, ranks.mesh, self.torch_device)
+        # None yet: the weights come before the first generation, and after each change.
+        self._rollout_version = -1
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
@@ -47,13 +50,13 @@ class ActorWorker(ModelWorker):
         answer.limits.extend(self.rollout.limits)
         return answer
 
-    @register("3D_PROTO")
+    @register("3D_ALL_MICRO_DP")
     def generate_sequences(
         self, rows: Rows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> Result:
         require(request, "sampling")
         if self._rollout_version != self.policy_version:
-            self.rollout.load_weights(self.engine.full_tensors())
+            self.rollout.load_weights(self.engine.rollout_weights())
             self._rollout_version = self.policy_version
         options = self._sampling(request.sampling)
         prompts = self._prompt_ids(rows.texts("prompt"))
@@ -278,9 +281,15 @@ def _loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
     )
 
 
-def _rollout_engine(table: ActorTable, device: torch.device) -> RolloutEngine:
-    """The engine that the table names, with the weights of its directory."""
+def _rollout_engine(
+    table: ActorTable, engine: TrainEngine, mesh: Mesh, device: torch.device
+) -> RolloutEngine:
+    """The engine that the table names. Its weights come by `load_weights`."""
     dtype = getattr(torch, table.dtype)
+    transition = engine.transition if isinstance(engine, ThreeDParallelEngine) else None
+    if table.rollout_engine == "hf" and transition is not None:
+        decoder = ShardedDecoder(table.model, mesh, transition, dtype=dtype, device=device)
+        return HFRollout(decoder, token_budget=table.rollout_tokens)
     if table.rollout_engine == "hf":
         model: Any = load_causal_lm(table.model, dtype)
         return HFRollout(model.to(device), token_budget=table.rollout_tokens)
@@ -293,7 +302,14 @@ def _rollout_engine(table: ActorTable, device: torch.device) -> RolloutEngine:
         ) from error
     try:
         identity = f"rlhf-{table.address.rpartition(':')[2]}"
-        return VLLMRollout(table.model, dtype=dtype, table=table.vllm, identity=identity)
+        return VLLMRollout(
+            table.model,
+            dtype=dtype,
+            table=table.vllm,
+            identity=identity,
+            layouts=transition.layouts if transition is not None else None,
+            tensor_parallel=mesh.generation_tensor,
+        )
     except ValueError as error:
         raise ConfigError(f"rollout_engine vllm: {error}") from error
 

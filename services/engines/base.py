@@ -155,6 +155,11 @@ class TrainEngine(ABC):
         with the engine: copy what is to be kept.
         """
 
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that this rank generates with, by name, one at a time: all of them whole, as `full_tensors`,
+        or where an engine has a generation mesh this rank's part. Collective, as `full_tensors`."""
+        return self.full_tensors()
+
     @abstractmethod
     def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         """Write a Hugging Face directory and return its sha256, as `services.models.tensors_sha256`.

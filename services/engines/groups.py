@@ -35,14 +35,14 @@ class MeshGroups:
         self.mesh = mesh
         self.stage, self.tensor_index, self.data_index = mesh.position(dist.get_rank())
         stages, tensors, datas = range(mesh.pipeline), range(mesh.tensor), range(mesh.data)
-        self.pipeline = _own([[mesh.rank(p, t, d) for p in stages] for t in tensors for d in datas])
-        self.tensor = _own([[mesh.rank(p, t, d) for t in tensors] for p in stages for d in datas])
-        self.data = _own([[mesh.rank(p, t, d) for d in datas] for p in stages for t in tensors])
+        self.pipeline = own_group([[mesh.rank(p, t, d) for p in stages] for t in tensors for d in datas])
+        self.tensor = own_group([[mesh.rank(p, t, d) for t in tensors] for p in stages for d in datas])
+        self.data = own_group([[mesh.rank(p, t, d) for d in datas] for p in stages for t in tensors])
         first, *between, last = stages if mesh.pipeline > 1 else (0, 0)
         ends = [
             list(dict.fromkeys(mesh.rank(p, t, d) for p in (first, last))) for t in tensors for d in datas
         ]
-        self.ends = _own(ends + [[mesh.rank(p, t, d)] for p in between for t in tensors for d in datas])
+        self.ends = own_group(ends + [[mesh.rank(p, t, d)] for p in between for t in tensors for d in datas])
 
     @property
     def is_first_stage(self) -> bool:
@@ -53,7 +53,7 @@ class MeshGroups:
         return self.stage == self.mesh.pipeline - 1
 
 
-def _own(groups: Sequence[Sequence[int]]) -> ProcessGroup:
+def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
     """Makes all groups, which is collective, and returns the one that this rank is in."""
     own = None
     for ranks in groups:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -27,11 +27,12 @@ class Layout:
 
     Args:
         shape: Of the tensor in the checkpoint.
-        stage: Pipeline stage that has it; tied output weights, which are on the last stage too, belong to the first.
+        stage: Pipeline stage that has it.
         parts: Into how many parts it is cut; 0: every rank of the stage keeps it whole.
         transposed: Kept as its transpose.
         padding: Rows of zeros at the end, which the checkpoint does not have.
         partial_gradient: Kept whole, but each rank of the tensor group sees only a part of its gradient.
+        tied: The last stage keeps it too, as output weights.
 
     Raises:
         ValueError: It cannot be cut into equal parts.
@@ -43,6 +44,7 @@ class Layout:
     transposed: bool = False
     padding: int = 0
     partial_gradient: bool = False
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if self.is_cut and self.gathered_shape[0] % self.parts:
@@ -65,6 +67,10 @@ class Layout:
         """Of what one rank keeps."""
         first, *rest = self.gathered_shape
         return (first // max(self.parts, 1), *rest)
+
+    def merged(self, stages: int, parts: int) -> Self:
+        """How ranks keep it of which each has what so many stages have, and so many parts of it."""
+        return replace(self, stage=self.stage // stages, parts=self.parts // parts)
 
     def whole(self, gathered: Tensor) -> Tensor:
         """All parts, end to end, as the tensor of the checkpoint, sharing memory."""
@@ -116,7 +122,7 @@ def layouts_of(
                 style = style_of(backbone, ".".join(rest[:-1]))
                 layouts[name] = _layer_layout(style, rest[-1], shape, stage, tensor)
             case ["embed_tokens", _]:
-                layouts[name] = _vocabulary_layout(shape, 0, tensor)
+                layouts[name] = replace(_vocabulary_layout(shape, 0, tensor), tied=tied)
             case ["lm_head", "weight"]:
                 if not tied:
                     layouts[name] = _vocabulary_layout(shape, pipeline - 1, tensor)

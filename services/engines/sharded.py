@@ -82,6 +82,9 @@ class ShardedEngine(TrainEngine):
         """Whether this rank's part of a weight counts where each is counted or written once, not as a replica."""
         return True
 
+    def _weights_changed(self) -> None:
+        """What is kept has new values: copies of it are to follow."""
+
     def step(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> StepResult:
@@ -95,6 +98,7 @@ class ShardedEngine(TrainEngine):
             lr = self._options.lr_at(self._num_steps)
             self._adamw.param_groups[0]["lr"] = lr
             self._adamw.step()
+            self._weights_changed()
             self._num_steps += 1
             return StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
         finally:
@@ -107,6 +111,7 @@ class ShardedEngine(TrainEngine):
     def restore(self, snapshot: Snapshot) -> None:
         for name, x in self._state().items():
             x.copy_(snapshot.tensors[name])
+        self._weights_changed()
         self._set_num_steps(snapshot.num_steps)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf import meshes
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
-from services.engines.layout import layouts_of, style_of
+from services.engines.layout import Layout, layouts_of, style_of
 from services.engines.logits import DeferredLogits
 from services.engines.microbatch import MicroBatch
 from services.engines.tensor_parallel import (
@@ -33,19 +39,24 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 comes out of the embedding, which each stage would do again."""
 _BACKBONE = "backbone."
 
+Memory = Callable[[str], Tensor]
+"""Gives a tensor of this rank its memory, in the shape its layout keeps it in."""
+
 
 class ModelStage:
-    """One rank's part of a causal language model or value model, loaded from a Hugging Face directory.
+    """One rank's part of a causal language model or value model of a Hugging Face directory. Its parameters
+    have no values before `load`, which reads only what the rank keeps.
 
     The model's own transformers classes compute; its linear layers are replaced by their parallel forms, and the
-    layers of other stages are taken away. Only what the rank keeps is ever read.
+    layers of other stages are taken away.
 
     Args:
         directory: Of a model of one of the `FAMILIES`.
         groups: The rank's place in the mesh.
-        dtype: Of the weights.
-        compute_dtype: Of matrix products, by autocast.
+        dtype: Of the weights and of what is computed.
         with_value_head: Whether each position gets a value instead of logits.
+        layouts: Of every tensor on these groups; default as the mesh cuts them.
+        memory: From the layouts to what gives tensors their memory; default memory of their own.
 
     Attributes:
         config: Of the model.
@@ -64,13 +75,11 @@ class ModelStage:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        compute_dtype: torch.dtype,
         with_value_head: bool = False,
+        layouts: Mapping[str, Layout] | None = None,
+        memory: Callable[[Mapping[str, Layout]], Memory] | None = None,
     ) -> None:
-        self._groups, self._device, self._compute_dtype = groups, device, compute_dtype
-        self._autocast = partial(
-            torch.autocast, device.type, dtype=compute_dtype, enabled=compute_dtype != dtype
-        )
+        self._directory, self._groups, self._device = directory, groups, device
         self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
         if self.config.model_type not in FAMILIES:
             raise ValueError(
@@ -83,7 +92,10 @@ class ModelStage:
         self.config.dtype = dtype
         self._generation_config = _generation_config(directory) if not with_value_head else None
         tied = bool(self.config.tie_word_embeddings) and not with_value_head
-        self.layouts = layouts_of(whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor)
+        self.layouts = layouts or layouts_of(
+            whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor
+        )
+        self._memory = memory(self.layouts) if memory else self._own_memory(dtype)
         prefix = _BACKBONE if with_value_head else f"{whole.base_model_prefix}."
         self._embedding_name = f"{prefix}embed_tokens.weight"
         self.aliases = {"lm_head.weight": self._embedding_name} if tied else {}
@@ -91,7 +103,19 @@ class ModelStage:
         self._keep_own_layers(backbone, prefix)
         self._keep_ends(whole, backbone, prefix, with_value_head)
         self._backbone = backbone.eval()
-        self._load(directory)
+
+    @torch.no_grad()
+    def load(self, kept: Mapping[str, Tensor]) -> None:
+        """Read this rank's parts of the weights into its parameters, or tensors that lie as they.
+
+        Raises:
+            ValueError: The directory lacks some, or has them in other shapes.
+        """
+        with WeightsReader(self._directory) as reader:
+            for tensor in kept.values():
+                tensor.zero_()
+            for name, shard in self.shards(kept).items():
+                reader.fill(name, shard)
 
     def forward(self, incoming_BTH: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [B, T, H] after this stage's layers; those of the last stage are normalised.
@@ -99,17 +123,35 @@ class ModelStage:
         Args:
             incoming_BTH: What the previous stage gives; None on the first.
         """
-        with self._autocast():
-            if self._groups.is_first_stage:
-                incoming_BTH = self._embedding(micro_batch.input_ids_BT)
-            return self._backbone(inputs_embeds=incoming_BTH, use_cache=False).last_hidden_state
+        if self._groups.is_first_stage:
+            incoming_BTH = self._embedding(micro_batch.input_ids_BT)
+        return self._backbone(inputs_embeds=incoming_BTH, use_cache=False).last_hidden_state
 
     def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         """What heads read, of the last `num_scored` positions: logits to be, or values [B, K]. On the last stage
         only."""
-        with self._autocast():
-            raw = self._head(hidden_BTH[:, -micro_batch.num_scored :])
+        raw = self._head(hidden_BTH[:, -micro_batch.num_scored :])
         return raw[..., 0] if isinstance(raw, Tensor) else raw
+
+    def new_cache(self) -> DynamicCache:
+        """An empty KV cache for this stage's layers."""
+        return DynamicCache(config=self._backbone.config)
+
+    def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+        """Append tokens to a KV cache of this stage's layers; returns their hidden states [B, T, H] after these.
+
+        Args:
+            incoming: Token ids [B, T] on the first stage, on others what the previous one gives.
+            padding: Attention mask and position ids, where rows are padded.
+        """
+        hidden_BTH = self._embedding(incoming) if self._groups.is_first_stage else incoming
+        output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
+        return output.last_hidden_state
+
+    def next_logits(self, hidden_BTH: Tensor) -> Tensor:
+        """Logits [B, V] over the whole vocabulary, of the token after the last position. On the last stage only."""
+        assert isinstance(self._head, VocabularyParallelHead), "a value model generates nothing"
+        return self._head.logits(hidden_BTH[:, -1])
 
     def shards(self, kept: Mapping[str, Tensor]) -> dict[str, Shard]:
         """Tensors that lie as this rank's parameters of the same names, as boxes of those of the checkpoint."""
@@ -139,6 +181,8 @@ class ModelStage:
         first = self._groups.stage * num_layers
         backbone.layers = backbone.layers[first : first + num_layers]
         for number, layer in enumerate(backbone.layers, first):
+            # By which the layer finds its part of a KV cache, which has those of this stage only.
+            layer.self_attn.layer_idx -= first
             self._cut(layer, backbone)
             self._keep(layer, f"{prefix}layers.{number}.")
         # The transformer goes over as many layers as its configuration says, and looks up the type of each.
@@ -156,21 +200,23 @@ class ModelStage:
                 continue
             match style_of(backbone, path):
                 case "colwise":
-                    layer.set_submodule(path, ColumnParallelLinear(module, group, self._device))
+                    layer.set_submodule(path, ColumnParallelLinear(module, group))
                     fanned_out.add(path.rpartition(".")[0])
                 case "rowwise":
-                    layer.set_submodule(path, RowParallelLinear(module, group, self._device))
+                    layer.set_submodule(path, RowParallelLinear(module, group))
         for path in fanned_out:
             fan_out_input(layer.get_submodule(path), group)
 
     def _keep(self, module: nn.Module, prefix: str) -> None:
         """Give the module's weights memory, and note them under their names."""
         for owner_path, owner in module.named_modules():
-            for name, parameter in list(owner.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    parameter = nn.Parameter(torch.empty_like(parameter, device=self._device))
-                    owner.register_parameter(name, parameter)
-                self.parameters[f"{prefix}{owner_path}{'.' if owner_path else ''}{name}"] = parameter
+            for name, _ in list(owner.named_parameters(recurse=False)):
+                full_name = f"{prefix}{owner_path}{'.' if owner_path else ''}{name}"
+                self.parameters[full_name] = nn.Parameter(self._memory(full_name))
+                owner.register_parameter(name, self.parameters[full_name])
+
+    def _own_memory(self, dtype: torch.dtype) -> Memory:
+        return lambda name: torch.empty(self.layouts[name].kept_shape, dtype=dtype, device=self._device)
 
     def _keep_ends(self, whole: Any, backbone: Any, prefix: str, with_value_head: bool) -> None:
         """What stands before the first layer and after the last."""
@@ -178,7 +224,7 @@ class ModelStage:
         backbone.embed_tokens = None
         if groups.is_first_stage:
             num_rows = self.layouts[self._embedding_name].kept_shape[0]
-            self._embedding = VocabularyParallelEmbedding(embedding, num_rows, groups.tensor, self._device)
+            self._embedding = VocabularyParallelEmbedding(embedding, num_rows, groups.tensor)
             self._keep(self._embedding, f"{prefix}embed_tokens.")
         if not groups.is_last_stage:
             backbone.norm = nn.Identity()
@@ -190,20 +236,8 @@ class ModelStage:
             return
         name = self.aliases.get("lm_head.weight", "lm_head.weight")
         if name not in self.parameters:
-            kept = torch.empty(
-                self.layouts[name].kept_shape, dtype=embedding.weight.dtype, device=self._device
-            )
-            self.parameters[name] = nn.Parameter(kept)
-        self._head = VocabularyParallelHead(
-            self.parameters[name], self.config.vocab_size, groups.tensor, self._compute_dtype
-        )
-
-    def _load(self, directory: Path) -> None:
-        with torch.no_grad(), WeightsReader(directory) as reader:
-            for parameter in self.parameters.values():
-                parameter.zero_()
-            for name, shard in self.shards(self.parameters).items():
-                reader.fill(name, shard)
+            self.parameters[name] = nn.Parameter(self._memory(name))
+        self._head = VocabularyParallelHead(self.parameters[name], self.config.vocab_size, groups.tensor)
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:

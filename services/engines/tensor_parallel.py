@@ -2,6 +2,8 @@
 
 Between layers all ranks hold the same activations, and all compute the same loss from them; so the gradient of an
 activation is whole on every rank, unless it went into a layer that is cut by columns.
+
+Layers are made without memory, on the meta device: whoever puts them into a model gives their weights some.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ class ColumnParallelLinear(nn.Module):
     Its input must come through `fan_out`, once for all such layers that share it.
     """
 
-    def __init__(self, whole: nn.Linear, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
         super().__init__()
         num_outputs = whole.out_features // group.size()
-        self.weight = _empty(whole.weight, (num_outputs, whole.in_features), device)
-        self.bias = _empty(whole.bias, (num_outputs,), device) if whole.bias is not None else None
+        self.weight = _empty(whole.weight, (num_outputs, whole.in_features))
+        self.bias = _empty(whole.bias, (num_outputs,)) if whole.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -61,12 +63,12 @@ class RowParallelLinear(nn.Module):
     it is one contiguous copy.
     """
 
-    def __init__(self, whole: nn.Linear, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
         super().__init__()
         self._group = group
         num_inputs = whole.in_features // group.size()
-        self.weight = _empty(whole.weight, (num_inputs, whole.out_features), device)
-        self.bias = _empty(whole.bias, (whole.out_features,), device) if whole.bias is not None else None
+        self.weight = _empty(whole.weight, (num_inputs, whole.out_features))
+        self.bias = _empty(whole.bias, (whole.out_features,)) if whole.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = sum_over(F.linear(x, self.weight.t()), self._group)
@@ -81,11 +83,11 @@ class VocabularyParallelEmbedding(nn.Module):
         num_rows: Tokens of each rank, those of the padding included.
     """
 
-    def __init__(self, whole: nn.Embedding, num_rows: int, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, whole: nn.Embedding, num_rows: int, group: ProcessGroup) -> None:
         super().__init__()
         self._group = group
         self._first_id = group.rank() * num_rows
-        self.weight = _empty(whole.weight, (num_rows, whole.embedding_dim), device)
+        self.weight = _empty(whole.weight, (num_rows, whole.embedding_dim))
         padding_row = -1 if whole.padding_idx is None else whole.padding_idx - self._first_id
         # As in the whole embedding, the row of the padding token gets no gradient.
         self._padding_row = padding_row if 0 <= padding_row < num_rows else None
@@ -99,33 +101,35 @@ class VocabularyParallelEmbedding(nn.Module):
 class VocabularyParallelHead(nn.Module):
     """An output layer of which each rank computes the logits of some tokens. Weight [padded vocabulary / t, hidden].
 
-    No rank ever has the logits of all tokens: only sums and maxima over the vocabulary are exchanged, a few numbers
-    per position.
+    In training no rank ever has the logits of all tokens: only sums and maxima over the vocabulary are exchanged, a few
+    numbers per position.
 
     Args:
         weight: Of this rank.
         vocabulary: Number of tokens that exist; the others are padding.
-        compute_dtype: Of the matrix product.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup, compute_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup) -> None:
         super().__init__()
-        self._group, self._compute_dtype = group, compute_dtype
+        self._group, self._vocabulary = group, vocabulary
         self._first_id = group.rank() * len(weight)
         self._num_real = min(max(vocabulary - self._first_id, 0), len(weight))
         self.weight = weight
 
     def forward(self, hidden_BKH: Tensor) -> DeferredLogits:
-        layer = OutputLayer(
-            self.weight, self._num_real, self._first_id, self._group, compute_dtype=self._compute_dtype
-        )
+        layer = OutputLayer(self.weight, self._num_real, self._first_id, self._group)
         return DeferredLogits(fan_out(hidden_BKH, self._group), layer)
 
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """Logits [B, V] of all tokens, on every rank. Without a gradient."""
+        ours_BV = F.linear(hidden_BH, self.weight)
+        parts = [torch.empty_like(ours_BV) for _ in range(self._group.size())]
+        dist.all_gather(parts, ours_BV, group=self._group)
+        return torch.cat(parts, dim=-1)[:, : self._vocabulary]
 
-def _empty(like: Tensor, shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=device))
+
+def _empty(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
 class _SumForward(torch.autograd.Function):

@@ -18,10 +18,12 @@ from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.heads import Head
+from services.engines.layout import Layout
 from services.engines.microbatch import MicroBatch
 from services.engines.pipeline import run_forward, run_forward_backward
 from services.engines.sharded import ShardedEngine
 from services.engines.stage import ModelStage
+from services.engines.transition import Kind, Transition
 from services.engines.weights import WeightsWriter
 from services.models import tensors_sha256
 
@@ -43,11 +45,18 @@ class ThreeDParallelEngine(ShardedEngine):
         directory: Hugging Face directory; each rank reads its own part.
         mesh: p-t-d.
         device: Where this rank computes; the current device, if CUDA.
-        dtype: Of the weights, their gradients and moments: float32 where they are trained.
-        compute_dtype: Of matrix products, by autocast; default as the weights. Norms and sums of layers stay in that
-            of the weights.
+        dtype: Of the weights and of what is computed. Weights of less than 32 bits that learn are rounded copies of
+            float32 ones, which have the gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
         optimizer: None for a model that is never trained.
         with_value_head: Whether it is a value model.
+        transition: How ranks come by the weights that they generate with, on the mesh's generation part; None for a
+            model that does not generate.
+        generates_in_place: Whether the weights of training are a part of those of generation, in memory; else
+            `rollout_weights` copies. For `hybridflow` only.
+
+    Attributes:
+        transition: As above.
+        layouts: Of all tensors.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -60,26 +69,45 @@ class ThreeDParallelEngine(ShardedEngine):
         device: torch.device,
         *,
         dtype: torch.dtype = torch.float32,
-        compute_dtype: torch.dtype | None = None,
         optimizer: OptimizerOptions | None = None,
         with_value_head: bool = False,
+        transition: Kind | None = None,
+        generates_in_place: bool = True,
     ) -> None:
         self._groups = MeshGroups(mesh)
+        self.transition: Transition | None = None
+
+        def make_transition(layouts: Mapping[str, Layout]) -> Transition:
+            assert transition is not None
+            self.transition = Transition(
+                layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place
+            )
+            return self.transition
+
         self._stage = ModelStage(
             directory,
             self._groups,
             device=device,
             dtype=dtype,
-            compute_dtype=compute_dtype or dtype,
             with_value_head=with_value_head,
+            memory=(lambda layouts: make_transition(layouts).training_memory())
+            if transition and generates_in_place
+            else None,
         )
+        if transition and not generates_in_place:
+            make_transition(self._stage.layouts)
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
         self.sees_outputs = self._groups.is_last_stage
         self.config = self._stage.config
         self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in self._stage.layouts.values())
         self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
-        parameters = self._stage.parameters
-        super().__init__(device, parameters, list(parameters), optimizer)
+        self._parameters = self._stage.parameters
+        kept: Mapping[str, Tensor] = self._parameters
+        if optimizer is not None and dtype.itemsize < torch.float32.itemsize:
+            kept = _masters(self._parameters)
+        self._stage.load(kept)
+        super().__init__(device, kept, list(kept), optimizer)
+        self._weights_changed()
 
     @torch.no_grad()
     def infer(
@@ -107,7 +135,12 @@ class ThreeDParallelEngine(ShardedEngine):
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._gather(self._kept, [*self._stage.layouts, *self._stage.aliases])
+        yield from self._gather(self._parameters, [*self._stage.layouts, *self._stage.aliases])
+
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.transition is None:
+            return self.full_tensors()
+        return self.transition.gather(self._parameters)
 
     def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         with new_directory(directory, self.device) as partial:
@@ -165,6 +198,12 @@ class ThreeDParallelEngine(ShardedEngine):
                 assert work is not None
                 work.wait()
 
+    @torch.no_grad()
+    def _weights_changed(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is not self._kept[name]:
+                parameter.copy_(self._kept[name])
+
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return self._stage.layouts[name].shard(kept, self._groups.tensor_index)
 
@@ -189,7 +228,7 @@ class ThreeDParallelEngine(ShardedEngine):
             yield name, layout.whole(gathered)
 
     def _only_gather(self) -> str:
-        for _ in self._gather(self._kept, self._stage.layouts):
+        for _ in self._gather(self._parameters, self._stage.layouts):
             pass
         return ""
 
@@ -204,7 +243,7 @@ class ThreeDParallelEngine(ShardedEngine):
 
         def written() -> Iterator[tuple[str, Tensor]]:
             nonlocal failure
-            for name, whole in self._gather(self._kept, self._stage.layouts):
+            for name, whole in self._gather(self._parameters, self._stage.layouts):
                 try:
                     # After a failure the others still gather, so this rank does too.
                     if failure is None:
@@ -221,3 +260,21 @@ class ThreeDParallelEngine(ShardedEngine):
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         return sha256
+
+
+def _masters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Float32 tensors like them, to which the gradients of each backward pass are moved and added."""
+    masters = {name: torch.empty_like(x, dtype=torch.float32) for name, x in parameters.items()}
+
+    def mover(master: Tensor) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        return move
+
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(mover(masters[name]))
+    return masters

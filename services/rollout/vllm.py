@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.columns import Jagged
 from rlhf.config import VllmTable
+from services.engines.layout import Layout
 from services.rollout.base import (
     FinishReason,
     Generation,
@@ -31,6 +32,7 @@ from services.rollout.base import (
     check_names,
 )
 from services.rollout.stops import StopWatch
+from services.rollout.vllm_shards import load_parts
 
 # vLLM reads some of them when it is imported. Its engine is to run in this process, on the threads this process has;
 # the log is this service's; and nothing is sent home.
@@ -72,6 +74,8 @@ class VLLMRollout(RolloutEngine):
     Args:
         directory: Hugging Face directory of the model.
         identity: names the shared memory of this service's tensor groups; no other service on the host may have it.
+        layouts: of the weights that come, where each rank gets its parts; None where they come whole.
+        tensor_parallel: ranks that generate together, tg.
 
     Raises:
         ValueError: vLLM cannot run the model, or not in the memory it is given.
@@ -79,11 +83,20 @@ class VLLMRollout(RolloutEngine):
 
     name = "vllm"
 
-    def __init__(self, directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        table: VllmTable,
+        identity: str,
+        layouts: Mapping[str, Layout] | None = None,
+        tensor_parallel: int = 1,
+    ) -> None:
         self._names = _weight_names(directory)
         self._on_gpu = torch.cuda.is_available()
         self._is_asleep = False
-        self._tensor_parallel = table.tensor_parallel
+        self._tensor_parallel, self._layouts = tensor_parallel, layouts
         if not self._on_gpu:
             self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
         # vLLM's declared types leave out what it takes here: dtypes by name, and no length for that of the model.
@@ -96,7 +109,7 @@ class VLLMRollout(RolloutEngine):
             dtype=dtype_name,
             max_model_len=max_model_len,
             max_num_seqs=table.max_num_seqs,
-            tensor_parallel_size=table.tensor_parallel,
+            tensor_parallel_size=tensor_parallel,
             kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
             gpu_memory_utilization=_SHARE_THAT_MUST_BE_FREE,
             enforce_eager=table.enforce_eager,
@@ -111,6 +124,14 @@ class VLLMRollout(RolloutEngine):
         self._max_tokens: int = self._engine.vllm_config.model_config.max_model_len
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self._layouts is not None:
+            layouts = self._layouts
+
+            def load(worker: Any) -> None:
+                load_parts(worker.model_runner.get_model(), layouts, weights)
+
+            self._engine.collective_rpc(load)
+            return
         came: set[str] = set()
         all_weights = iter(weights)
 

@@ -48,7 +48,7 @@ PARITY = 1e-4
 SIZES = {"kv_cache_gb": 0.25}
 ACTORS: dict[str, dict[str, Any]] = {
     "actor": {"vllm": SIZES},
-    "paired_actor": {"engine": "3d", "mesh": "1-2-1", "vllm": {**SIZES, "tensor_parallel": 2}},
+    "paired_actor": {"engine": "3d", "mesh": "1-2-1", "vllm": SIZES},
 }
 OTHERS = ("critic", "reference", "reward")
 SAMPLING = actor_pb2.Sampling(temperature=0.7, max_new_tokens=6)

@@ -50,8 +50,8 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
         ("services.actor.engine='3d'", r"services\.actor: mesh '' is not p-t-d: .*for example 1-2-2"),
         (
-            "services.actor.rollout_engine='vllm'\nservices.actor.vllm.tensor_parallel=2",
-            r"services\.actor: vllm\.tensor_parallel 2 needs .* those of engine fsdp are 1",
+            "services.actor.generation_mesh='1-1-2-1'",
+            r"services\.actor: generation_mesh and transition are for engine 3d, and engine is fsdp",
         ),
         ("services.actor.vllm.kv_cache=1", r"services\.actor\.vllm\.kv_cache: .*did you mean 'kv_cache_gb'"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),

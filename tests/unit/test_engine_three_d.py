@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Gemma2Config
 
 from nccl_transfer.columns import Jagged
@@ -89,15 +89,44 @@ def test_the_number_of_parameters_is_that_of_the_whole_model(tiny_tied_llama_dir
     assert make_engine(tiny_tied_llama_dir).num_parameters == expected
 
 
-def test_bfloat16_computes_near_float32_and_keeps_its_weights_in_float32(tiny_llama_dir: Path):
-    exact, rounded = make_engine(tiny_llama_dir), make_engine(tiny_llama_dir, compute_dtype=torch.bfloat16)
+def test_bfloat16_computes_near_float32(tiny_llama_dir: Path):
+    exact, rounded = make_engine(tiny_llama_dir), make_engine(tiny_llama_dir, torch.bfloat16)
     batch = micro_batches()
     expected, actual = (engine.infer(batch, HEAD)[0].log_probs_BR for engine in (exact, rounded))
     difference = (expected - actual)[batch[0].response_mask_BR].abs()
     assert 0 < difference.max() < 0.3
     assert actual.dtype == torch.float32
-    rounded.step(batch, HEAD, loss)
-    assert {x.dtype for x in weights(rounded).values()} == {torch.float32}
+
+
+def test_bfloat16_weights_learn_as_rounded_copies_of_float32_ones(tiny_llama_dir: Path):
+    """Steps too small for bfloat16 to hold add up, and gradients of micro-batches are added in float32."""
+    options = OptimizerOptions(lr=1e-5, max_grad_norm=float("inf"))
+    engine = ThreeDParallelEngine(tiny_llama_dir, Mesh(), CPU, dtype=torch.bfloat16, optimizer=options)
+    plain = load_causal_lm(tiny_llama_dir, torch.bfloat16)
+    whole = load_causal_lm(tiny_llama_dir).state_dict()
+    masters = {name: nn.Parameter(whole[name].clone()) for name, _ in plain.named_parameters()}
+    adamw = torch.optim.AdamW(masters.values(), lr=1e-5, weight_decay=options.weight_decay)
+    batch = micro_batches()
+    for _ in range(8):
+        sums = {name: torch.zeros_like(x) for name, x in masters.items()}
+        for each in batch:
+            plain.zero_grad()
+            loss(HEAD(plain(each.input_ids_BT, use_cache=False).logits, each), each)[0].backward()
+            for name, x in plain.named_parameters():
+                assert x.grad is not None
+                sums[name] += x.grad.float()
+        for name, x in masters.items():
+            x.grad = sums[name]
+        adamw.step()
+        plain.load_state_dict({name: x.detach().bfloat16() for name, x in masters.items()})
+        engine.step(batch, HEAD, loss)
+    moved = False
+    for name, x in engine.full_tensors():
+        kept = engine._shard(name, engine._kept[name]).tensor
+        torch.testing.assert_close(kept, masters[name].detach(), atol=2e-5, rtol=0)
+        assert torch.equal(x, kept.bfloat16())
+        moved |= bool((kept != whole[name]).any())
+    assert moved
 
 
 def test_weights_stay_where_they_are(tiny_llama_dir: Path):

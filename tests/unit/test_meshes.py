@@ -81,34 +81,87 @@ def test_of_a_model_that_is_not_there_yet_only_the_number_of_ranks_is_checked(tm
         meshes.check("1-7-1", 8, tmp_path / "missing")
 
 
+@pytest.mark.parametrize("text", ["", "1-2-2", "1-1-2-2-1", "1-1-0-2", "1-1-2-x"])
+def test_what_is_no_generation_mesh_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"is not pg-tg-dg-d: .* for example 1-1-2-2"):
+        meshes.parse_generation(text)
+
+
 @pytest.mark.parametrize(
-    ("tensor_parallel", "mesh", "changes", "expected"),
+    ("text", "mesh", "expected"),
     [
-        (2, "", {}, "needs groups of as many ranks with the same rows, and those of engine fsdp are 1"),
-        (2, "1-3-2", {}, "and those of mesh 1-3-2 are 3"),
-        (8, "1-8-1", {}, "does not fit the model, which has num_attention_heads 12"),
-        (4, "1-4-1", {"intermediate_size": 98}, "does not fit the model, which has intermediate_size 98"),
-        (3, "1-3-1", {}, "which has num_key_value_heads 4: one must divide the other"),
-        (1, "", {"head_dim": 16}, "at least 32 dimensions, and the model's have 16; use rollout_engine hf"),
-        (1, "", {"hidden_size": 96, "head_dim": None}, "and the model's have 8"),
+        (
+            "1-4-1-2",
+            "1-2-2",
+            "its tensor size 4 does not divide 2, that of mesh 1-2-2; the nearest that fit: 1-2-1-2",
+        ),
+        ("2-1-1-2", "1-2-2", "its 2 pipeline stages do not divide the 1 of mesh 1-2-2"),
+        ("1-3-2-1", "1-6-2", "its data size 1 is not 2, that of mesh 1-6-2; the nearest that fit: 1-3-2-2"),
+        (
+            "1-2-2-2",
+            "1-2-2",
+            "1 x 2 x 2 is not 2, the ranks of a data rank of mesh 1-2-2; the nearest that fit",
+        ),
+    ],
+)
+def test_a_generation_mesh_that_is_no_coarsening_is_refused_with_the_nearest_that_are(
+    text: str, mesh: str, expected: str
+):
+    with pytest.raises(ValueError) as refused:
+        meshes.check_generation(text, mesh)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("mesh", ["1-2-2", "2-2-2", "4-2-1", "1-6-1"])
+def test_a_generation_mesh_is_accepted_exactly_where_training_shards_nest(mesh: str):
+    p, t, d = meshes.parse(mesh)
+    for pg, tg, dg, data in itertools.product(range(1, 7), repeat=4):
+        fits = p % pg == 0 and t % tg == 0 and dg == p * t // (pg * tg) and data == d
+        try:
+            meshes.check_generation(f"{pg}-{tg}-{dg}-{data}", mesh)
+        except ValueError as refused:
+            assert not fits
+            suggested = str(refused).rpartition(": ")[2].split(", ")
+            assert suggested
+            for other in suggested:
+                meshes.check_generation(other, mesh)
+        else:
+            assert fits
+
+
+@pytest.mark.parametrize(
+    ("mesh", "generation", "changes", "expected"),
+    [
+        (
+            "2-2-1",
+            "",
+            {},
+            "without pipeline stages, and generation_mesh 2-2-1 has 2; for example generation_mesh 1-2-2-1",
+        ),
+        ("1-8-1", "", {}, "on 8 tensor ranks does not fit the model, which has num_attention_heads 12"),
+        ("1-4-1", "", {"intermediate_size": 98}, "does not fit the model, which has intermediate_size 98"),
+        ("1-3-1", "1-3-1-1", {}, "which has num_key_value_heads 4"),
+        ("", "", {"head_dim": 16}, "at least 32 dimensions, and the model's have 16; use rollout_engine hf"),
+        ("", "", {"hidden_size": 96, "head_dim": None}, "and the model's have 8"),
     ],
 )
 def test_what_vllm_cannot_generate_with_is_refused(
-    model: Path, tensor_parallel: int, mesh: str, changes: dict[str, int], expected: str
+    model: Path, mesh: str, generation: str, changes: dict[str, int], expected: str
 ):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as refused:
-        meshes.check_vllm(tensor_parallel, mesh, model)
+        meshes.check_vllm(mesh, generation, model)
     assert expected in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "mesh"), [(1, ""), (1, "2-2-2"), (2, "1-2-2"), (2, "2-2-1"), (4, "1-4-1")]
+    ("mesh", "generation"),
+    [("", ""), ("1-2-2", ""), ("2-2-2", "1-1-4-2"), ("2-2-1", "1-2-2-1"), ("1-4-1", "1-4-1-1")],
 )
-def test_vllm_generates_on_groups_of_ranks_with_the_same_rows(model: Path, tensor_parallel: int, mesh: str):
-    meshes.check_vllm(tensor_parallel, mesh, model)
+def test_vllm_generates_on_tensor_groups(model: Path, mesh: str, generation: str):
+    meshes.check_vllm(mesh, generation, model)
 
 
 def test_a_model_that_is_not_there_yet_may_be_generated_with(tmp_path: Path):
-    meshes.check_vllm(2, "1-2-1", tmp_path / "nowhere")
+    meshes.check_vllm("1-2-1", "", tmp_path / "nowhere")

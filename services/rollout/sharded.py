@@ -1,0 +1,121 @@
+"""Decoding on the generation mesh pg-tg-dg-d of ranks that train on p-t-d (HybridFlow section 5, 3D-HybridEngine)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache
+
+from nccl_transfer.mesh import Mesh
+from services.engines.groups import MeshGroups, own_group
+from services.engines.stage import ModelStage
+from services.engines.transition import Transition
+from services.rollout.base import SamplingOptions, check_names
+from services.rollout.decoder import Decoder
+
+
+class ShardedDecoder(Decoder):
+    """A model of which each rank of a generation replica has a part of one stage. The ranks of a replica have the same
+    rows and make all calls together. All ranks of the default process group make it together.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        mesh: Of training and generation.
+        transition: Where the weights come from. Of what it gathers in place, the memory is this model's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        transition: Transition,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device, self._dtype = device, dtype
+        size = mesh.replica_size
+        # In generation ranks have the usual order.
+        self._groups = MeshGroups(Mesh(mesh.generation_pipeline, mesh.generation_tensor, mesh.replicas))
+        self._replica = own_group([range(first, first + size) for first in range(0, mesh.size, size)])
+        self._stage = ModelStage(
+            directory,
+            self._groups,
+            device=device,
+            dtype=dtype,
+            layouts=transition.layouts,
+            memory=lambda layouts: transition.generation_memory(),
+        )
+        self._transition = transition
+        for parameter in self._stage.parameters.values():
+            parameter.requires_grad_(False)
+        self.max_positions = getattr(self._stage.config, "max_position_embeddings", None)
+
+    def new_cache(self) -> DynamicCache:
+        return self._stage.new_cache()
+
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+        """As `Decoder.forward`; on all stages but the last one nothing, [B, 0]."""
+        groups, incoming = self._groups, ids_BT
+        if not groups.is_first_stage:
+            shape = (*ids_BT.shape, self._stage.config.hidden_size)
+            incoming = torch.empty(shape, dtype=self._dtype, device=self.device)
+            dist.recv(incoming, group=groups.pipeline, group_src=groups.stage - 1)
+        hidden_BTH = self._stage.decode(incoming, cache, padding)
+        if groups.is_last_stage:
+            return self._stage.next_logits(hidden_BTH)
+        dist.send(hidden_BTH.contiguous(), group=groups.pipeline, group_dst=groups.stage + 1)
+        return hidden_BTH.new_empty((len(ids_BT), 0))
+
+    def choose(
+        self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        groups = self._groups
+        if groups.mesh.pipeline == 1:
+            return super().choose(logits_BV, sampling, uniforms_B)
+        tokens_B = torch.empty(len(uniforms_B), dtype=torch.int64, device=self.device)
+        log_probs_B = torch.empty(len(uniforms_B), dtype=torch.float32, device=self.device)
+        if groups.is_last_stage:
+            tokens_B, log_probs_B = super().choose(logits_BV, sampling, uniforms_B)
+        for drawn in (tokens_B, log_probs_B):
+            dist.broadcast(drawn, group=groups.pipeline, group_src=groups.mesh.pipeline - 1)
+        return tokens_B, log_probs_B
+
+    def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        if self._replica.size() == 1:
+            return should_stop
+
+        def agreed() -> bool:
+            wants = torch.tensor(should_stop(), dtype=torch.int32, device=self.device)
+            dist.all_reduce(wants, dist.ReduceOp.MAX, group=self._replica)
+            return bool(wants)
+
+        return agreed
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """This rank's parts; those that are in place already stay."""
+        if not self._transition.in_place:
+            self._drop_weights()
+        came = set()
+        for name, tensor in weights:
+            came.add(name)
+            if name in self._stage.parameters:
+                self._stage.parameters[name].data = tensor
+        check_names(came, self._stage.parameters.keys())
+
+    def _drop_weights(self) -> None:
+        """Free what was gathered last, before it is gathered anew."""
+        memory = self._transition.generation_memory()
+        for name, parameter in self._stage.parameters.items():
+            parameter.data = memory(name)
+
+    def sleep(self) -> int:
+        """The training engine has the memory."""
+        return 0
+
+    def wake(self) -> int:
+        return 0

@@ -1,0 +1,170 @@
+"""One rank of test_hybrid.py: generates on the ranks that train, on one pair of meshes after the other, and compares
+with a whole model of plain transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
+from services.engines.base import OptimizerOptions
+from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.three_d import ThreeDParallelEngine
+from services.engines.transition import Kind
+from services.rollout.base import GenerationStopped, SamplingOptions
+from services.rollout.hf import HFRollout
+from services.rollout.sampling import row_seeds
+from services.rollout.sharded import ShardedDecoder
+
+CPU = torch.device("cpu")
+HEAD = PolicyHead()
+PROMPTS = [[1, 10, 11], [1, 20], [1, 30, 31, 32, 33, 34], [1, 10, 11], [1, 40], [50], [5, 6, 7, 8]]
+SAMPLING = SamplingOptions(max_new_tokens=9, eos_ids=(2, 3, 4))
+SEEDS = row_seeds(17, step=0, call="generate", rows=np.arange(len(PROMPTS)))
+TOKEN_BUDGET = 60
+NUM_STEPS = 3
+
+
+def generation_part(name: str, whole: Tensor, part: int, parts: int, padded: int) -> Tensor:
+    """What a rank must generate with of a tensor, as it lies in memory: written down here by hand."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return whole.t().chunk(parts)[part]
+    if "embed_tokens" in name or "lm_head" in name:
+        rows = torch.cat([whole, whole.new_zeros(padded - len(whole), whole.shape[1])])
+        return rows.chunk(parts)[part]
+    if "layernorm" in name or name.endswith(("norm.weight", "o_proj.bias")):
+        return whole
+    return whole.chunk(parts)[part]
+
+
+def wrong_weights(engine: ThreeDParallelEngine, mesh: Mesh, weights: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that came wrong, or did not come, or should not have."""
+    stage, part, _ = mesh.generation_position(dist.get_rank())
+    whole = {name: x.clone() for name, x in engine.full_tensors()}
+    tied = engine.config.tie_word_embeddings
+    last, per_stage = mesh.generation_pipeline - 1, 4 // mesh.generation_pipeline
+    expected = {n for n in whole if ".layers." in n and int(n.split(".")[2]) // per_stage == stage}
+    if stage == 0:
+        expected.add("model.embed_tokens.weight")
+    if stage == last:
+        expected |= {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
+    padded = -(-engine.config.vocab_size // 64) * 64
+    wrong = expected ^ weights.keys()
+    for name in expected & weights.keys():
+        right = generation_part(name, whole[name], part, mesh.generation_tensor, padded)
+        if not torch.equal(weights[name], right):
+            wrong.add(name)
+    return sorted(wrong)
+
+
+def contained(engine: ThreeDParallelEngine, weights: dict[str, Tensor]) -> float:
+    """Which share of the bytes that this rank trains is memory that it generates with."""
+    ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in weights.values()]
+    inside = total = 0
+    for x in engine._kept.values():
+        total += x.nbytes
+        inside += x.nbytes * any(first <= x.data_ptr() < first + size for first, size in ranges)
+    return inside / total
+
+
+def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -output.log_probs_BR[micro_batch.response_mask_BR].sum() / 50, {}
+
+
+def training_log_probs(
+    engine: ThreeDParallelEngine, micro_batches: list[MicroBatch], lengths: np.ndarray
+) -> Any:
+    outputs = engine.infer(micro_batches, HEAD)
+    if not engine.sees_outputs:
+        return None
+    collected = [m.collect(o.log_probs_BR) for m, o in zip(micro_batches, outputs, strict=True)]
+    return assemble([m.rows for m in micro_batches], collected, lengths)
+
+
+def plain_responses(model: PreTrainedModel) -> list[list[int]]:
+    """What one process generates with a whole model."""
+    generation = HFRollout(model, token_budget=TOKEN_BUDGET).generate(PROMPTS, SAMPLING, SEEDS)
+    return [generation.responses.row(row).tolist() for row in range(len(PROMPTS))]
+
+
+def run(mesh: Mesh, kind: Kind, directory: Path) -> dict[str, Any]:
+    """Training and generation in turns, as distances from one process."""
+    options = OptimizerOptions(lr=1e-2)
+    engine = ThreeDParallelEngine(
+        directory, mesh, CPU, optimizer=options, transition=kind, generates_in_place=kind == "hybridflow"
+    )
+    assert engine.transition is not None
+    decoder = ShardedDecoder(directory, mesh, engine.transition, dtype=torch.float32, device=CPU)
+    rollout = HFRollout(decoder, token_budget=TOKEN_BUDGET)
+    prompts = Jagged(
+        torch.tensor([token for prompt in PROMPTS for token in prompt]),
+        np.array([len(prompt) for prompt in PROMPTS]),
+    )
+    report: dict[str, Any] = {"wrong": [], "parity": 0.0, "texts": []}
+    for _ in range(NUM_STEPS):
+        before = engine.transition.received.cut
+        weights = dict(engine.rollout_weights())
+        report["received"] = engine.transition.received.cut - before
+        report["wrong"] += wrong_weights(engine, mesh, weights)
+        report["contained"] = contained(engine, weights)
+        report["generation_bytes"] = sum(x.nbytes for x in weights.values() if x.dim() > 1)
+        rollout.load_weights(weights.items())
+        del weights
+        generation = rollout.generate(PROMPTS, SAMPLING, SEEDS)
+        report["texts"].append([generation.responses.row(row).tolist() for row in range(len(PROMPTS))])
+        micro_batches = split(prompts, generation.responses, token_budget=TOKEN_BUDGET, pad_id=0)
+        trained = training_log_probs(engine, micro_batches, generation.responses.lengths)
+        if trained is not None:
+            difference = (trained.values - generation.log_probs.values).abs().max()
+            report["parity"] = max(report["parity"], float(difference))
+        plain = AutoModelForCausalLM.from_pretrained(directory)
+        plain.load_state_dict({name: x.clone() for name, x in engine.full_tensors()})
+        report.setdefault("plain_texts", []).append(plain_responses(plain))
+        engine.step(micro_batches, HEAD, loss)
+    report["stopped"] = stopped(rollout)
+    report["trained"] = sum(x.nbytes for x in engine._kept.values() if x.dim() > 1)
+    return report
+
+
+def stopped(rollout: HFRollout) -> str:
+    """What a cancel of one rank does to all that generate with it."""
+    asked = 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return dist.get_rank() == 0 and asked == 2
+
+    try:
+        rollout.generate(PROMPTS, SAMPLING, SEEDS, should_stop=should_stop)
+    except GenerationStopped as error:
+        return str(error)
+    return ""
+
+
+def main(rank: int, world_size: int, out: Path, job: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+    plan = json.loads(job.read_text())
+    reports = {}
+    for model, directory in plan["models"].items():
+        for sizes, kind in plan["meshes"]:
+            mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
+            reports[f"{model} {mesh} {kind}"] = run(mesh, kind, Path(directory))
+    (out / f"report-{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,128 @@
+"""Ranks that train on one mesh generate on another, as one process with the whole model would."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+MAIN = Path(__file__).with_name("hybrid_main.py")
+DEADLINE_S = 240
+PARITY = 1e-4
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+}
+# p, t, d, pg, tg
+FAST = {
+    4: [
+        ((1, 2, 2, 1, 1), "hybridflow"),
+        ((2, 2, 1, 1, 2), "hybridflow"),
+        ((2, 2, 1, 2, 1), "hybridflow"),
+        ((2, 1, 2, 1, 1), "hybridflow"),
+        ((1, 2, 2, 1, 1), "hybridflow_v"),
+        ((2, 2, 1, 1, 2), "hybridflow_v"),
+        ((1, 2, 2, 1, 1), "gather_all"),
+    ]
+}
+EVERY = {
+    8: [
+        *(((2, 2, 2, 1, 1), kind) for kind in ("hybridflow", "hybridflow_v", "gather_all")),
+        *(((1, 4, 2, 1, 2), kind) for kind in ("hybridflow", "hybridflow_v", "gather_all")),
+        ((2, 2, 2, 1, 2), "hybridflow"),
+        ((4, 2, 1, 2, 1), "hybridflow"),
+        ((2, 2, 2, 2, 2), "hybridflow"),
+    ]
+}
+FULL = [pytest.mark.full, pytest.mark.timeout(900)]
+LAUNCHES = [
+    *(pytest.param((size, FAST[size]), id=f"{size} ranks") for size in FAST),
+    *(pytest.param((size, EVERY[size]), id=f"{size} ranks", marks=FULL) for size in EVERY),
+]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Per rank, a report for each model and pair of meshes."""
+
+    reports: list[dict[str, dict[str, Any]]]
+
+    def each(self) -> list[tuple[str, dict[str, Any]]]:
+        return [
+            (f"{name}, rank {rank}", report)
+            for rank, reports in enumerate(self.reports)
+            for name, report in reports.items()
+        ]
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    num_ranks, meshes = request.param
+    directory = tmp_path_factory.mktemp("hybrid")
+    for name, make in MODELS.items():
+        torch.manual_seed(7)
+        make().save_pretrained(directory / name)
+    job = directory / "job.json"
+    job.write_text(json.dumps({"meshes": meshes, "models": {name: str(directory / name) for name in MODELS}}))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, MAIN, str(rank), str(num_ranks), directory, job], cwd=MAIN.parents[2]
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        assert [rank.wait(timeout=DEADLINE_S * num_ranks / 4) for rank in ranks] == [0] * num_ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return Run([json.loads((directory / f"report-{i}.json").read_text()) for i in range(num_ranks)])
+
+
+def test_every_rank_gathers_the_parts_that_it_generates_with(launched: Run):
+    assert {name: report["wrong"] for name, report in launched.each() if report["wrong"]} == {}
+
+
+def test_log_probs_of_generation_are_those_of_training_after_every_update(launched: Run):
+    far = {name: report["parity"] for name, report in launched.each() if not report["parity"] <= PARITY}
+    assert far == {}
+
+
+def test_texts_are_those_of_one_process_after_every_update(launched: Run):
+    for name, report in launched.each():
+        assert report["texts"] == report["plain_texts"], name
+        assert len({json.dumps(texts) for texts in report["texts"]}) > 1, "updates must change texts"
+
+
+def test_weights_of_training_serve_generation_where_they_are(launched: Run):
+    for name, report in launched.each():
+        assert report["contained"] == (1.0 if name.split()[-3] == "hybridflow," else 0.0), name
+
+
+def test_a_cancel_of_one_rank_stops_its_replica(launched: Run):
+    for name, report in launched.each():
+        mesh = name.split(" / ")[-1].split(",")[0].split()[0] if " / " in name else ""
+        pipeline, tensor = (int(size) for size in mesh.split("-")[:2]) if mesh else (2, 2)
+        rank = int(name.rpartition(" ")[2])
+        assert bool(report["stopped"]) == (rank < pipeline * tensor), name
