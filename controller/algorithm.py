@@ -111,8 +111,11 @@ class Algorithm:
             if self.services is None
             else _with_parts(self.services, config)
         )
+        hosts = {config.also_served[name] for name in needed if name in config.also_served}
         for name, role in needed.items():
             table = config.services.get(name)
+            if table is None and role == name in config.also_served:
+                continue
             if table is None:
                 raise ConfigError(
                     f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
@@ -122,7 +125,7 @@ class Algorithm:
                 raise ConfigError(
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
-        return [name for name in config.services if name in needed]
+        return [name for name in config.services if name in needed or name in hosts]
 
     def _check(self, config: Config) -> None:
         samples = config.rollout.samples_per_prompt

@@ -13,6 +13,7 @@ from controller.client import WORKER, RankClient
 from controller.config import Config
 from controller.dataflow import Loop, Placement, results
 from controller.group import GROUPS, ActorGroup, RewardGroup, RoleGroup, Session
+from rlhf.contract import SERVICES
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 
@@ -33,6 +34,7 @@ class Cluster:
         self.config = config
         self.session = session
         self.groups: dict[str, RoleGroup] = {}
+        self._also_served: dict[str, RoleGroup] = {}
         self.statuses: dict[str, dict[int, worker_pb2.WatchResponse]] = {}
         self._loop = Loop()
         self._placement = Placement()
@@ -55,14 +57,15 @@ class Cluster:
             self._loop.close()
 
     def group(self, name: str) -> RoleGroup:
-        """The group of a service.
+        """The group of a service, or of what the ranks of another service serve too.
 
         Raises:
             ConfigError: The config has no such service; the text lists those it has.
         """
-        if name not in self.groups:
-            raise ConfigError(f"the algorithm needs a service {name!r}; the config has {sorted(self.groups)}")
-        return self.groups[name]
+        groups = self.groups | self._also_served
+        if name not in groups:
+            raise ConfigError(f"the algorithm needs a service {name!r}; the config has {sorted(groups)}")
+        return groups[name]
 
     def release(self, through_step: int) -> None:
         """Frees the rows of finished steps on every rank."""
@@ -80,8 +83,8 @@ class Cluster:
     def running(self) -> dict[str, str]:
         """Running calls, "service.Method", and how far they are, such as "12/64"; empty where not known."""
         shown = {}
-        for name, group in list(self.groups.items()):
-            status = self.statuses.get(name, {}).get(0)
+        for name, group in list((self.groups | self._also_served).items()):
+            status = self.statuses.get(group.clients[0].service, {}).get(0)
             for method in list(group.running.values()):
                 is_known = status is not None and status.done_of and status.method == method
                 shown[f"{name}.{method}"] = f"{status.done}/{status.done_of}" if status and is_known else ""
@@ -98,6 +101,8 @@ class Cluster:
             assert isinstance(description, worker_pb2.DescribeResponse)
             self.groups[name] = await self._group(name, description)
         self._check_vocabularies()
+        for name, host in self.config.also_served.items():
+            self._also_served[name] = self._second_role(name, host)
         for group in self.groups.values():
             if group.description.epoch:
                 self._watches.extend(asyncio.ensure_future(self._watch(client)) for client in group.clients)
@@ -157,6 +162,17 @@ class Cluster:
         devices = self.config.devices(name)
         return kind(clients, description, devices, self.session, self._placement, self._loop)
 
+    def _second_role(self, role: str, host: str) -> RoleGroup:
+        """The group of a role that the ranks of a service serve beside their own."""
+        group = self.groups[host]
+        served = {method.name for method in group.description.methods}
+        if not served.issuperset(method.path[1:] for method in SERVICES[role].values()):
+            raise ConfigError(
+                f"services.{host}: nothing else is the {role}, and what runs at {group.clients[0].address} does not "
+                "serve it: it was started without lora"
+            )
+        return group.second_role(role)
+
     def _check_vocabularies(self) -> None:
         """Roles that read the actor's token ids must mean the same by them."""
         actors = [group for group in self.groups.values() if isinstance(group, ActorGroup)]
@@ -181,7 +197,8 @@ class Cluster:
     async def _close(self) -> None:
         for watch in self._watches:
             watch.cancel()
-        await asyncio.gather(*(group.cancel_all() for group in self.groups.values()))
+        groups = (*self.groups.values(), *self._also_served.values())
+        await asyncio.gather(*(group.cancel_all() for group in groups))
         request = worker_pb2.ReleaseRequest(session=self.session.name, all_steps=True)
         clients = [client for group in self.groups.values() for client in group.clients]
         releases = (client.call(WORKER["Release"], request, CLOSE_S) for client in clients)

@@ -248,6 +248,15 @@ class Config(Strict):
         models = (getattr(table, "model", None) for table in tables)
         return self.data.tokenizer or next((model for model in models if model), None)
 
+    @property
+    def also_served(self) -> dict[str, str]:
+        """By name, what the ranks of another service serve too: the reference is the actor without its adapters, where
+        one actor has adapters and no service is the reference."""
+        adapted = [
+            name for name, table in self.services.items() if isinstance(table, ActorTable) and table.lora
+        ]
+        return {"reference": adapted[0]} if len(adapted) == 1 and "reference" not in self.services else {}
+
     def weights_of(self, reward: str) -> dict[str, float]:
         """Weight of each service in a reward or cost; a service by itself weighs 1."""
         return self.rewards.get(reward, {reward: 1.0})

@@ -83,6 +83,13 @@ class Session:
         )
 
 
+@dataclass
+class Turns:
+    """How many calls of the session the ranks of a service have been sent."""
+
+    taken: int = 0
+
+
 class RoleGroup:
     """All ranks of one service.
 
@@ -111,8 +118,20 @@ class RoleGroup:
         self._devices = devices
         self._placement = placement
         self._loop = loop
-        self._sequence = 0
+        self._turns = Turns()
         self._methods = group_methods(description.role)
+
+    def second_role(self, role: str) -> RoleGroup:
+        """A role that the same ranks serve beside their own, as a group named like it. The ranks have one queue, so
+        the calls of both are numbered through."""
+        description = worker_pb2.DescribeResponse()
+        description.CopyFrom(self.description)
+        description.role = role
+        group = GROUPS[role](
+            self.clients, description, self._devices, self.session, self._placement, self._loop
+        )
+        group.name, group._turns = role, self._turns
+        return group
 
     def call(
         self,
@@ -163,10 +182,10 @@ class RoleGroup:
             names = list(inputs.columns)
             columns = await awaited(inputs.columns[name] for name in names)
             await awaited(before)
-            header.sequence, header.epoch = self._sequence + 1, self.description.epoch
+            header.sequence, header.epoch = self._turns.taken + 1, self.description.epoch
             batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
             requests = self._requests(method, batch, header, options)
-            self._sequence += 1
+            self._turns.taken += 1
             self.running[header.call_id] = method.name
             started = time.time()
             responses = await self._send(method, requests)

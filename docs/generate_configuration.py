@@ -18,6 +18,7 @@ from rlhf.config import (
     ActorTable,
     CriticTable,
     JudgeTable,
+    LoraTable,
     OptimizerTable,
     ReferenceTable,
     RewardTable,
@@ -41,6 +42,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[services.NAME.judge]", JudgeTable),
     ("[services.NAME.optimizer]", OptimizerTable),
     ("[services.NAME.vllm]", VllmTable),
+    ("[services.NAME.lora]", LoraTable),
 ]
 
 HEAD = """# Configuration
@@ -119,7 +121,7 @@ def _type(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {_type(arguments[0])}s"

@@ -122,7 +122,7 @@ class ModelWorker(Worker):
         table, compute_dtype = self.table, getattr(torch, self.table.dtype)
         # Weights that learn are kept in float32; `dtype` is what they are computed in.
         dtype = torch.float32 if optimizer else compute_dtype
-        options = _options(optimizer) if optimizer else None
+        options = optimizer_options(optimizer) if optimizer else None
         if table.engine == "3d":
             generates = isinstance(table, ActorTable)
             engine = ThreeDParallelEngine(
@@ -449,7 +449,8 @@ def _device() -> torch.device:
     return device
 
 
-def _options(table: OptimizerTable) -> OptimizerOptions:
+def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
+    """A table as the engines take it."""
     return OptimizerOptions(
         lr=table.learning_rate,
         betas=table.betas,

@@ -161,7 +161,8 @@ class RankServer:
             "Condemn": self._condemn,
             **self.sources.handlers(),
         }
-        for key in (self.worker.role, "worker", "transfer"):
+        keys = (self.worker.role, *self.worker.also_serves, "worker", "transfer")
+        for key in keys:
             table = {}
             for method in SERVICES[key].values():
                 direct = {**worker, **transfer}.get(method.name)
@@ -171,9 +172,7 @@ class RankServer:
             service = next(iter(SERVICES[key].values())).service
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
-        names = [
-            next(iter(SERVICES[key].values())).service for key in (self.worker.role, "worker", "transfer")
-        ]
+        names = [next(iter(SERVICES[key].values())).service for key in keys]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
     def _runner(self, method: Method, registration: Registration | None) -> Callable[..., Awaitable[Any]]:

@@ -146,6 +146,8 @@ class Worker:
     """
 
     role: ClassVar[str]
+    also_serves: ClassVar[tuple[str, ...]] = ()
+    """Further roles whose methods its ranks run, in the same order of calls."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = table
@@ -218,13 +220,15 @@ def require(request: Any, *names: str) -> None:
 
 
 def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:
-    """The group methods of a worker's role, by Python name.
+    """The group methods of the roles that a worker serves, by Python name.
 
     Raises:
         TypeError: The worker lacks a method of its proto, or registers it with another transfer protocol.
     """
     found = {}
-    for name, method in group_methods(worker.role).items():
+    roles = (worker.role, *worker.also_serves)
+    methods = {name: method for role in roles for name, method in group_methods(role).items()}
+    for name, method in methods.items():
         registration = getattr(getattr(worker, name, None), "registration", None)
         if registration is None:
             raise TypeError(f"{worker.__name__} has no registered method {name} for {method.path}")

@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -128,6 +128,38 @@ class VllmTable(Strict):
     steps."""
 
 
+class LoraTable(Strict):
+    """Low-rank adapters (Hu et al. 2021): they learn, and the model's own weights stay. docs/lora.md says more."""
+
+    rank: Positive = 16
+    """Inner dimension of an adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What an adapter adds is scaled by this over rank."""
+    dropout: float = 0.0
+    """Only 0: with dropout, the policy that learns would be another than the one that generates, by chance."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get an adapter: names, or ends of names such as q_proj; all-linear means all but the output
+    layer."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the adapters' first weights."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _check_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(
+                f"{dropout:g} would have another policy learn than the one that generates; only 0"
+            )
+        return dropout
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets:
+            raise ValueError("there have to be layers that learn")
+        return targets
+
+
 class ActorTable(ModelTable):
     """The policy."""
 
@@ -151,6 +183,15 @@ class ActorTable(ModelTable):
     cache."""
     vllm: VllmTable = VllmTable()
     """For rollout engine vllm: its sizes."""
+    lora: LoraTable | None = None
+    """For engine fsdp: adapters learn in place of the model's weights, and the actor is its own reference where there
+    is no service of that name."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora and self.engine != "fsdp":
+            raise ValueError(f"lora: engine {self.engine} has no adapters; they need engine fsdp")
+        return self
 
     @model_validator(mode="after")
     def _check_rollout(self) -> Self:
@@ -411,5 +452,8 @@ def _known_keys(kind: type[BaseModel] | None, path: list[str]) -> list[str]:
     for part in parents:
         field = kind.model_fields.get(part) if kind else None
         annotation = field.annotation if field else None
-        kind = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+        choices = get_args(annotation) or (annotation,)
+        kind = next(
+            (each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None
+        )
     return list(kind.model_fields) if kind else []

@@ -29,7 +29,7 @@ from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
-from services.worker import CallContext, Result, Rows, register, require
+from services.worker import CallContext, Result, Rows, Worker, register, require
 
 
 class ActorWorker(ModelWorker):
@@ -43,6 +43,15 @@ class ActorWorker(ModelWorker):
         self.rollout = _rollout_engine(table, self.engine, ranks.mesh, self.torch_device)
         # None yet: the weights come before the first generation, and after each change.
         self._rollout_version = -1
+
+    @classmethod
+    def for_table(cls, table: ActorTable) -> type[Worker]:
+        if table.lora is None:
+            return cls
+        # peft takes seconds to import, and most actors do without.
+        from services.actor.lora import LoRAActorWorker
+
+        return LoRAActorWorker
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()

@@ -56,7 +56,8 @@ class FSDPEngine(ShardedEngine):
         self.data_size = dist.get_world_size()
         self._model = model
         self._reader = _Reader(model)
-        if self.data_size > 1 or compute_dtype not in (None, next(model.parameters()).dtype):
+        casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
+        if self.data_size > 1 or casts:
             _shard_blocks(self._reader, device, compute_dtype, reshard_after_forward)
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
             with torch.no_grad(), self._resharding():
@@ -93,16 +94,22 @@ class FSDPEngine(ShardedEngine):
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in sorted(self._model.state_dict().items()):
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            yield name, whole(tensor)
 
     def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         tied = self._tied_names()
         is_writer = self.data_rank == 0
         weights = {name: x.cpu() for name, x in self.full_tensors() if is_writer and name not in tied}
+        write_companions = self._gather_companions()
         with new_directory(directory, self.device) as partial:
             if is_writer:
                 write_model(self._model, weights, partial, tokenizer)
+                write_companions(partial)
         return self._from_rank_0(tensors_sha256(weights.items()) if is_writer else "")
+
+    def _gather_companions(self) -> Callable[[Path], None]:
+        """Gathers, on all ranks, what an export holds beside the model; returns what writes it into a directory."""
+        return lambda directory: None
 
     def _evened(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches on the device, and blank ones that are not ours until no rank has more.
@@ -205,7 +212,8 @@ def _shard_blocks(
 ) -> None:
     """Shard each transformer block on its own, and embeddings, norm and head together as the root."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    reduce_dtype = torch.promote_types(next(reader.model.parameters()).dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     for module in [*_blocks(reader.model), reader]:
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
@@ -221,6 +229,11 @@ def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
     backbone = model.backbone if isinstance(model, ValueModel) else model
     names = set(backbone._no_split_modules or ())
     return [module for module in backbone.modules() if type(module).__name__ in names]
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor, gathered from all ranks where they share it, without its graph."""
+    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def _local(x: Tensor) -> Tensor:

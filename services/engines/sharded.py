@@ -133,7 +133,7 @@ class ShardedEngine(TrainEngine):
     def offload(self) -> int:
         if self.device.type == "cpu" or self._parked:
             return 0
-        self._parked = park(self._state().values())
+        self._parked = park(self._resident())
         torch.cuda.empty_cache()
         return num_bytes(self._parked)
 
@@ -222,6 +222,10 @@ class ShardedEngine(TrainEngine):
                 state[f"exp_avg.{name}"] = moments["exp_avg"]
                 state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state
+
+    def _resident(self) -> list[Tensor]:
+        """Every tensor that is on the device as long as the engine is."""
+        return list(self._state().values())
 
     def _set_num_steps(self, num_steps: int) -> None:
         self._num_steps = num_steps

@@ -22,6 +22,7 @@ from services.actor.parity import rollout_parity
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.lora import AdapterOptions, LoRAEngine
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.models import load_causal_lm
 from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
@@ -361,9 +362,14 @@ class Trainer:
 
     head = PolicyHead(temperature=SAMPLED.temperature)
 
-    def __init__(self, directory: Path, learning_rate: float) -> None:
+    def __init__(self, directory: Path, learning_rate: float, adapters: AdapterOptions | None = None) -> None:
         options = OptimizerOptions(lr=learning_rate, weight_decay=0.0)
-        self.engine = FSDPEngine(load_causal_lm(directory), torch.device("cpu"), optimizer=options)
+        model, device = load_causal_lm(directory), torch.device("cpu")
+        self.engine = (
+            LoRAEngine(model, device, adapters=adapters, optimizer=options)
+            if adapters
+            else FSDPEngine(model, device, optimizer=options)
+        )
 
     def log_probs(self, generation: Generation) -> Tensor:
         """What training makes of the responses, end to end."""
@@ -398,10 +404,11 @@ class Trainer:
         return split(prompts, generation.responses, token_budget=200, pad_id=0)
 
 
+@pytest.mark.parametrize("adapters", [None, AdapterOptions()], ids=["weights learn", "adapters learn"])
 def test_rollout_log_probs_are_the_training_engines_after_every_update(
-    engine: RolloutEngine, directory: Path
+    engine: RolloutEngine, directory: Path, adapters: AdapterOptions | None
 ) -> None:
-    trainer = Trainer(directory, learning_rate=1e-2)
+    trainer = Trainer(directory, learning_rate=1e-2, adapters=adapters)
     previous = torch.empty(0)
     for _ in range(4):
         generation = engine.generate(PROMPTS, LONG, SEEDS)

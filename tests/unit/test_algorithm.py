@@ -138,6 +138,32 @@ def test_a_service_of_another_role_is_refused() -> None:
     assert refusal(declared, wrong) == "services.cost.role: declared needs role reward here, not reference"
 
 
+def test_an_actor_with_adapters_is_the_reference_where_there_is_none() -> None:
+    for name in ("ppo", "grpo"):
+        settings = ("rollout.samples_per_prompt=4",)
+        configured = find_algorithm(name).configure(quickstart("lora", *settings))
+        assert "reference" not in configured.services
+        assert configured.also_served == {"reference": "actor"}
+
+
+def test_an_actor_that_only_serves_the_reference_is_kept() -> None:
+    needed = Algorithm(lambda run: None, {"reference": "reference"})
+    assert needed.configure(quickstart("lora")).services.keys() == {"actor"}
+
+
+def test_a_reference_of_its_own_comes_before_the_actors() -> None:
+    config = quickstart("quickstart", "services.actor.lora.rank=4")
+    assert "reference" in find_algorithm("ppo").configure(config).services
+    assert config.also_served == {}
+
+
+def test_two_actors_with_adapters_do_not_say_which_is_the_reference() -> None:
+    config = quickstart("lora")
+    other = config.services["actor"].model_copy(update={"address": "127.0.0.1:1"})
+    two = config.model_copy(update={"services": config.services | {"other": other}})
+    assert "services.reference: ppo needs this service" in refusal(find_algorithm("ppo"), two)
+
+
 def test_one_response_to_a_prompt_cannot_be_compared() -> None:
     message = refusal(find_algorithm("grpo"), quickstart())
     assert "rollout.samples_per_prompt: grpo compares the responses" in message

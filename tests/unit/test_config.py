@@ -54,6 +54,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             r"services\.actor: generation_mesh and transition are for engine 3d, and engine is fsdp",
         ),
         ("services.actor.vllm.kv_cache=1", r"services\.actor\.vllm\.kv_cache: .*did you mean 'kv_cache_gb'"),
+        (
+            "services.actor.lora.rank=8\nservices.actor.engine='3d'\nservices.actor.mesh='1-1-2'",
+            r"services\.actor: lora: engine 3d has no adapters; they need engine fsdp",
+        ),
+        ("services.actor.lora.r=8", r"services\.actor\.lora\.r: unknown key.*Known keys: rank, alpha"),
+        ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 would have .* only 0"),
+        ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* layers that learn"),
+        ("services.critic.lora.rank=8", r"services\.critic\.lora: unknown key"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
         ("algorithm.clip_low=1.5", r"clip_low: .*less than or equal to 1"),
         (

@@ -1,0 +1,62 @@
+"""The actor as adapters on weights that stay as they were: its ranks are the reference too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf.config import ActorTable, LoraTable, OptimizerTable
+from rlhf.v1 import reference_pb2, worker_pb2
+from services.actor.worker import ActorWorker
+from services.engines.lora import AdapterOptions, LoRAEngine
+from services.frozen import ref_log_probs
+from services.model_worker import optimizer_options
+from services.models import check_tokenizer
+from services.worker import CallContext, Result, Rows, register
+
+
+class LoRAActorWorker(ActorWorker):
+    """The policy; with its adapters disabled, the reference."""
+
+    also_serves = ("reference",)
+    table: ActorTable
+    engine: LoRAEngine
+
+    def _load(
+        self, load: Callable[[Path, torch.dtype], PreTrainedModel], optimizer: OptimizerTable
+    ) -> tuple[LoRAEngine, Any]:
+        assert self.table.lora is not None, "an actor without adapters is another worker"
+        # What never learns needs no more than the type it is computed in.
+        dtype = getattr(torch, self.table.dtype)
+        model = load(self.table.model, dtype)
+        check_tokenizer(self.tokenizer, model)
+        engine = LoRAEngine(
+            model,
+            self.torch_device,
+            adapters=_adapter_options(self.table.lora),
+            optimizer=optimizer_options(optimizer),
+            compute_dtype=dtype,
+        )
+        return engine, model.config
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        answer = super().describe()
+        answer.engine = f"{self.table.engine} with LoRA, rollout {self.rollout.name}"
+        return answer
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(
+        self, rows: Rows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
+    ) -> Result:
+        with self.engine.without_adapters():
+            return ref_log_probs(self, rows, request, call)
+
+
+def _adapter_options(table: LoraTable) -> AdapterOptions:
+    return AdapterOptions(
+        rank=table.rank, alpha=table.alpha, target_modules=table.target_modules, seed=table.seed
+    )

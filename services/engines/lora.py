@@ -1,0 +1,208 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by peft, sharded as the model they are in: they alone learn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.engines.agreement import all_or_none
+from services.engines.base import OptimizerOptions
+from services.engines.checkpoint import NO_SCALARS, Scalars, read_manifest
+from services.engines.fsdp import FSDPEngine, whole
+from services.engines.logits import at_least_float32
+
+ADAPTER_DIRECTORY = "adapter"
+"""Of an export: what peft loads, beside the merged model."""
+ALPHA = "lora.alpha"
+"""Scalar of a checkpoint: the adapters' weight in what they were learned with."""
+_NAME = "default"
+"""What peft calls the only adapter there is."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Each target's weight W [out, in] becomes W + alpha / rank * B A, with B [out, rank] and A [rank, in].
+
+    Args:
+        rank: inner dimension.
+        alpha: above 0.
+        target_modules: names of linear layers, or the ends of them; or "all-linear", which is all but the output layer.
+        seed: of A. B begins at zero, so that a new adapter changes nothing.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: str | Sequence[str] = "all-linear"
+    seed: int = 0
+
+
+class LoRAEngine(FSDPEngine):
+    """A causal language model whose weights stay as they were loaded, and adapters that learn.
+
+    Adapters, their gradients and moments are float32, or of the model's own dtype, if that is finer; so the model may
+    be in the dtype that it is computed in. Snapshots and checkpoints are of adapters and moments alone. Exports and
+    `full_tensors` are of the merged model, in its own dtype, and a hash of an export is that of the merged weights.
+
+    Args:
+        model: whole, with the same weights on every rank; adapters are put into it.
+        adapters: the same on every rank.
+        device, optimizer, compute_dtype, reshard_after_forward: as `FSDPEngine`.
+
+    Raises:
+        ValueError: a target is missing, is not linear, or is tied to another weight.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        *,
+        adapters: AdapterOptions,
+        optimizer: OptimizerOptions,
+        compute_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self._adapters = adapters
+        self._layers = add_adapters(model, adapters)
+        self._base = model.name_or_path
+        super().__init__(
+            model,
+            device,
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Within, inference is that of the model as it was loaded, bit for bit."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        learned = set(self._trained_names)
+        state = self._model.state_dict()
+        weights = {_plain_name(name): tensor for name, tensor in state.items() if name not in learned}
+        for name, tensor in sorted(weights.items()):
+            layer = self._layers.get(name.removesuffix(".weight"))
+            yield name, whole(tensor) if layer is None else _merged(whole(tensor), layer)
+
+    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
+
+    def load(self, directory: Path) -> Scalars:
+        with all_or_none(f"reading {directory}", self.device):
+            alpha = read_manifest(directory)[1].get(ALPHA)
+            if alpha != self._adapters.alpha:
+                held = "no adapters" if alpha is None else f"adapters with alpha {alpha:g}"
+                raise ValueError(
+                    f"checkpoint {directory} has {held}, expected alpha {self._adapters.alpha:g}"
+                )
+        return {name: value for name, value in super().load(directory).items() if name != ALPHA}
+
+    def _state(self) -> dict[str, Tensor]:
+        """Without what never changes."""
+        frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
+        return {name: x for name, x in super()._state().items() if name not in frozen}
+
+    def _resident(self) -> list[Tensor]:
+        return [*super()._resident(), *(x.detach() for x in self._kept.values())]
+
+    def _gather_companions(self) -> Callable[[Path], None]:
+        gathered = {name: whole(self._parameters[name]).cpu() for name in self._trained_names}
+        config = _config(self._adapters)
+        config.inference_mode, config.base_model_name_or_path = True, self._base
+        # Given to peft at once, they would become a set, and their order in the file chance.
+        config.target_modules = sorted(self._layers)
+        return lambda directory: _write_adapter(directory / ADAPTER_DIRECTORY, gathered, config)
+
+
+def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
+    """Puts adapters into a model and freezes all else; returns the layers that have one, by their names.
+
+    Raises:
+        ValueError: a target is missing, is not linear, or is tied to another weight.
+    """
+    tied = _tied_names(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        inject_adapter_in_model(_config(options), model, _NAME)
+    layers = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if not isinstance(layer, Linear) or not isinstance(layer.base_layer, nn.Linear):
+            raise ValueError(f"lora.target_modules: {name} is not a linear layer")
+        if f"{name}.weight" in tied:
+            raise ValueError(f"lora.target_modules: {name} shares its weight, which merging would take apart")
+        layers[name] = layer
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = at_least_float32(parameter.data)
+    model.eval()
+    return layers
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """All names of weights that have several."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    times = Counter(id(parameter) for _, parameter in named)
+    return {name for name, parameter in named if times[id(parameter)] > 1}
+
+
+def _config(options: AdapterOptions) -> LoraConfig:
+    targets = options.target_modules
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=options.rank,
+        lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType] - peft takes any number
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+
+
+def _merged(weight: Tensor, layer: Linear) -> Tensor:
+    """W + alpha / rank * B A, rounded once to the dtype of W [out, in]."""
+    a, b = (whole(each.get_parameter(f"{_NAME}.weight")) for each in (layer.lora_A, layer.lora_B))
+    return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(weight.dtype)
+
+
+def _plain_name(name: str) -> str:
+    """What the checkpoint calls a weight of a layer that has an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def _write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """Writes adapters as `PeftModel.from_pretrained` reads them.
+
+    Args:
+        weights: by their names in the model.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    directory.mkdir()
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": x for name, x in weights.items()}
+    try:
+        save_file(named, directory / SAFETENSORS_WEIGHTS_NAME)
+    except SafetensorError as error:
+        raise OSError(f"adapter in {directory} could not be written: {error}") from error
+    config.save_pretrained(str(directory))

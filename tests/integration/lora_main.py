@@ -1,0 +1,103 @@
+"""One rank of test_lora_ranks.py: trains adapters on its share of the rows and measures how far it is from plain
+peft's numbers, which the test wrote down."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from integration.three_d_main import HEAD, OPTIONS, Rows, distance, rows_of
+from nccl_transfer.mesh import Mesh
+from services.engines.fsdp import FSDPEngine, whole
+from services.engines.lora import AdapterOptions, LoRAEngine
+from services.engines.microbatch import MicroBatch
+from services.models import load_causal_lm
+
+ADAPTERS = AdapterOptions(rank=4, alpha=6.0, seed=3)
+CPU = torch.device("cpu")
+
+
+def make_engine(directory: Path, dtype: torch.dtype) -> LoRAEngine:
+    return LoRAEngine(load_causal_lm(directory, dtype), CPU, adapters=ADAPTERS, optimizer=OPTIONS)
+
+
+def log_probs(engine: FSDPEngine, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    return [output.log_probs_BR for output in engine.infer(micro_batches, HEAD)]
+
+
+def reference_log_probs(engine: LoRAEngine, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    with engine.without_adapters():
+        return log_probs(engine, micro_batches)
+
+
+def gathered(engine: LoRAEngine, kind: str) -> dict[str, Tensor]:
+    """Whole weights of the adapters, or their gradients."""
+    adapters = {name: engine._parameters[name] for name in engine._trained_names}
+    return {name: whole(getattr(p, kind) if kind == "grad" else p).clone() for name, p in adapters.items()}
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+
+
+def run(directory: Path, reference: Path, dtype: torch.dtype, out: Path) -> dict:
+    """Everything that ranks must get right, as distances from the reference or as whether bits are the same."""
+    rows: Rows = rows_of(Mesh(1, 1, dist.get_world_size()), dist.get_rank())
+    micro_batches = rows.micro_batches()
+    expected = json.loads((reference / "numbers.json").read_text())
+    frozen = log_probs(FSDPEngine(load_causal_lm(directory, dtype), CPU), micro_batches)
+    engine = make_engine(directory, dtype)
+    report: dict = {"num_micro_batches": len(micro_batches)}
+    report["new adapters change nothing"] = same(log_probs(engine, micro_batches), frozen)
+    report["reference before"] = same(reference_log_probs(engine, micro_batches), frozen)
+    report["seeded"] = same_bits(gathered(engine, "data"), load_file(reference / "first.safetensors"))
+    steps = [engine.step(micro_batches, HEAD, rows.loss)]
+    engine.save(out / "checkpoint")
+    # At the first step those of A are zero, as B is.
+    engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
+    gradients = gathered(engine, "grad")
+    engine._drop_gradients()
+    steps += [engine.step(micro_batches, HEAD, rows.loss) for _ in expected["loss"][1:]]
+    report["distances"] = {
+        "gradients": distance(gradients, load_file(reference / "gradients.safetensors")),
+        "loss": max(abs(s.loss / n - 1) for s, n in zip(steps, expected["loss"], strict=True)),
+        "norm": max(abs(s.grad_norm / n - 1) for s, n in zip(steps, expected["norm"], strict=True)),
+    }
+    report["step distances"] = {
+        "adapters": distance(gathered(engine, "data"), load_file(reference / "adapters.safetensors")),
+        "merged": distance(dict(engine.full_tensors()), load_file(reference / "merged.safetensors")),
+    }
+    report["reference after"] = same(reference_log_probs(engine, micro_batches), frozen)
+    report["learned"] = not same(log_probs(engine, micro_batches), frozen)
+    report["exported"] = engine.export(out / "export")
+    fresh = make_engine(directory, dtype)
+    fresh.load(out / "checkpoint")
+    for _ in expected["loss"][1:]:
+        fresh.step(micro_batches, HEAD, rows.loss)
+    report["resumed"] = fresh.export(out / "resumed") == report["exported"]
+    return report
+
+
+def main(rank: int, world_size: int, out: Path, job: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+    reports = {}
+    for name, (directory, reference, dtype) in json.loads(job.read_text()).items():
+        here = out / name
+        here.mkdir(exist_ok=True)
+        reports[name] = run(Path(directory), Path(reference), getattr(torch, dtype), here)
+    (out / f"report-{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
