@@ -95,6 +95,12 @@ def test_every_method_of_a_proto_is_registered_with_the_protocol_it_declares(rol
         assert registration.protocol == method.spec.transfer_protocol
 
 
+def test_an_actor_with_adapters_has_the_methods_of_both_its_roles() -> None:
+    worker = importlib.import_module("services.actor.lora").LoRAActorWorker
+    both = group_methods("actor") | group_methods("reference")
+    assert registered_methods(worker).keys() == both.keys()
+
+
 def test_no_pickle_of_ours() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"

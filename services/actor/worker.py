@@ -48,7 +48,7 @@ class ActorWorker(ModelWorker):
     def for_table(cls, table: ActorTable) -> type[Worker]:
         if table.lora is None:
             return cls
-        # peft takes seconds to import, and most actors do without.
+        # It is one of these, and needs peft, which most actors do without.
         from services.actor.lora import LoRAActorWorker
 
         return LoRAActorWorker

@@ -142,6 +142,7 @@ def test_adapters_follow_from_their_seed_alone(tiny_llama_dir: Path):
     assert torch.equal(state, torch.get_rng_state()), "nobody else's randomness may depend on it"
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
