@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from services.engines.microbatch import cut
+from services.linear import speed_up
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -281,4 +282,5 @@ def _load(
     missing = sorted(set(report["missing_keys"]) - new)
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+    speed_up(model)
     return model.eval()

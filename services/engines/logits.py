@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
+
+from services.linear import linear
 
 MOST_LOGITS = 1 << 25
 """Logits that a rank computes at a time: 128 MiB of float32, and as much again for what becomes of them."""
@@ -59,7 +60,7 @@ class OutputLayer:
 
     def _logits(self, hidden_NH: Tensor, weight_VH: Tensor | None, temperature: float) -> Tensor:
         """Logits [N, V] of its own tokens, to be written over."""
-        logits_NV = hidden_NH.clone() if weight_VH is None else F.linear(hidden_NH, weight_VH)
+        logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
         logits_NV = at_least_float32(logits_NV).div_(temperature)
         if self.num_tokens is not None:
             logits_NV[:, self.num_tokens :] = PADDING_LOGIT
@@ -141,9 +142,9 @@ class _Scores(torch.autograd.Function):
             of_z_NV.mul_(slope).neg_()
             of_z_NV.scatter_add_(-1, columns_N[:, None], (of_log_probs_N[chunk] * is_ours_N)[:, None])
             of_z_NV = of_z_NV.div_(ctx.temperature).to(hidden.dtype)
-            of_hidden_NH[chunk] = of_z_NV if weight is None else of_z_NV @ weight
+            of_hidden_NH[chunk] = of_z_NV if weight is None else linear(of_z_NV, weight.t())
             if of_weight_VH is not None:
-                of_weight_VH += of_z_NV.t() @ hidden[chunk]
+                of_weight_VH += linear(of_z_NV.t(), hidden[chunk].t())
         if of_weight_VH is not None:
             of_weight_VH = of_weight_VH.to(weight_VH.dtype)
         return of_hidden_NH, of_weight_VH, None, None, None

