@@ -23,10 +23,11 @@ from services.rollout.base import (
     check_lengths,
 )
 from services.rollout.decoder import Decoder, WholeDecoder
+from services.rollout.kv_cache import reserve
 from services.rollout.sampling import uniforms
 
-# Finished rows leave the batch once they are this share of it: to copy the cache costs about as much as the
-# copy that lets it grow by one token anyway.
+# Finished rows leave the batch once they are this share of it: that copies the cache of the others, which costs less
+# than a decoding step.
 _FINISHED_SHARE_TO_DROP = 0.125
 
 
@@ -103,7 +104,7 @@ class HFRollout(RolloutEngine):
         rows_B = torch.arange(num_rows, device=self._device)
         runs_B = torch.ones(num_rows, dtype=torch.bool, device=self._device)
         num_running = num_rows
-        context, logits_BV = self._prefill(prompts)
+        context, logits_BV = self._prefill(prompts, num_steps)
         for n in range(num_steps):
             tokens_B, log_probs_B = self._decoder.choose(logits_BV, sampling, uniforms_RN[rows_B, n])
             tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
@@ -124,8 +125,9 @@ class HFRollout(RolloutEngine):
             logits_BV = self._forward(tokens_B[:, None], context)
         return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy(), stopped_R.cpu().numpy())
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[_Context, Tensor]:
-        """Compute each distinct prompt once; returns the context of every row and its next-token logits [R, V]."""
+    def _prefill(self, prompts: Sequence[Sequence[int]], num_steps: int) -> tuple[_Context, Tensor]:
+        """Compute each distinct prompt once; returns the context of every row, with room for as many tokens more, and
+        its next-token logits [R, V]."""
         index: dict[tuple[int, ...], int] = {}
         distinct_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
         longest = max(map(len, index))
@@ -133,7 +135,8 @@ class HFRollout(RolloutEngine):
             [(0,) * (longest - len(prompt)) + prompt for prompt in index], device=self._device
         )
         num_pads_U = torch.tensor([longest - len(prompt) for prompt in index], device=self._device)
-        context = _Context(self._decoder.new_cache(), num_pads_U if num_pads_U.any() else None)
+        cache = reserve(self._decoder.new_cache(), longest + num_steps)
+        context = _Context(cache, num_pads_U if num_pads_U.any() else None)
         logits_UV = self._forward(ids_UT, context)
         if len(index) == len(prompts):
             return context, logits_UV

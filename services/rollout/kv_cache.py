@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -14,8 +13,7 @@ def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
     """Gives an empty cache memory for `num_positions` tokens per row: a new token is written into it, where the layers
     of transformers copy all earlier ones too.
 
-    Layers that keep something else than all tokens, such as a sliding window, stay as they are. They need no more
-    memory from some length on.
+    Layers that keep something else than all tokens, such as a sliding window, stay as they are.
     """
     # Only this very class: those derived from it keep other things.
     cache.layers = [
@@ -25,7 +23,14 @@ def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than those n tokens."""
+    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than those n tokens.
+
+    Args:
+        num_positions: tokens of each row that there is memory for.
+    """
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, num_positions: int) -> None:
         super().__init__()
@@ -33,7 +38,7 @@ class ReservedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._hold(*(_room_for(x, self._num_positions) for x in (key_states, value_states)), 0)
+        self._hold(self._memory_like(key_states), self._memory_like(value_states), num_read=0)
         self.is_initialized = True
 
     def update(
@@ -41,22 +46,20 @@ class ReservedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        num_read, num_new = self.get_seq_length(), key_states.shape[-2]
-        self._all_keys[:, :, num_read : num_read + num_new] = key_states
-        self._all_values[:, :, num_read : num_read + num_new] = value_states
-        self._hold(self._all_keys, self._all_values, num_read + num_new)
+        num_read = self.get_seq_length()
+        end = num_read + key_states.shape[-2]
+        self._all_keys[:, :, num_read:end] = key_states
+        self._all_values[:, :, num_read:end] = value_states
+        self._hold(self._all_keys, self._all_values, end)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._hold(self._all_keys[indices], self._all_values[indices], self.get_seq_length())
 
+    def _memory_like(self, states: Tensor) -> Tensor:
+        num_rows, num_heads, _, head_dim = states.shape
+        return states.new_empty((num_rows, num_heads, self._num_positions, head_dim))
+
     def _hold(self, all_keys: Tensor, all_values: Tensor, num_read: int) -> None:
         self._all_keys, self._all_values = all_keys, all_values
         self.keys, self.values = all_keys[:, :, :num_read], all_values[:, :, :num_read]
-
-
-def _room_for(states: Tensor, num_positions: int) -> Tensor:
-    num_rows, num_heads, _, head_dim = states.shape
-    return torch.empty(
-        (num_rows, num_heads, num_positions, head_dim), dtype=states.dtype, device=states.device
-    )
