@@ -16,12 +16,13 @@ from controller.run import Run, Step
     reads=(*POLICY, *REWARD),
 )
 def grpo(run: Run) -> None:
-    """Actor, reference and reward; KL in the loss."""
+    """Actor, reference and reward; KL in the loss. Without it the reference is not asked."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
         batch |= actor.compute_log_prob(batch)
-        batch |= reference.compute_ref_log_prob(batch)
+        if run.config.algorithm.kl_loss_coefficient:
+            batch |= reference.compute_ref_log_prob(batch)
         batch = reward.score(batch)
         batch |= compute_advantage(run, step, batch)
         step.finish(batch, actor.update_actor(batch))
