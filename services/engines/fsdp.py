@@ -25,6 +25,7 @@ from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.sharded import ShardedEngine
 from services.engines.stage import FAMILIES
+from services.linear import Linear
 from services.models import ValueModel, tensors_sha256, write_model
 
 Output = TypeVar("Output")
@@ -196,7 +197,8 @@ def _output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()
-    return OutputLayer(layer.weight) if type(layer) is nn.Linear else None
+    is_plain = isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)
+    return OutputLayer(layer.weight) if is_plain else None
 
 
 def _unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
