@@ -197,8 +197,9 @@ def _output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()
-    is_plain = isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)
-    return OutputLayer(layer.weight) if is_plain else None
+    if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear):
+        return OutputLayer(layer.weight)
+    return None
 
 
 def _unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
