@@ -16,7 +16,7 @@ setup: $(READY) ## Make the virtual environment: CPU engine, tests, linters.
 
 $(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[cpu,test,lint]'
+	$(BIN)/pip install --quiet --editable '.[cpu,deepspeed,test,lint]'
 	touch $@
 
 setup-vllm: setup ## Add the CPU build of vLLM, for rollout_engine = "vllm".

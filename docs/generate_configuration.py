@@ -25,6 +25,7 @@ from rlhf.config import (
     SandboxTable,
     ServiceTable,
     VllmTable,
+    ZeroTable,
 )
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
@@ -43,6 +44,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[services.NAME.optimizer]", OptimizerTable),
     ("[services.NAME.vllm]", VllmTable),
     ("[services.NAME.lora]", LoraTable),
+    ("[services.NAME.zero]", ZeroTable),
 ]
 
 HEAD = """# Configuration

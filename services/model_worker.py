@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from services.models import (
 from services.ranks import Ranks
 from services.rollout.base import GenerationStopped
 from services.worker import CallContext, Result, Rows, Worker, register, require
+
+if TYPE_CHECKING:
+    from services.engines.zero import ZeROEngine
 
 Output = TypeVar("Output")
 Other = TypeVar("Other")
@@ -138,6 +141,19 @@ class ModelWorker(Worker):
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config
+        if table.engine == "zero":
+            engine = _zero_engine()(
+                table.model,
+                table.zero.stage,
+                self.torch_device,
+                dtype=dtype,
+                compute_dtype=compute_dtype,
+                optimizer=options,
+                offloads=table.zero.offload_optimizer,
+                with_value_head=load is load_value_model,
+            )
+            check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
+            return engine, engine.config
         model = load(table.model, dtype)
         check_tokenizer(self.tokenizer, model)
         engine = FSDPEngine(model, self.torch_device, optimizer=options, compute_dtype=compute_dtype)
@@ -166,10 +182,14 @@ class ModelWorker(Worker):
         return worker_pb2.DescribeResponse(
             vocabulary_hash=vocabulary_hash(self.tokenizer),
             parameters=self.engine.num_parameters,
-            engine=self.table.engine,
+            engine=self._engine_name(),
             limits=limits,
             max_tokens=min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings),
         )
+
+    def _engine_name(self) -> str:
+        table = self.table
+        return f"zero, stage {table.zero.stage}" if table.engine == "zero" else table.engine
 
     def around(self, run: Callable[[], Result]) -> Result:
         """Errors of engines become errors of the tree; a profile may be taken."""
@@ -435,6 +455,17 @@ class Traces:
                 self._profiler.stop()
                 self._profiler.export_chrome_trace(str(self._path))
                 self._profiler = None
+
+
+def _zero_engine() -> type[ZeROEngine]:
+    try:
+        # An install of its own, and it sets the process up for DeepSpeed.
+        from services.engines.zero import ZeROEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"engine zero: {error}; install it: pip install 'rlhf-cluster[deepspeed]'"
+        ) from error
+    return ZeROEngine
 
 
 def _config_of(model: PreTrainedModel | ValueModel) -> Any:

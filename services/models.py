@@ -240,6 +240,23 @@ def write_model(
         raise OSError(f"model directory {directory} could not be written: {error}") from error
 
 
+def write_config(
+    model: PreTrainedModel | ValueModel, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write what a Hugging Face directory has beside its weights.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    transformer = model.backbone if isinstance(model, ValueModel) else model
+    transformer.config.architectures = [type(transformer).__name__]
+    transformer.config.save_pretrained(directory)
+    if transformer.can_generate() and transformer.generation_config is not None:
+        transformer.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
 def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): x.contiguous() for name, x in weights.items() if name.startswith(prefix)

@@ -89,16 +89,28 @@ class ServiceTable(Strict):
         return address
 
 
+class ZeroTable(Strict):
+    """The engine zero: DeepSpeed ZeRO."""
+
+    stage: Literal[1, 2, 3] = 2
+    """What ranks share out: 1 the optimizer's state, 2 gradients too, 3 weights too. A model that does not learn is
+    whole on every rank at 1 and 2."""
+    offload_optimizer: bool = False
+    """Keeps the optimizer's state and the weights it works on in host memory, and works there."""
+
+
 class ModelTable(ServiceTable):
     """What services with a model have in common."""
 
     model: Path
     """Hugging Face directory of the model and its tokenizer."""
-    engine: Literal["fsdp", "3d"] = "fsdp"
+    engine: Literal["fsdp", "3d", "zero"] = "fsdp"
     """Training engine that holds the model: fsdp shards every weight over all ranks (FSDP2); 3d has pipeline stages,
-    tensor parallelism and replicas, as `mesh` says."""
+    tensor parallelism and replicas, as `mesh` says; zero is DeepSpeed ZeRO, an extra."""
     mesh: str = ""
     """For engine 3d: pipeline, tensor and data size, for example 1-2-2. Their product is `ranks`."""
+    zero: ZeroTable = ZeroTable()
+    """For engine zero: its stage."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type the weights are computed in."""
     micro_batch_tokens: Positive = 16384
@@ -110,6 +122,12 @@ class ModelTable(ServiceTable):
             meshes.check(self.mesh, self.ranks, self.model)
         elif self.mesh:
             raise ValueError(f"mesh is for engine 3d, and engine is {self.engine}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_zero(self) -> Self:
+        if self.engine != "zero" and self.zero != ZeroTable():
+            raise ValueError(f"zero is for engine zero, and engine is {self.engine}")
         return self
 
 

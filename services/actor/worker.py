@@ -55,7 +55,7 @@ class ActorWorker(ModelWorker):
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
-        answer.engine = f"{self.table.engine}, rollout {self.rollout.name}"
+        answer.engine = f"{answer.engine}, rollout {self.rollout.name}"
         answer.limits.extend(self.rollout.limits)
         return answer
 

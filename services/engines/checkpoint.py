@@ -1,13 +1,14 @@
 """Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing that could be pickled.
 
 A shard is a box of a global tensor. Each file says in its header where its boxes lie, so a reader takes whatever
-overlaps the boxes it needs, and the number of ranks may change between writing and reading.
+overlaps the boxes it needs, and the number of ranks may change between writing and reading. A rank that has several
+boxes of a tensor names the further ones NAME#1, NAME#2 and so on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,8 @@ from torch import Tensor
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _BOXES = "boxes"
+PART = "#"
+"""Between the name of a tensor and the number of a further box of it."""
 
 Scalars = Mapping[str, int | float]
 NO_SCALARS: Scalars = MappingProxyType({})
@@ -85,13 +88,13 @@ def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) ->
         try:
             with safe_open(path, framework="pt") as file:
                 boxes = json.loads(file.metadata()[_BOXES])
-                for name in shards.keys() & boxes.keys():
-                    offsets, whole = boxes[name]
+                for name, stored_name in _same_tensor(shards, boxes):
+                    offsets, whole = boxes[stored_name]
                     if tuple(whole) != shards[name].whole:
                         raise ValueError(
                             f"checkpoint holds {name} as {whole}, expected {[*shards[name].whole]}"
                         )
-                    missing[name] -= _copy_overlap(shards[name], file.get_slice(name), offsets, name)
+                    missing[name] -= _copy_overlap(shards[name], file.get_slice(stored_name), offsets, name)
         except SafetensorError as error:
             raise ValueError(f"checkpoint file {path} is damaged: {error}") from error
     incomplete = sorted(name for name, numel in missing.items() if numel)
@@ -103,6 +106,15 @@ def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) ->
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names that mean boxes of one tensor."""
+    stored: dict[str, list[str]] = {}
+    for stored_name in stored_names:
+        stored.setdefault(stored_name.partition(PART)[0], []).append(stored_name)
+    for name in names:
+        yield from ((name, stored_name) for stored_name in stored.get(name.partition(PART)[0], ()))
 
 
 def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) -> int:

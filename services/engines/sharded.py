@@ -78,6 +78,12 @@ class ShardedEngine(TrainEngine):
     def _shard(self, name: str, kept: Tensor) -> Shard:
         """What is kept of a weight, or a tensor that lies like it, as a box of the checkpoint's tensor."""
 
+    def _take_step(self, lr: float) -> None:
+        """Move what is kept along the gradient in its `.grad`."""
+        assert self._adamw is not None
+        self._adamw.param_groups[0]["lr"] = lr
+        self._adamw.step()
+
     def _counts(self, name: str) -> bool:
         """Whether this rank's part of a weight counts where each is counted or written once, not as a replica."""
         return True
@@ -96,8 +102,7 @@ class ShardedEngine(TrainEngine):
                 loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
             grad_norm = self._clip_gradients(self._options.max_grad_norm)
             lr = self._options.lr_at(self._num_steps)
-            self._adamw.param_groups[0]["lr"] = lr
-            self._adamw.step()
+            self._take_step(lr)
             self._weights_changed()
             self._num_steps += 1
             return StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})

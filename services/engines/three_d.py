@@ -24,8 +24,7 @@ from services.engines.pipeline import run_forward, run_forward_backward
 from services.engines.sharded import ShardedEngine
 from services.engines.stage import ModelStage
 from services.engines.transition import Kind, Transition
-from services.engines.weights import WeightsWriter
-from services.models import tensors_sha256
+from services.engines.weights import write_weights
 
 Output = TypeVar("Output")
 
@@ -236,26 +235,8 @@ class ThreeDParallelEngine(ShardedEngine):
     def _write(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> str:
         """Gather the weights and write them as a Hugging Face directory; returns their sha256."""
         layouts, bytes_each = self._stage.layouts, self._like_hidden.element_size()
-        writer = WeightsWriter(
-            directory, {name: torch.Size(each.shape).numel() * bytes_each for name, each in layouts.items()}
-        )
-        failure: OSError | None = None
-
-        def written() -> Iterator[tuple[str, Tensor]]:
-            nonlocal failure
-            for name, whole in self._gather(self._parameters, self._stage.layouts):
-                try:
-                    # After a failure the others still gather, so this rank does too.
-                    if failure is None:
-                        writer.add(name, whole)
-                except OSError as error:
-                    failure = error
-                yield name, whole
-
-        sha256 = tensors_sha256(written())
-        if failure is not None:
-            raise failure
-        writer.finish()
+        sizes = {name: torch.Size(each.shape).numel() * bytes_each for name, each in layouts.items()}
+        sha256 = write_weights(directory, sizes, self._gather(self._parameters, layouts))
         self._stage.write_config(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)

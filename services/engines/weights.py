@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.engines.checkpoint import Shard
-from services.models import VALUE_HEAD_FILE
+from services.models import VALUE_HEAD_FILE, tensors_sha256
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -124,6 +124,37 @@ class WeightsWriter:
         if set(weight_map.values()) != {WHOLE_FILE}:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
+    """Write whole tensors as the safetensors files of a Hugging Face directory; returns their sha256, as
+    `services.models.tensors_sha256`.
+
+    Args:
+        sizes: As of `WeightsWriter`.
+        gathered: The tensors, in that order. It is run to its end whatever fails: other ranks gather along.
+
+    Raises:
+        OSError: A file could not be written.
+    """
+    writer = WeightsWriter(directory, sizes)
+    failure: OSError | None = None
+
+    def written() -> Iterator[tuple[str, Tensor]]:
+        nonlocal failure
+        for name, whole in gathered:
+            try:
+                if failure is None:
+                    writer.add(name, whole)
+            except OSError as error:
+                failure = error
+            yield name, whole
+
+    sha256 = tensors_sha256(written())
+    if failure is not None:
+        raise failure
+    writer.finish()
+    return sha256
 
 
 def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:

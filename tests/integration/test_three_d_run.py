@@ -1,4 +1,4 @@
-"""A whole run whose models are spread over pipeline stages and tensor ranks."""
+"""A whole run whose models are spread over pipeline stages and tensor ranks, or each in an engine of another kind."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from controller.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Processes, free_ports
+from rlhf.config import ZeroTable
 
 pytestmark = pytest.mark.timeout(300)
 
 RUN_TIMEOUT_S = 130.0
 STEPS = 2
-MESHES: dict[str, dict[str, Any]] = {
-    "actor": {"ranks": 4, "engine": "3d", "mesh": "1-2-2"},
-    "critic": {"ranks": 2, "engine": "3d", "mesh": "2-1-1"},
-    "reference": {},
-    "reward": {},
+ROLES = ("actor", "critic", "reference", "reward")
+ACTOR = {"ranks": 4, "engine": "3d", "mesh": "1-2-2"}
+CRITICS = {
+    "3d": {"ranks": 2, "engine": "3d", "mesh": "2-1-1"},
+    "zero": {"ranks": 2, "engine": "zero", "zero": ZeroTable(stage=2)},
 }
 SAME = (
     "reward/mean",
@@ -37,12 +38,12 @@ SAME = (
 
 def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> Path:
     """A run that launches its services; returns its directory."""
-    ports = free_ports(len(MESHES))
+    ports = free_ports(len(ROLES))
     services = {
         role: config.services[role].model_copy(
             update={"address": f"127.0.0.1:{port}", **meshes.get(role, {})}
         )
-        for role, port in zip(MESHES, ports, strict=True)
+        for role, port in zip(ROLES, ports, strict=True)
     }
     table = config.run.model_copy(update={"directory": directory / "runs", "steps": STEPS})
     tables = config.model_copy(update={"services": services, "run": table})
@@ -59,9 +60,14 @@ def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> P
     return run_directory
 
 
-@pytest.fixture(scope="module")
-def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(config, tmp_path_factory.mktemp("three_d"), MESHES)
+@pytest.fixture(scope="module", params=CRITICS)
+def finished(
+    request: pytest.FixtureRequest, config: Config, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "zero":
+        pytest.importorskip("deepspeed")
+    meshes: dict[str, dict[str, Any]] = {"actor": ACTOR, "critic": CRITICS[request.param]}
+    return run(config, tmp_path_factory.mktemp(request.param), meshes)
 
 
 def test_ppo_learns_on_a_mesh(finished: Path) -> None:
@@ -79,6 +85,12 @@ def test_the_actor_of_a_mesh_is_exported_whole(finished: Path, task: Task) -> No
     assert trained.keys() == initial.keys()
     assert all(x.isfinite().all() for x in trained.values())
     assert not any(torch.equal(x, initial[name]) for name, x in trained.items() if "proj" in name)
+
+
+def test_the_logs_have_no_warnings(finished: Path) -> None:
+    lines = [line for path in (finished / "logs").iterdir() for line in path.read_text().splitlines()]
+    assert lines
+    assert [line for line in lines if "warning" in line.lower()] == []
 
 
 @pytest.mark.full

@@ -159,7 +159,7 @@ def run(
     report["sees_outputs"], report["num_outputs"] = engine.sees_outputs, len(inferred)
     log_probs = load_file(reference / "log_probs.safetensors")
     report["log_probs"] = max(
-        (float((m.collect(o.log_probs_BR) - _rows_of_reference(log_probs, rows, m)).abs().max())
+        (float((m.collect(o.log_probs_BR) - rows_of_reference(log_probs, rows, m)).abs().max())
          for m, o in zip(micro_batches, inferred, strict=False) if m.response_lengths.any()),
         default=0.0,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def run(
     return report
 
 
-def _rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: MicroBatch) -> Tensor:
+def rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: MicroBatch) -> Tensor:
     first = rows._part.start
     return torch.cat([log_probs[str(first + row)] for row in micro_batch.rows])
 

@@ -48,6 +48,12 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.ranks=3", r"mini_batch_size: .* do not divide over the 3 ranks of services\.actor"),
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
+        ("services.actor.zero.stage=3", r"services\.actor: zero is for engine zero, and engine is fsdp"),
+        (
+            "services.actor.engine='zero'\nservices.actor.zero.stage=4",
+            r"services\.actor\.zero\.stage: .*1, 2 or 3",
+        ),
+        ("services.actor.zero.stages=3", r"services\.actor\.zero\.stages: .*did you mean 'stage'"),
         ("services.actor.engine='3d'", r"services\.actor: mesh '' is not p-t-d: .*for example 1-2-2"),
         (
             "services.actor.generation_mesh='1-1-2-1'",
