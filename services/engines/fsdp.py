@@ -184,15 +184,15 @@ class _Reader(nn.Module):
     def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         model: Any = self.model
         ids_BT = micro_batch.input_ids_BT
-        output_layer = _output_layer(model)
-        if output_layer is None:
+        layer = output_layer(model)
+        if layer is None:
             output = model(input_ids=ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored)
             return output if isinstance(output, Tensor) else output.logits
         hidden_BTH = model.get_decoder()(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return DeferredLogits(hidden_BTH, output_layer)
+        return DeferredLogits(hidden_BTH, layer)
 
 
-def _output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
+def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     """What makes logits of hidden states, of families known to multiply and do nothing else; None of other models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None

@@ -212,14 +212,18 @@ class Stage12Partitions(TrainedPartitions):
 
 
 class Stage3Partitions(TrainedPartitions):
-    """Stage 3 cuts weights too: the model gathers those of a layer when it computes with them."""
+    """Stage 3 cuts weights too: modules gather theirs when they compute.
 
-    def __init__(self, model: Model, adamw: torch.optim.AdamW, offloads: bool) -> None:
+    Args:
+        root: what is called first in every forward pass, and has all modules in it.
+    """
+
+    def __init__(self, model: Model, root: nn.Module, adamw: torch.optim.AdamW, offloads: bool) -> None:
         self.model, self.offloads = model, offloads
         self.shapes = _shapes(model)
         dtype = next(model.parameters()).dtype
         self.zero = _Stage3Optimizer(
-            model,
+            root,
             adamw,
             {p: name for name, p in model.named_parameters()},
             timers=NoopTimer(),
@@ -278,13 +282,13 @@ class Stage3Partitions(TrainedPartitions):
 
 
 class FrozenStage3(Partitions):
-    """A model without optimizer at stage 3."""
+    """A model without optimizer at stage 3; `root` as of `Stage3Partitions`."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, root: nn.Module) -> None:
         self.model = model
         self.shapes = _shapes(model)
         self._zero = DeepSpeedZeRoOffload(
-            model,
+            root,
             timers=NoopTimer(),
             ds_config=_STAGE_3,
             overlap_comm=False,

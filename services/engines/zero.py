@@ -22,7 +22,9 @@ from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, S
 from services.engines.checkpoint import PART, Shard
 from services.engines.flat import boxes
 from services.engines.heads import Head
+from services.engines.logits import DeferredLogits
 from services.engines.microbatch import MicroBatch, blank
+from services.engines.modules import Pass, nothing
 from services.engines.partitions import Partitions, TrainedPartitions
 from services.engines.sharded import ShardedEngine
 from services.engines.weights import write_weights
@@ -68,7 +70,7 @@ class ZeROEngine(ShardedEngine):
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
         model = partitions.load(directory, stage, device, dtype, with_value_head=with_value_head)
-        self._model = model
+        self._model, self._pass = model, Pass(model, compute_dtype)
         self.config = (model.backbone if isinstance(model, ValueModel) else model).config
         self._partitions = self._share_out(stage, optimizer, offloads)
         self._boxes = {
@@ -98,6 +100,8 @@ class ZeROEngine(ShardedEngine):
                 if is_ours:
                     outputs.append(head(raw, micro_batch))
                     progress(len(outputs))
+                else:
+                    nothing(raw, micro_batch)
             return outputs
 
     @torch.no_grad()
@@ -144,7 +148,7 @@ class ZeROEngine(ShardedEngine):
     def _share_out(self, stage: int, optimizer: OptimizerOptions | None, offloads: bool) -> Partitions:
         model = self._model.requires_grad_(optimizer is not None)
         if optimizer is None:
-            return partitions.FrozenStage3(model) if stage == 3 else partitions.Replicas(model)
+            return partitions.FrozenStage3(model, self._pass) if stage == 3 else partitions.Replicas(model)
         adamw = torch.optim.AdamW(
             model.parameters(),
             lr=optimizer.lr,
@@ -154,15 +158,12 @@ class ZeROEngine(ShardedEngine):
             fused=True,
         )
         if stage == 3:
-            return partitions.Stage3Partitions(model, adamw, offloads)
+            return partitions.Stage3Partitions(model, self._pass, adamw, offloads)
         return partitions.Stage12Partitions(model, adamw, stage, offloads)
 
-    def _forward(self, micro_batch: MicroBatch) -> Tensor:
+    def _forward(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         with self._autocast():
-            output = self._model(
-                input_ids=micro_batch.input_ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored
-            )
-        return output if isinstance(output, Tensor) else output.logits
+            return self._pass.read(micro_batch)
 
     def _evened(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool, bool]]:
         """The micro-batches on the device, and blank ones that are not ours until no rank has more, which is 1 at
@@ -193,7 +194,7 @@ class ZeROEngine(ShardedEngine):
                     for name, count in counts.items():
                         stats[name] += count
                 else:
-                    loss = raw.sum() * 0
+                    loss = nothing(raw, micro_batch)
                 learning.backward(loss, is_last=is_last)
                 total += loss.detach()
         for name, gradient in self._as_boxes(learning.cut(learning.gradient())).items():

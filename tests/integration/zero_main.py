@@ -62,7 +62,7 @@ def num_visible(engine: ZeROEngine) -> int:
 def watch(engine: ZeROEngine) -> list[int]:
     """A list that grows by `num_visible` whenever a layer begins to compute."""
     seen: list[int] = []
-    for layer in engine._model.get_submodule("model.layers"):
+    for layer in engine._model.get_submodule("model.layers").children():
         layer.register_forward_pre_hook(lambda *_: seen.append(num_visible(engine)))
     return seen
 

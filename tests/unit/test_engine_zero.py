@@ -20,7 +20,7 @@ from services.engines.heads import PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch
 from services.models import load_causal_lm, load_value_model
 
-pytest.importorskip("deepspeed")
+pytest.importorskip("services.engines.zero")
 from services.engines.zero import ZeROEngine
 
 STAGES = (1, 2, 3)
