@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -24,63 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.generate_engines import ENGINES
 from benchmarks.report import circumstances, console, json_option, write_json
-from deploy import with_parent
+from benchmarks.turns import Player
 
 ANCHORS = {"hf": "plain transformers.generate", "vllm": "plain vllm.LLM"}
 LEAST_OF_PLAIN = 0.95
-GRACE_S = 10.0
-
-
-class Engine:
-    """A process of `benchmarks.generate_engines`. A context manager: the process does not outlive the context."""
-
-    def __init__(self, name: str, arguments: Sequence[str], threads: int, log: Path) -> None:
-        self.name = name
-        self.tokens_per_s: list[float] = []
-        self._log = log
-        command = [sys.executable, "-m", "benchmarks.generate_engines", "--engine", name, *arguments]
-        self._command = with_parent.wrap([*command, "--threads", str(threads)])
-        count = str(threads)
-        self._environment = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
-
-    def __enter__(self) -> Engine:
-        with self._log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                env=self._environment,
-            )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def wait_until_ready(self) -> None:
-        self._answer()
-
-    def turn(self) -> None:
-        """Generates once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        seconds, tokens = json.loads(self._answer())
-        self.tokens_per_s.append(tokens / seconds)
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            ending = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
-            raise click.ClickException(f"{self.name} ended; its log ends with:\n{ending}")
-        return line
 
 
 def build_model(directory: Path) -> int:
@@ -148,18 +90,22 @@ def main(
         directory = Path(scratch)
         num_parameters = build_model(directory / "model")
         sizes = {"--rows": rows, "--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens}
-        arguments = ["--model", str(directory / "model")]
+        command = ["-m", "benchmarks.generate_engines"]
+        arguments = ["--model", str(directory / "model"), "--threads", str(threads)]
         arguments += [str(part) for option in sizes.items() for part in option]
         engines = [
-            stack.enter_context(Engine(name, arguments, threads, directory / f"{number}.log"))
+            stack.enter_context(
+                Player(name, [*command, "--engine", name, *arguments], threads, directory / f"{number}.log")
+            )
             for number, name in enumerate(names)
         ]
         for engine in engines:
             engine.wait_until_ready()
+        rates: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(turns):
             for engine in engines:
-                engine.turn()
-    rates = {engine.name: engine.tokens_per_s for engine in engines}
+                seconds, tokens = engine.turn()
+                rates[engine.name].append(tokens / seconds)
     show(rates)
     figures = {
         "before": before,

@@ -1,11 +1,9 @@
-"""One engine of `benchmarks.generate`, in a process of its own: a line on standard input is a turn, the answer a line
-with its seconds and tokens. What libraries print goes to standard error."""
+"""One engine of `benchmarks.generate`, in a process of its own: it answers a turn with its seconds and tokens."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM
 
+from benchmarks.turns import Turns
 from rlhf.config import VllmTable
 from services.models import load_causal_lm
 from services.rollout.base import RolloutEngine, SamplingOptions
@@ -117,17 +116,16 @@ def _rollout(engine: RolloutEngine, prompts: Prompts, num_new: int) -> Generate:
 @click.option("--threads", type=int, required=True)
 def main(engine: str, model: Path, rows: int, prompt_tokens: int, new_tokens: int, threads: int) -> None:
     """Generate once for each line on standard input, after once to warm up."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    turns = Turns()
     torch.set_num_threads(threads)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     generate = ENGINES[engine](model, make_prompts(rows, prompt_tokens, vocabulary), new_tokens)
     generate()
-    print("ready", file=answers)
-    for _ in sys.stdin:
+    turns.answer("ready")
+    while turns.wait():
         started = time.perf_counter()
         tokens = generate()
-        print(json.dumps([time.perf_counter() - started, tokens]), file=answers)
+        turns.answer([time.perf_counter() - started, tokens])
     # vLLM's own end complains of a process group that is gone.
     os._exit(0)
 
