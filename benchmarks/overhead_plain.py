@@ -120,6 +120,7 @@ class Model:
             token_budget=self.table.micro_batch_tokens,
             pad_id=self.tokenizer.pad_token_id or 0,
             rows=rows,
+            packed=self.table.packing and self.engine.packs,
         )
 
 

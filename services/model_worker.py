@@ -138,6 +138,7 @@ class ModelWorker(Worker):
                 transition=table.transition if generates else None,
                 generates_in_place=generates
                 and (table.rollout_engine, table.transition) == ("hf", "hybridflow"),
+                activation_checkpointing=table.activation_checkpointing,
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config
@@ -156,7 +157,13 @@ class ModelWorker(Worker):
             return engine, engine.config
         model = load(table.model, dtype)
         check_tokenizer(self.tokenizer, model)
-        engine = FSDPEngine(model, self.torch_device, optimizer=options, compute_dtype=compute_dtype)
+        engine = FSDPEngine(
+            model,
+            self.torch_device,
+            optimizer=options,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=table.activation_checkpointing,
+        )
         return engine, _config_of(model)
 
     @classmethod
@@ -226,8 +233,13 @@ class ModelWorker(Worker):
             self._check_tokens(ids.values)
         if not (sequences[0].rows if rows is None else len(rows)):
             return []
-        budget = self.table.micro_batch_tokens
-        return split(*sequences, token_budget=budget, pad_id=self.pad_id, rows=rows)
+        return split(
+            *sequences,
+            token_budget=self.table.micro_batch_tokens,
+            pad_id=self.pad_id,
+            rows=rows,
+            packed=self.table.packing and self.engine.packs,
+        )
 
     def _check_tokens(self, ids: Tensor) -> None:
         known = self.model_config.vocab_size
@@ -489,4 +501,7 @@ def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
         weight_decay=table.weight_decay,
         max_grad_norm=table.max_grad_norm,
         warmup_steps=table.warmup_steps,
+        schedule=table.schedule,
+        total_steps=table.total_steps,
+        min_ratio=table.min_ratio,
     )

@@ -66,9 +66,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, input_ids: Tensor, *, use_cache: bool = False, logits_to_keep: int = 0) -> Tensor:
-        """Values [B, K] of the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T."""
-        hidden_BTH = self.backbone(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+    def forward(self, input_ids: Tensor, *, logits_to_keep: int = 0, **arguments: Any) -> Tensor:
+        """Values [B, K] of the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T. Further
+        arguments are those of the backbone."""
+        hidden_BTH = self.backbone(input_ids=input_ids, **arguments).last_hidden_state
         return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]
 
 

@@ -50,6 +50,23 @@ class OptimizerTable(Strict):
     """Gradients are scaled down to this norm over all parameters."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after warm-up: as it is, or down to `min_ratio` of it along half a cosine or a line."""
+    total_steps: int = Field(default=0, ge=0)
+    """For schedule cosine and linear: optimizer steps until the learning rate is at its lowest, warm-up included."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """For schedule cosine and linear: lowest learning rate, as a share of the highest."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule} needs total_steps above warmup_steps, "
+                f"given are {self.total_steps} and {self.warmup_steps}"
+            )
+        if self.schedule == "constant" and (self.total_steps or self.min_ratio):
+            raise ValueError("total_steps and min_ratio are for schedule cosine and linear")
+        return self
 
 
 class ServiceTable(Strict):
@@ -114,7 +131,13 @@ class ModelTable(ServiceTable):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type the weights are computed in."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens, padding included, in one forward pass: bounds memory whatever the batch."""
+    """Most tokens in one forward pass: bounds memory whatever the batch."""
+    packing: bool = True
+    """Lays sequences end to end, so that no padding is computed and `micro_batch_tokens` counts real tokens. False pads
+    sequences of like length to the longest. Models that cannot be packed are padded; docs/engines.md says which."""
+    activation_checkpointing: bool = False
+    """For engines fsdp and 3d: computes each layer again in the backward pass of an update, so that only its input is
+    kept. Less memory, about a third more time, the same bits."""
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
@@ -128,6 +151,8 @@ class ModelTable(ServiceTable):
     def _check_zero(self) -> Self:
         if self.engine != "zero" and self.zero != ZeroTable():
             raise ValueError(f"zero is for engine zero, and engine is {self.engine}")
+        if self.engine == "zero" and self.activation_checkpointing:
+            raise ValueError("activation_checkpointing is for engines fsdp and 3d, and engine is zero")
         return self
 
 

@@ -7,11 +7,12 @@ summed over data ranks and an update does not depend on how rows were dealt out 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class InferenceStopped(RuntimeError):
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter 2019) on all parameters, with linear warm-up to a constant learning rate.
+    """AdamW (Loshchilov and Hutter 2019) on all parameters, and its learning rate: linear warm-up, then a schedule.
 
     Args:
         lr: learning rate after warm-up.
@@ -44,6 +45,10 @@ class OptimizerOptions:
         weight_decay: decoupled, per unit of learning rate.
         max_grad_norm: a larger gradient is scaled down to this 2-norm; inf leaves it as it is.
         warmup_steps: step i of these, from 1, runs at lr * i / warmup_steps.
+        schedule: after warm-up "constant", or from lr to lr * min_ratio by "linear" or "cosine" (Loshchilov and Hutter
+            2017, "SGDR", equation 5, without restarts).
+        total_steps: after so many steps, warm-up included, it is at its lowest and stays there.
+        min_ratio: lowest learning rate as a share of lr.
     """
 
     lr: float = 1e-6
@@ -52,10 +57,22 @@ class OptimizerOptions:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    total_steps: int = 0
+    min_ratio: float = 0.0
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
-        return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        return self.lr * (self.min_ratio + (1 - self.min_ratio) * self._left(step))
+
+    def _left(self, step: int) -> float:
+        """Share of the way from the lowest learning rate to the highest that is left after warm-up."""
+        if self.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,7 @@ class TrainEngine(ABC):
         num_parameters: of the whole model.
         sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
             Others `infer` nothing and count no statistics.
+        packs: whether it computes packed micro-batches, and not padded ones alone.
     """
 
     device: torch.device
@@ -100,6 +118,7 @@ class TrainEngine(ABC):
     data_size: int
     num_parameters: int
     sees_outputs: bool = True
+    packs: bool = False
 
     @abstractmethod
     def infer(

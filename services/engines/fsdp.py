@@ -23,6 +23,8 @@ from services.engines.checkpoint import Shard
 from services.engines.heads import Head
 from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
+from services.engines.packing import ATTENTION
+from services.engines.recompute import recompute_in_backward
 from services.engines.sharded import ShardedEngine
 from services.engines.stage import FAMILIES
 from services.linear import Linear
@@ -42,6 +44,7 @@ class FSDPEngine(ShardedEngine):
             the model's own.
         reshard_after_forward: gather the weights of a block again for its backward, so that a rank never holds more
             than a few blocks whole. False keeps them from forward to backward: more memory, less communication.
+        activation_checkpointing: compute each block again in the backward pass, and keep its input alone.
     """
 
     def __init__(
@@ -52,11 +55,15 @@ class FSDPEngine(ShardedEngine):
         optimizer: OptimizerOptions | None = None,
         compute_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
     ) -> None:
         self.data_rank = dist.get_rank()
         self.data_size = dist.get_world_size()
         self._model = model
+        self.packs = _know_packed_rows(model)
         self._reader = _Reader(model)
+        if activation_checkpointing:
+            recompute_in_backward(_blocks(model))
         casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
         if self.data_size > 1 or casts:
             _shard_blocks(self._reader, device, compute_dtype, reshard_after_forward)
@@ -183,13 +190,23 @@ class _Reader(nn.Module):
 
     def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         model: Any = self.model
-        ids_BT = micro_batch.input_ids_BT
+        inputs = {"input_ids": micro_batch.input_ids_BT, "use_cache": False, **micro_batch.arguments()}
         layer = output_layer(model)
         if layer is None:
-            output = model(input_ids=ids_BT, use_cache=False, logits_to_keep=micro_batch.num_scored)
+            output = model(**inputs, logits_to_keep=micro_batch.num_scored)
             return output if isinstance(output, Tensor) else output.logits
-        hidden_BTH = model.get_decoder()(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden_BTH = model.get_decoder()(**inputs).last_hidden_state
         return DeferredLogits(hidden_BTH, layer)
+
+
+def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
+    """Have the model understand packed micro-batches, where it is of a family that hands on to its attention whatever
+    it is given; returns whether it does."""
+    backbone = model.backbone if isinstance(model, ValueModel) else model
+    if backbone.config.model_type not in FAMILIES:
+        return False
+    backbone.set_attn_implementation(ATTENTION)
+    return True
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:

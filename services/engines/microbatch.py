@@ -1,22 +1,24 @@
 """Cut rows into micro-batches of bounded size, and move per-token values between jagged rows and padded grids.
 
-Two grids are used. `[B, T]` holds sequences, prompt then response, padded on the right; a causal model needs no
-attention mask there, because no real token sees what comes after it. `[B, R]` holds one cell per response token,
-responses aligned to the left: cell j belongs to the j-th response token, and what a model says about it is read at
-the position that predicts it, the one before. So a log-probability is that of the token itself, and a value is
-that of the state in which the token was chosen.
+Two grids are used. `[B, T]` holds sequences, prompt then response: padded on the right, where a causal model needs no
+attention mask because no real token sees what comes after it; or packed, all end to end in one row. `[B, R]` holds one
+cell per response token, responses aligned to the left: cell j belongs to the j-th response token, and what a model says
+about it is read at the position that predicts it, the one before. So a log-probability is that of the token itself,
+and a value is that of the state in which the token was chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
+from services.engines.packing import Packing
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +28,12 @@ class MicroBatch:
     Args:
         rows: which rows of the rank these are, [B] int64.
         response_lengths: their response tokens, [B] int64.
-        input_ids_BT: prompt and response, padded on the right.
-        predicting_BR: position in T whose output predicts the response token; any valid position in the padding.
+        input_ids_BT: prompt and response, padded on the right; or of all sequences end to end, [1, T].
+        predicting_BR: cell of `input_ids_BT`, counted row after row, whose output predicts the response token; any
+            cell in the padding.
         response_mask_BR: True on response tokens. R is at least 1, also where all responses are empty.
         num_scored: the last so many positions of T hold all that predict a response token.
+        packing: how sequences lie end to end; None where each has a row.
     """
 
     rows: np.ndarray
@@ -38,6 +42,7 @@ class MicroBatch:
     predicting_BR: Tensor
     response_mask_BR: Tensor
     num_scored: int
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
@@ -45,7 +50,18 @@ class MicroBatch:
             input_ids_BT=self.input_ids_BT.to(device),
             predicting_BR=self.predicting_BR.to(device),
             response_mask_BR=self.response_mask_BR.to(device),
+            packing=self.packing.to(device) if self.packing else None,
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """What a model takes beside `input_ids_BT`."""
+        return self.packing.arguments() if self.packing else {}
+
+    def cells(self, which: Tensor, skipped: int) -> tuple[Tensor, Tensor]:
+        """Row and column of cells of `input_ids_BT`, counted row after row, in a tensor without the first `skipped`
+        columns."""
+        num_columns = self.input_ids_BT.shape[1]
+        return which // num_columns, which % num_columns - skipped
 
     def spread(self, column: Jagged[Tensor]) -> Tensor:
         """The rows of a column with one value per response token as [B, R], 0 in the padding.
@@ -67,16 +83,19 @@ class MicroBatch:
         return x_BR[self.response_mask_BR]
 
 
-def cut(lengths: np.ndarray, token_budget: int, rows: np.ndarray | None = None) -> list[np.ndarray]:
-    """Deal rows out to micro-batches of at most `token_budget` tokens each, padding included.
+def cut(
+    lengths: np.ndarray, token_budget: int, rows: np.ndarray | None = None, *, padded: bool = True
+) -> list[np.ndarray]:
+    """Deal rows out to micro-batches of at most `token_budget` tokens each.
 
     Rows of like length go together, longest first, so little padding is computed and a budget that is too large
     for the memory fails at once. The same lengths always give the same cut.
 
     Args:
         lengths: tokens per row, prompt and response, [rows] int64.
-        token_budget: upper bound on rows * longest row of a micro-batch.
+        token_budget: upper bound on the tokens of a micro-batch.
         rows: the rows to deal out, default all.
+        padded: whether padding counts, so that a micro-batch has rows * longest row tokens.
 
     Returns:
         The rows of each micro-batch; every row is in exactly one.
@@ -93,7 +112,8 @@ def cut(lengths: np.ndarray, token_budget: int, rows: np.ndarray | None = None) 
             raise ValueError(
                 f"row {left[0]} has {longest} tokens, more than the token budget of {token_budget}"
             )
-        num_rows = token_budget // max(1, longest)
+        sizes = np.full(len(left), longest) if padded else lengths[left]
+        num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))
         cuts.append(left[:num_rows])
         left = left[num_rows:]
     return cuts
@@ -105,8 +125,7 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
     Raises:
         ValueError: an empty prompt: nothing would predict the first token of its response.
     """
-    if not prompts.lengths[rows].all():
-        raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")
+    _check_prompts(prompts, rows)
     device = prompts.values.device
     prompt_lengths_B1 = torch.from_numpy(prompts.lengths[rows]).to(device)[:, None]
     response_lengths_B1 = torch.from_numpy(responses.lengths[rows]).to(device)[:, None]
@@ -125,9 +144,40 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
         rows=rows,
         response_lengths=responses.lengths[rows],
         input_ids_BT=input_ids_BT,
-        predicting_BR=(prompt_lengths_B1 - 1 + token_R).clamp(max=num_positions - 1),
+        predicting_BR=(prompt_lengths_B1 - 1 + token_R).clamp(max=num_positions - 1)
+        + num_positions * torch.arange(len(rows), device=device)[:, None],
         response_mask_BR=token_R < response_lengths_B1,
         num_scored=num_positions - int(prompts.lengths[rows].min()) + 1,
+    )
+
+
+def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -> MicroBatch:
+    """Put the sequences of `rows` into one micro-batch without padding, on the device of the prompts.
+
+    Raises:
+        ValueError: as `pad`.
+    """
+    _check_prompts(prompts, rows)
+    device = prompts.values.device
+    prompt_lengths, response_lengths = prompts.lengths[rows], responses.lengths[rows]
+    lengths = prompt_lengths + response_lengths
+    packing = Packing.of(lengths).to(device)
+    prompt_lengths_T = torch.from_numpy(np.repeat(prompt_lengths, lengths)).to(device)
+    is_prompt_1T = packing.position_ids_1T < prompt_lengths_T
+    input_ids_1T = torch.empty(is_prompt_1T.shape, dtype=torch.int64, device=device)
+    input_ids_1T[is_prompt_1T] = take(prompts, rows)
+    input_ids_1T[~is_prompt_1T] = take(responses, rows).to(device)
+
+    token_R = np.arange(max(1, int(response_lengths.max())))
+    first_B1 = (np.cumsum(lengths) - response_lengths - 1)[:, None]
+    return MicroBatch(
+        rows=rows,
+        response_lengths=response_lengths,
+        input_ids_BT=input_ids_1T,
+        predicting_BR=torch.from_numpy((first_B1 + token_R).clip(max=lengths.sum() - 1)).to(device),
+        response_mask_BR=torch.from_numpy(token_R < response_lengths[:, None]).to(device),
+        num_scored=int(lengths.sum() - first_B1[0, 0]),
+        packing=packing,
     )
 
 
@@ -138,13 +188,16 @@ def split(
     token_budget: int,
     pad_id: int,
     rows: np.ndarray | None = None,
+    packed: bool = False,
 ) -> list[MicroBatch]:
-    """`cut` and `pad` the sequences of `rows` (default all): what an engine computes on, in order.
+    """`cut` and `pad`, or `pack`, the sequences of `rows` (default all): what an engine computes on, in order.
 
     Raises:
-        ValueError: as `cut` and `pad`.
+        ValueError: as these.
     """
-    parts = cut(prompts.lengths + responses.lengths, token_budget, rows)
+    parts = cut(prompts.lengths + responses.lengths, token_budget, rows, padded=not packed)
+    if packed:
+        return [pack(prompts, responses, part) for part in parts]
     return [pad(prompts, responses, part, pad_id) for part in parts]
 
 
@@ -178,6 +231,11 @@ def assemble(parts: Sequence[np.ndarray], values: Sequence[Tensor], lengths: np.
     for rows, part in zip(parts, values, strict=True):
         whole[_positions(lengths, rows).to(whole.device)] = part
     return Jagged(whole, lengths)
+
+
+def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:
+    if not prompts.lengths[rows].all():
+        raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")
 
 
 def _positions(lengths: np.ndarray, rows: np.ndarray) -> Tensor:

@@ -24,6 +24,8 @@ from services.engines.groups import MeshGroups
 from services.engines.layout import Layout, layouts_of, style_of
 from services.engines.logits import DeferredLogits
 from services.engines.microbatch import MicroBatch
+from services.engines.packing import ATTENTION
+from services.engines.recompute import recompute_in_backward
 from services.engines.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -57,6 +59,7 @@ class ModelStage:
         with_value_head: Whether each position gets a value instead of logits.
         layouts: Of every tensor on these groups; default as the mesh cuts them.
         memory: From the layouts to what gives tensors their memory; default memory of their own.
+        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
 
     Attributes:
         config: Of the model.
@@ -78,6 +81,7 @@ class ModelStage:
         with_value_head: bool = False,
         layouts: Mapping[str, Layout] | None = None,
         memory: Callable[[Mapping[str, Layout]], Memory] | None = None,
+        activation_checkpointing: bool = False,
     ) -> None:
         self._directory, self._groups, self._device = directory, groups, device
         self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -103,6 +107,8 @@ class ModelStage:
         self._keep_own_layers(backbone, prefix)
         self._keep_ends(whole, backbone, prefix, with_value_head)
         self._backbone = backbone.eval()
+        if activation_checkpointing:
+            recompute_in_backward(backbone.layers)
 
     @torch.no_grad()
     def load(self, kept: Mapping[str, Tensor]) -> None:
@@ -125,7 +131,8 @@ class ModelStage:
         """
         if self._groups.is_first_stage:
             incoming_BTH = self._embedding(micro_batch.input_ids_BT)
-        return self._backbone(inputs_embeds=incoming_BTH, use_cache=False).last_hidden_state
+        output = self._backbone(inputs_embeds=incoming_BTH, use_cache=False, **micro_batch.arguments())
+        return output.last_hidden_state
 
     def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         """What heads read, of the last `num_scored` positions: logits to be, or values [B, K]. On the last stage
@@ -251,7 +258,7 @@ def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tupl
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         if with_value_head:
-            backbone = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            backbone = AutoModel.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
             return ValueModel(backbone), backbone
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return whole, whole.base_model

@@ -56,6 +56,7 @@ class ThreeDParallelEngine(ShardedEngine):
     Attributes:
         transition: As above.
         layouts: Of all tensors.
+        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -72,6 +73,7 @@ class ThreeDParallelEngine(ShardedEngine):
         with_value_head: bool = False,
         transition: Kind | None = None,
         generates_in_place: bool = True,
+        activation_checkpointing: bool = False,
     ) -> None:
         self._groups = MeshGroups(mesh)
         self.transition: Transition | None = None
@@ -92,11 +94,12 @@ class ThreeDParallelEngine(ShardedEngine):
             memory=(lambda layouts: make_transition(layouts).training_memory())
             if transition and generates_in_place
             else None,
+            activation_checkpointing=activation_checkpointing,
         )
         if transition and not generates_in_place:
             make_transition(self._stage.layouts)
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
-        self.sees_outputs = self._groups.is_last_stage
+        self.sees_outputs, self.packs = self._groups.is_last_stage, True
         self.config = self._stage.config
         self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in self._stage.layouts.values())
         self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)

@@ -70,7 +70,7 @@ def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: 
     """Two steps and everything around them; tensors go to files, numbers are returned."""
     first, last = FIRST_ROWS_OF_RANK[engine.data_size][engine.data_rank :][:2]
     prompts, responses, advantages, num_tokens = make_columns(first, last)
-    micro_batches = split(prompts, responses, token_budget=TOKEN_BUDGET, pad_id=0)
+    micro_batches = split(prompts, responses, token_budget=TOKEN_BUDGET, pad_id=0, packed=name == "kept")
 
     def per_token(output: PolicyOutput | Tensor) -> Tensor:
         return output.log_probs_BR if isinstance(output, PolicyOutput) else output
@@ -150,7 +150,13 @@ def main(rank: int, world_size: int, out: Path, other_checkpoint: Path) -> None:
         ("tied", make_model(tied=True), policy, True),
         ("value", value_model, value_head, True),
     ):
-        engine = FSDPEngine(model, cpu, optimizer=OPTIONS, reshard_after_forward=reshard_after_forward)
+        engine = FSDPEngine(
+            model,
+            cpu,
+            optimizer=OPTIONS,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=name == "tied",
+        )
         reports[name] = run(name, engine, head, out, other_checkpoint)
         reports[name]["failed_export"] = failed_export(engine, out)
     (out / f"report-{rank}.json").write_text(json.dumps(reports))

@@ -53,7 +53,19 @@ class Rows:
         return Jagged(torch.from_numpy(np.concatenate(rows)), lengths[self._part])
 
     def micro_batches(self) -> list[MicroBatch]:
-        return split(self.prompts, self.responses, token_budget=TOKEN_BUDGET, pad_id=0)
+        """Every second row is packed, the others are padded."""
+        return [
+            micro_batch
+            for first in range(2)
+            for micro_batch in split(
+                self.prompts,
+                self.responses,
+                token_budget=TOKEN_BUDGET,
+                pad_id=0,
+                rows=np.arange(first, self.prompts.rows, 2),
+                packed=first == 0,
+            )
+        ]
 
     def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         advantages = micro_batch.spread(self.advantages).to(output.log_probs_BR.dtype)
@@ -198,9 +210,15 @@ def rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: Mic
 
 
 def run_values(mesh: Mesh, directory: Path, reference: Path, out: Path) -> dict:
-    """A value model: its values, and its weights after steps."""
+    """A value model that computes its activations twice: its weights after steps."""
     engine = ThreeDParallelEngine(
-        directory, mesh, torch.device("cpu"), dtype=torch.float64, optimizer=OPTIONS, with_value_head=True
+        directory,
+        mesh,
+        torch.device("cpu"),
+        dtype=torch.float64,
+        optimizer=OPTIONS,
+        with_value_head=True,
+        activation_checkpointing=True,
     )
     rows = rows_of(mesh, engine.data_rank)
     micro_batches = rows.micro_batches()

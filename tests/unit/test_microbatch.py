@@ -59,24 +59,43 @@ def test_sequences_are_padded_on_the_right_and_responses_point_at_what_predicts_
         [3, 10, PAD_ID, PAD_ID, PAD_ID],
     ]
     assert micro_batch.response_mask_BR.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
-    assert micro_batch.predicting_BR[micro_batch.response_mask_BR].tolist() == [1, 2, 3, 0]
+    assert micro_batch.predicting_BR[micro_batch.response_mask_BR].tolist() == [6, 7, 8, 10]
     assert micro_batch.num_scored == 5
 
 
-@given(lengths=row_lengths)
+@given(lengths=row_lengths, packed=st.booleans())
 def test_every_response_token_follows_its_predicting_position_among_those_scored(
-    lengths: list[tuple[int, int]],
+    lengths: list[tuple[int, int]], packed: bool
 ):
     prompts = tokens([prompt for prompt, _ in lengths], first=1000)
     responses = tokens([response for _, response in lengths], first=2000)
-    for micro_batch in split(prompts, responses, token_budget=40, pad_id=PAD_ID):
+    for micro_batch in split(prompts, responses, token_budget=40, pad_id=PAD_ID, packed=packed):
         ids_BT, mask_BR = micro_batch.input_ids_BT, micro_batch.response_mask_BR
         next_ids_BT = torch.cat((ids_BT[:, 1:], ids_BT[:, :1]), dim=1)
-        predicted = next_ids_BT.gather(1, micro_batch.predicting_BR)[mask_BR]
+        predicted = next_ids_BT.flatten()[micro_batch.predicting_BR[mask_BR]]
         assert predicted.tolist() == [i for row in micro_batch.rows for i in responses.row(row).tolist()]
-        first_scored = ids_BT.shape[1] - micro_batch.num_scored
-        assert (micro_batch.predicting_BR >= first_scored).all()
-        assert (micro_batch.predicting_BR < ids_BT.shape[1]).all()
+        rows_BR, columns_BR = micro_batch.cells(
+            micro_batch.predicting_BR, ids_BT.shape[1] - micro_batch.num_scored
+        )
+        assert ((columns_BR >= 0) & (columns_BR < micro_batch.num_scored)).all()
+        assert packed or rows_BR.tolist() == [
+            [row] * mask_BR.shape[1] for row in range(len(micro_batch.rows))
+        ]
+
+
+@given(lengths=row_lengths)
+def test_packed_micro_batches_hold_real_tokens_alone_up_to_the_budget(lengths: list[tuple[int, int]]):
+    prompts = tokens([prompt for prompt, _ in lengths], first=1000)
+    responses = tokens([response for _, response in lengths], first=2000)
+    micro_batches = split(prompts, responses, token_budget=40, pad_id=PAD_ID, packed=True)
+    for micro_batch in micro_batches:
+        rows = [prompts.row(row).tolist() + responses.row(row).tolist() for row in micro_batch.rows]
+        assert micro_batch.input_ids_BT.tolist() == [[i for row in rows for i in row]]
+        assert micro_batch.input_ids_BT.numel() <= 40
+        assert micro_batch.arguments()["position_ids"].tolist() == [
+            [i for row in rows for i in range(len(row))]
+        ]
+    assert sorted(row for each in micro_batches for row in each.rows) == list(range(len(lengths)))
 
 
 @given(lengths=row_lengths)

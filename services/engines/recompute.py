@@ -1,0 +1,31 @@
+"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): computing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
+    """From here on, keep of each layer's forward pass its input alone; the backward pass runs it again, bit for bit.
+
+    What surrounds a layer's forward, such as gathering its weights, is not run again: its backward needs it anyway.
+    """
+    for layer in layers:
+        layer.forward = _recomputing(layer.forward)
+
+
+def _recomputing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Models are in eval mode, so there is no random state to preserve.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

@@ -1,0 +1,147 @@
+"""Sequences end to end in one row: the numbers of each alone, in every family, and nothing seen of a neighbour."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import PolicyHead, PolicyOutput, value_head
+from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.packing import LIKE, Packing
+from services.engines.three_d import ThreeDParallelEngine
+from services.models import ValueModel
+
+CPU = torch.device("cpu")
+VOCABULARY, WINDOW = 61, 5
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.25,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+}
+HEAD = PolicyHead(temperature=0.7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("process_group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_model(family: str) -> Any:
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float64).eval()
+
+
+def make_rows() -> tuple[Jagged[Tensor], Jagged[Tensor]]:
+    generator = np.random.default_rng(1)
+    prompt_lengths, response_lengths = generator.integers(1, 9, 12), generator.integers(0, 12, 12)
+    prompts, responses = (
+        Jagged(torch.from_numpy(generator.integers(0, VOCABULARY, lengths.sum())), lengths)
+        for lengths in (prompt_lengths, response_lengths)
+    )
+    return prompts, responses
+
+
+def alone(model: PreTrainedModel, row: int) -> Tensor:
+    """Log-probabilities of a row's response tokens, in a plain forward of its own."""
+    prompt, response = (column.row(row) for column in make_rows())
+    plain_logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    log_p = (plain_logits / HEAD.temperature).log_softmax(dim=-1)
+    return log_p.gather(1, response[:, None])[:, 0]
+
+
+def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return output.log_probs_BR[micro_batch.response_mask_BR].square().sum(), {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine_name", ["fsdp", "3d"])
+def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
+    family: str, engine_name: str, tmp_path: Path
+):
+    model = make_model(family)
+    model.save_pretrained(tmp_path)
+    engine = (
+        FSDPEngine(make_model(family), CPU)
+        if engine_name == "fsdp"
+        else ThreeDParallelEngine(tmp_path, Mesh(), CPU, dtype=torch.float64)
+    )
+    prompts, responses = make_rows()
+    micro_batches = split(prompts, responses, token_budget=70, pad_id=0, packed=True)
+    assert len(micro_batches) > 1
+    outputs = engine.infer(micro_batches, HEAD)
+    collected = [m.collect(out.log_probs_BR) for m, out in zip(micro_batches, outputs, strict=True)]
+    found = assemble([m.rows for m in micro_batches], collected, responses.lengths)
+    expected = [alone(model, row) for row in range(prompts.rows)]
+    torch.testing.assert_close(found.values, torch.cat(expected), rtol=0, atol=1e-10)
+
+    torch.cat(expected).square().sum().backward()
+    engine._accumulate_gradients(micro_batches, HEAD, loss)
+    for name, parameter in model.named_parameters():
+        gradient = engine._kept[name].grad
+        assert gradient is not None
+        if isinstance(engine, ThreeDParallelEngine):
+            gradient = engine._stage.layouts[name].whole(gradient)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_packed_values_are_those_of_padded_rows():
+    torch.manual_seed(3)
+    model = ValueModel(make_model("llama").base_model).eval()
+    torch.nn.init.normal_(model.value_head.weight)
+    engine, columns = FSDPEngine(model, CPU), make_rows()
+    values = []
+    for packed in (False, True):
+        micro_batches = split(*columns, token_budget=70, pad_id=0, packed=packed)
+        outputs = engine.infer(micro_batches, value_head)
+        collected = [m.collect(out) for m, out in zip(micro_batches, outputs, strict=True)]
+        values.append(assemble([m.rows for m in micro_batches], collected, columns[1].lengths).values)
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-10)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_groups_hold_every_token_once_in_order_and_only_sequences_of_like_length(lengths: list[int]):
+    packing = Packing.of(np.array(lengths))
+    row = torch.arange(sum(lengths), dtype=torch.float64)
+    parts, sizes = [], []
+    for group in packing.groups:
+        side_by_side = group.side_by_side(row[None, :, None])
+        assert side_by_side.shape == (len(group.positions_ST), 1, group.positions_ST.shape[1], 1)
+        parts.append(group.end_to_end(side_by_side.transpose(1, 2)).flatten())
+        own = lengths[len(sizes) : len(sizes) + len(group.positions_ST)]
+        sizes += own
+        assert max(own) == group.positions_ST.shape[1] <= LIKE * min(own)
+    assert torch.equal(torch.cat(parts), row)
+    assert sizes == lengths
