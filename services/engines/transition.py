@@ -221,7 +221,7 @@ class Transition:
 
     def _empty(self, bundle: Bundle) -> Tensor:
         shape = bundle.buffer_shape(len(self._gathering.parts))
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _trained(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
         """This rank's part of a buffer."""

@@ -36,8 +36,10 @@ def write_model(directory: Path, hidden: int) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 1), pytest.param((2, 1, 1), marks=pytest.mark.full)], ids=str)
-def test_a_rank_takes_the_memory_of_its_part_and_of_one_tensor(tmp_path: Path, mesh: tuple[int, int, int]):
+@pytest.mark.parametrize(
+    "mesh", [(1, 2, 1, 1, 1), pytest.param((2, 1, 1, 1, 1), marks=pytest.mark.full)], ids=str
+)
+def test_a_rank_takes_the_memory_of_its_part_and_of_one_tensor(tmp_path: Path, mesh: tuple[int, ...]):
     torch.manual_seed(0)
     write_model(tmp_path / "small", 64)
     whole, largest = write_model(tmp_path / "large", 1024)
@@ -69,3 +71,7 @@ def test_a_rank_takes_the_memory_of_its_part_and_of_one_tensor(tmp_path: Path, m
         assert report["loading"] < report["kept"] + largest + SLACK_BYTES < 0.8 * whole
         # The tensor, the one before it, and the copy that gloo gathers into.
         assert report["gathering"] < 3 * largest + SLACK_BYTES < 0.3 * whole
+        # What it generates with, of which its part was there; and what gloo gathers a layer into.
+        layer = whole / 4
+        assert report["generated"] == pytest.approx(whole, rel=0.01)
+        assert report["transition"] < report["generated"] - report["kept"] + layer + SLACK_BYTES

@@ -1,5 +1,5 @@
-"""One rank of test_three_d_memory.py: how much memory of its own it takes to load its part of a model, and to gather
-the whole, tensor by tensor."""
+"""One rank of test_three_d_memory.py: how much memory of its own it takes to load its part of a model, to gather the
+whole, tensor by tensor, and to gather what it generates with."""
 
 import json
 import re
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nccl_transfer.mesh import Mesh
 from services.engines.three_d import ThreeDParallelEngine
 
+CPU = torch.device("cpu")
 SAMPLE_EVERY_S = 0.001
 
 
@@ -48,15 +49,24 @@ def main(rank: int, sizes: list[int], out: Path, small: Path, large: Path) -> No
     mesh = Mesh(*sizes)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=mesh.size)
     # What libraries take once is not the model's.
-    for _ in ThreeDParallelEngine(small, mesh, torch.device("cpu")).full_tensors():
+    warmed = ThreeDParallelEngine(small, mesh, CPU, transition="hybridflow")
+    for _ in (*warmed.full_tensors(), *warmed.rollout_weights()):
         pass
     with Peak() as loading:
-        engine = ThreeDParallelEngine(large, mesh, torch.device("cpu"))
+        engine = ThreeDParallelEngine(large, mesh, CPU, transition="hybridflow")
     with Peak() as gathering:
         for _ in engine.full_tensors():
             pass
-    kept = sum(x.numel() * x.element_size() for x in engine._kept.values())
-    report = {"kept": kept, "loading": loading.bytes, "gathering": gathering.bytes}
+    with Peak() as transition:
+        generated = sum(x.nbytes for _, x in engine.rollout_weights())
+    kept = sum(x.nbytes for x in engine._kept.values())
+    report = {
+        "kept": kept,
+        "generated": generated,
+        "loading": loading.bytes,
+        "gathering": gathering.bytes,
+        "transition": transition.bytes,
+    }
     (out / f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
