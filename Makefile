@@ -55,6 +55,7 @@ bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json
+	$(BIN)/python -m benchmarks.transition --json benchmarks/results/transition.json
 	$(BIN)/python -m benchmarks.generate --json benchmarks/results/generate.json
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json
 	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json benchmarks/results/algorithms.json
