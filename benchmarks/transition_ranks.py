@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -159,6 +160,8 @@ def main(rank: int, directory: Path) -> None:
     (directory / f"report-{rank}.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()
+    # vLLM would look for its groups again at the end of the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

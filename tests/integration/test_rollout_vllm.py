@@ -48,7 +48,13 @@ PARITY = 1e-4
 SIZES = {"kv_cache_gb": 0.25}
 ACTORS: dict[str, dict[str, Any]] = {
     "actor": {"vllm": SIZES},
-    "paired_actor": {"engine": "3d", "mesh": "1-2-1", "vllm": SIZES},
+    "paired_actor": {
+        "engine": "3d",
+        "ranks": 4,
+        "mesh": "2-2-1",
+        "generation_mesh": "1-2-2-1",
+        "vllm": SIZES,
+    },
 }
 OTHERS = ("critic", "reference", "reward")
 SAMPLING = actor_pb2.Sampling(temperature=0.7, max_new_tokens=6)
@@ -64,7 +70,8 @@ def write(config: Config, path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """`actor` on two ranks that have rows of their own, `paired_actor` on two with the same rows, and the others."""
+    """`actor` on two ranks that have rows of their own; `paired_actor`, which trains in stages and generates in pairs;
+    and the others."""
     directory = tmp_path_factory.mktemp("vllm")
     tables = config.model_dump(mode="json", exclude_unset=True)
     services = {
