@@ -49,6 +49,8 @@ def start(model: Path, mesh: Mesh, kind: Kind) -> ThreeDParallelEngine:
 
 def measure(model: Path, mesh: Mesh, kind: Kind, turns: int) -> dict[str, Any]:
     """The gather of all weights, on one pair of meshes."""
+    # Modules of the case before refer to each other.
+    gc.collect()
     before = memory("VmRSS")
     engine = start(model, mesh, kind)
     transition = engine.transition
