@@ -24,7 +24,6 @@ from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, all_of
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn
 from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
 from nccl_transfer.plans import Relay, endpoints_of, plan_rows
 from nccl_transfer.protocols import get_protocol
 from rlhf.contract import Method, group_methods
@@ -111,7 +110,7 @@ class RoleGroup:
         self.name = clients[0].service
         self.clients = clients
         self.description = description
-        self.mesh = mesh_of(description.mesh)
+        self.mesh = wire.mesh_from_proto(description.mesh)
         self.endpoints = [wire.endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self.session = session
         self.running: dict[str, str] = {}
@@ -477,18 +476,6 @@ class RewardGroup(RoleGroup):
         self._count(batch)
         errors = LocalColumn([_failure(score) for score in scores])
         return Batch(len(scores), {**batch.columns, "reward_errors": errors})
-
-
-def mesh_of(shape: worker_pb2.MeshShape) -> Mesh:
-    """The mesh that a service describes."""
-    return Mesh(
-        shape.pipeline,
-        shape.tensor,
-        shape.data,
-        shape.generation_pipeline,
-        shape.generation_tensor,
-        usual_order=shape.usual_order,
-    )
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:

@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from nccl_transfer.protocols import Mesh
+from nccl_transfer.mesh import Mesh
+from nccl_transfer.wire import mesh_from_proto
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import ConfigError, from_rpc_error
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
@@ -80,10 +81,7 @@ class Target:
 
     @property
     def mesh(self) -> Mesh:
-        mesh = (
-            self.description.mesh if self.description else worker_pb2.MeshShape(pipeline=1, tensor=1, data=1)
-        )
-        return Mesh(mesh.pipeline or 1, mesh.tensor or 1, mesh.data or 1)
+        return mesh_from_proto(self.description.mesh) if self.description else Mesh()
 
     @property
     def wants_text(self) -> bool:

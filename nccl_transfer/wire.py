@@ -1,4 +1,4 @@
-"""Batches to and from their protobuf form."""
+"""Batches and meshes to and from their protobuf form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
 from nccl_transfer.checksums import num_blocks
 from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
 from nccl_transfer.plans import Relay
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
+from rlhf.v1 import worker_pb2
 
 _TYPES: dict[str, Any] = {name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES}
 _NAMES = {value: name for name, value in _TYPES.items()}
@@ -44,6 +46,29 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
         message.device_uuid,
         message.data_port,
         message.data_key,
+    )
+
+
+def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
+    return worker_pb2.MeshShape(
+        pipeline=mesh.pipeline,
+        tensor=mesh.tensor,
+        data=mesh.data,
+        generation_pipeline=mesh.generation_pipeline,
+        generation_tensor=mesh.generation_tensor,
+        usual_order=mesh.usual_order,
+    )
+
+
+def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
+    """A size that a service does not say is 1."""
+    return Mesh(
+        shape.pipeline or 1,
+        shape.tensor or 1,
+        shape.data or 1,
+        shape.generation_pipeline,
+        shape.generation_tensor,
+        usual_order=shape.usual_order,
     )
 
 

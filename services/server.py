@@ -35,7 +35,7 @@ from nccl_transfer.transports import (
     stat_response,
     unavailable,
 )
-from nccl_transfer.wire import endpoint_to_proto
+from nccl_transfer.wire import endpoint_to_proto, mesh_to_proto
 from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
@@ -220,14 +220,7 @@ class RankServer:
                 rank=ranks.rank,
                 epoch=ranks.epoch,
                 ranks=self._ranks_info,
-                mesh=worker_pb2.MeshShape(
-                    pipeline=mesh.pipeline,
-                    tensor=mesh.tensor,
-                    data=mesh.data,
-                    generation_pipeline=mesh.generation_pipeline,
-                    generation_tensor=mesh.generation_tensor,
-                    usual_order=mesh.usual_order,
-                ),
+                mesh=mesh_to_proto(mesh),
                 methods=[
                     worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
                     for method, registration in self.methods.values()

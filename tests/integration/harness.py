@@ -27,7 +27,6 @@ from nccl_transfer import wire
 from nccl_transfer.batch import Batch
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.mesh import Mesh
 from nccl_transfer.protocols import get_protocol
 from nccl_transfer.transports import create_transports, host_id
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
@@ -89,8 +88,7 @@ class Service:
         self.description = self.ask("Describe")
         self.addresses = [rank.endpoint.address for rank in self.description.ranks]
         self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
-        mesh = self.description.mesh
-        self.mesh = Mesh(mesh.pipeline, mesh.tensor, mesh.data)
+        self.mesh = wire.mesh_from_proto(self.description.mesh)
         self._methods = group_methods(self.description.role)
         self._fetcher = Fetcher(host_id(), create_transports())
 
