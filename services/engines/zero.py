@@ -162,6 +162,7 @@ class ZeROEngine(ShardedEngine):
         return partitions.Stage12Partitions(model, adamw, stage, offloads)
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
+        assert micro_batch.packing is None, "this engine does not pack"
         with self._autocast():
             return self._pass.read(micro_batch)
 

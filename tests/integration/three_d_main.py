@@ -52,8 +52,8 @@ class Rows:
         rows = np.split(values, np.cumsum(lengths)[:-1])[self._part]
         return Jagged(torch.from_numpy(np.concatenate(rows)), lengths[self._part])
 
-    def micro_batches(self) -> list[MicroBatch]:
-        """Every second row is packed, the others are padded."""
+    def micro_batches(self, *, packs: bool = False) -> list[MicroBatch]:
+        """Padded; where the engine packs, every second row is packed."""
         return [
             micro_batch
             for first in range(2)
@@ -63,7 +63,7 @@ class Rows:
                 token_budget=TOKEN_BUDGET,
                 pad_id=0,
                 rows=np.arange(first, self.prompts.rows, 2),
-                packed=first == 0,
+                packed=packs and first == 0,
             )
         ]
 
@@ -159,7 +159,7 @@ def run(
     model, tied = plain.state_dict(), bool(plain.config.tie_word_embeddings)
     expected = json.loads((reference / "numbers.json").read_text())
     rows = rows_of(mesh, engine.data_rank)
-    micro_batches = rows.micro_batches()
+    micro_batches = rows.micro_batches(packs=engine.packs)
     report: dict = {
         "wrong_parts": wrong_parts(engine, mesh, model, tied),
         "num_micro_batches": len(micro_batches),
@@ -221,7 +221,7 @@ def run_values(mesh: Mesh, directory: Path, reference: Path, out: Path) -> dict:
         activation_checkpointing=True,
     )
     rows = rows_of(mesh, engine.data_rank)
-    micro_batches = rows.micro_batches()
+    micro_batches = rows.micro_batches(packs=engine.packs)
     for _ in range(NUM_STEPS):
         engine.step(micro_batches, value_head, rows.value_loss)
     engine.export(out / "export")
