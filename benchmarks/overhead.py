@@ -279,7 +279,9 @@ def _run_cluster(config: Config, turns: Mapping[int, Callable[[], None]]) -> tup
     )
     directory = RunDirectory.create(config.run.directory, config.run.name)
     progress = Progress(Console(file=io.StringIO()))
-    cluster = Cluster(config, Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s))
+    # Plain torchrun deals rows out by count.
+    session = Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s, balance=False)
+    cluster = Cluster(config, session)
     with contextlib.closing(cluster):
         cluster.connect()
         progress.begin(config.run.steps)

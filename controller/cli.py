@@ -102,7 +102,8 @@ def _run_connected(
     directory: RunDirectory,
     progress: Progress,
 ) -> dict[str, Any]:
-    session = Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s)
+    table = config.run
+    session = Session(seed=table.seed, timeout_s=table.call_timeout_s, balance=table.balance)
     cluster = Cluster(config, session)
     try:
         cluster.connect()

@@ -35,6 +35,8 @@ class RunTable(Strict):
     before and after."""
     samples: int = Field(default=8, ge=0)
     """Sample responses written at each evaluation."""
+    balance: bool = True
+    """Deals sequences out to data ranks by what they cost to compute, and not by how many they are."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time one call may take, waiting for its turn included."""
     connect_timeout_s: float = Field(default=60.0, gt=0)

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format, struct_pb2
 
+from controller.balance import cost_of, dealt, ranked
 from controller.client import WORKER, RankClient
 from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, all_of, awaited, resolve_after, then
 from nccl_transfer import wire
-from nccl_transfer.batch import Batch, Column, LocalColumn
+from nccl_transfer.batch import Batch, Column, LocalColumn, RemoteColumn
 from nccl_transfer.columns import Jagged
 from nccl_transfer.plans import Relay, endpoints_of, plan_rows
 from nccl_transfer.protocols import get_protocol
@@ -51,6 +52,8 @@ class Session:
         name: Unique name of the run, by which services keep leases.
         seed: Seed of the run.
         step: Training step; 0 before the first.
+        timeout_s: Longest time of a call.
+        balance: Whether sequences are dealt out to ranks by cost, and not by count.
         controller_bytes: Bytes of rows that passed through the controller since the last reset.
     """
 
@@ -59,6 +62,7 @@ class Session:
     seed: int = 0
     step: int = 0
     timeout_s: float = 600.0
+    balance: bool = True
     controller_bytes: int = 0
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -183,18 +187,43 @@ class RoleGroup:
             await awaited(before)
             header.sequence, header.epoch = self._turns.taken + 1, self.description.epoch
             batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
-            requests = self._requests(method, batch, header, options)
+            order, numbers = self._dealt(method, batch, options)
+            requests = self._requests(method, batch.take(order), numbers, header, options)
             self._turns.taken += 1
             self.running[header.call_id] = method.name
             started = time.time()
             responses = await self._send(method, requests)
-            return self._collect(method, batch, responses, started)
+            return self._collect(method, order, responses, started)
         finally:
             self.running.pop(header.call_id, None)
             resolve_after(before, ended)
 
+    def _dealt(self, method: Method, batch: Batch, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in the order in which the transfer protocol cuts them into parts, and the numbers they go by there.
+
+        Sequences whose lengths are known are dealt out by cost. Their numbers are then their ranks by cost, whatever
+        the mesh, and each part has whole blocks of them: so every mini-batch, which gets one of each block, has
+        sequences of all lengths, and every data rank a like share of it.
+        """
+        protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
+        rows, lengths = np.arange(batch.rows), _lengths(batch)
+        if not self.session.balance or lengths is None or not protocol.splits or protocol.pads:
+            return rows, rows
+        costs = cost_of(lengths)
+        by_cost = ranked(costs)
+        block = max(options["schedule"].mini_batches, 1) if "schedule" in options else 1
+        parts = dealt(costs[by_cost], protocol.parts(self.mesh), block)
+        # Within a part rows stay as they were: those that lie side by side are read in one piece.
+        numbers = np.concatenate([part[np.argsort(by_cost[part])] for part in parts])
+        return by_cost[numbers], numbers
+
     def _requests(
-        self, method: Method, batch: Batch, header: common_pb2.Call, options: dict[str, Any]
+        self,
+        method: Method,
+        batch: Batch,
+        numbers: np.ndarray,
+        header: common_pb2.Call,
+        options: dict[str, Any],
     ) -> list[Any]:
         """One request per rank, by the method's transfer protocol."""
         takes_rows = "batch" in method.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
@@ -203,7 +232,7 @@ class RoleGroup:
         rows = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
         parts = [batch.take(each) for each in rows]
         return [
-            self._request(method, part, each, relays, header, options)
+            self._request(method, part, numbers[each], relays, header, options)
             for part, each, relays in zip(parts, rows, self._relays(batch, parts), strict=True)
         ]
 
@@ -275,13 +304,15 @@ class RoleGroup:
         return [client for client, answer in answered if isinstance(answer, DeadlineExceeded)]
 
     def _collect(
-        self, method: Method, batch: Batch, responses: list[Any], started: float
+        self, method: Method, order: np.ndarray, responses: list[Any], started: float
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
         made, parts = Batch(0, {}), ()
         if protocol.splits:
-            made = protocol.restore(self._made(method, collected, batch.rows), batch.rows, self.mesh)
+            made = protocol.restore(self._made(method, collected, len(order)), len(order), self.mesh)
+            if made.rows == len(order):
+                made = made.take(np.argsort(order))
         elif method.outputs:
             parts = tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(
@@ -476,6 +507,15 @@ class RewardGroup(RoleGroup):
         self._count(batch)
         errors = LocalColumn([_failure(score) for score in scores])
         return Batch(len(scores), {**batch.columns, "reward_errors": errors})
+
+
+def _lengths(batch: Batch) -> np.ndarray | None:
+    """Tokens of each row's sequence; None where the batch does not have them."""
+    columns = [batch.columns.get(name) for name in ("prompt_ids", "response_ids")]
+    lengths = [column.lengths for column in columns if isinstance(column, RemoteColumn)]
+    if len(lengths) < 2 or lengths[0] is None or lengths[1] is None:
+        return None
+    return lengths[0] + lengths[1]
 
 
 def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
