@@ -5,6 +5,7 @@ it the rest. Held-out sums appear in neither training, not even with their opera
 """
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -189,6 +190,8 @@ def build(out: Path, recipe: Recipe) -> None:
 def main(out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int) -> None:
     """Build the data, tokenizer and supervised model of the quickstart task."""
     logging.disable_progress_bar()
+    # Where DeepSpeed is installed, transformers imports it to save a model; without this it warns that it sees no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     build(out, Recipe(seed, threads, target_accuracy, max_steps))
 
 
