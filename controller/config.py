@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config import ActorTable, CriticTable, Positive, Service, Strict, override, read_toml, validate
+from rlhf.config import (
+    VLLM_TEMPERATURES,
+    ActorTable,
+    CriticTable,
+    ModelTable,
+    Positive,
+    Service,
+    Strict,
+    override,
+    read_toml,
+    validate,
+)
 
 MAX_KL_ERROR = 0.2
 """An adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
@@ -297,6 +308,7 @@ class Config(Strict):
         self._check_kl()
         self._check_correction()
         self._check_drift()
+        self._check_sampling()
         if self.rollout.truncates and not self.algorithm.recompute_log_probs:
             raise ValueError(
                 "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
@@ -367,6 +379,22 @@ class Config(Strict):
                 "log-probabilities are those of the truncated distribution, the training engine's are not"
             )
 
+    def _check_sampling(self) -> None:
+        rollout, (lowest, highest) = self.rollout, VLLM_TEMPERATURES
+        for name, table in self.services.items():
+            uses_vllm = isinstance(table, ActorTable) and table.rollout_engine == "vllm"
+            if uses_vllm and not lowest <= rollout.temperature <= highest:
+                raise ValueError(
+                    f"rollout.temperature: vLLM, which generates in services.{name}, samples at temperatures from "
+                    f"{lowest:g} to {highest:g} (given: {rollout.temperature:g})"
+                )
+            for key, most in _longest_rows(table).items():
+                if most <= rollout.max_response_tokens:
+                    raise ValueError(
+                        f"services.{name}.{key}: {most} leaves no room for a prompt beside "
+                        f"rollout.max_response_tokens, {rollout.max_response_tokens}"
+                    )
+
     def _check_addresses(self) -> None:
         seen: dict[str, str] = {}
         for name, table in self.services.items():
@@ -384,11 +412,23 @@ class Config(Strict):
                 f"{self.data.prompts_per_step} x rollout.samples_per_prompt {self.rollout.samples_per_prompt})"
             )
         for name, table in self.services.items():
-            if isinstance(table, ActorTable | CriticTable) and size % table.ranks:
+            if isinstance(table, ActorTable | CriticTable) and size % table.data_ranks:
                 raise ValueError(
-                    f"algorithm.mini_batch_size: {size} rows do not divide over the {table.ranks} ranks "
+                    f"algorithm.mini_batch_size: {size} rows do not divide over the {table.data_ranks} data ranks "
                     f"of services.{name}"
                 )
+
+
+def _longest_rows(table: Service) -> dict[str, int]:
+    """The keys of a service that bound the tokens of a prompt and its response together."""
+    if not isinstance(table, ModelTable):
+        return {}
+    limits = {"micro_batch_tokens": table.micro_batch_tokens}
+    if isinstance(table, ActorTable) and table.rollout_engine == "hf":
+        limits["rollout_tokens"] = table.rollout_tokens
+    elif isinstance(table, ActorTable) and table.vllm.max_model_len:
+        limits["vllm.max_model_len"] = table.vllm.max_model_len
+    return limits
 
 
 def load(path: Path, settings: tuple[str, ...] = ()) -> Config:

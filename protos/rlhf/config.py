@@ -139,6 +139,11 @@ class ModelTable(ServiceTable):
     """For engines fsdp and 3d: computes each layer again in the backward pass of an update, so that only its input is
     kept. Less memory, about a third more time, the same bits."""
 
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the rows of an update are dealt out: d of a mesh p-t-d, else one for each rank."""
+        return meshes.parse(self.mesh)[2] if self.mesh else self.ranks
+
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
         if self.engine == "3d":
@@ -154,6 +159,11 @@ class ModelTable(ServiceTable):
         if self.engine == "zero" and self.activation_checkpointing:
             raise ValueError("activation_checkpointing is for engines fsdp and 3d, and engine is zero")
         return self
+
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""Temperatures that vLLM samples at, from the first to the second. Where a lower one is asked for it takes the first,
+and says so in its log only."""
 
 
 class VllmTable(Strict):

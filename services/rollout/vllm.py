@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.columns import Jagged
-from rlhf.config import VllmTable
+from rlhf.config import VLLM_TEMPERATURES, VllmTable
 from services.engines.layout import Layout
 from services.rollout.base import (
     FinishReason,
@@ -57,9 +57,6 @@ from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found
 from vllm.v1.executor.uniproc_executor import (  # type: ignore[import-not-found] # noqa: E402
     ExecutorWithExternalLauncher,
 )
-
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
-"""Temperatures that vLLM samples at. Where a lower one is asked for it takes the least, and says so in its log only."""
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
@@ -281,9 +278,10 @@ def _weight_names(directory: Path) -> set[str]:
 
 def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
     """vLLM's sampling parameters of one row."""
-    if not (sampling.greedy or LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE):
+    lowest, highest = VLLM_TEMPERATURES
+    if not (sampling.greedy or lowest <= sampling.temperature <= highest):
         raise ValueError(
-            f"vLLM samples at temperatures from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, got {sampling.temperature}"
+            f"vLLM samples at temperatures from {lowest} to {highest}, got {sampling.temperature}"
         )
     greedy: dict[str, Any] = {"temperature": 0.0}
     drawn: dict[str, Any] = {

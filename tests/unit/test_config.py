@@ -45,7 +45,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             r"services\.critic\.address: .* taken by services\.actor",
         ),
         ("algorithm.mini_batch_size=100", r"mini_batch_size: 100 does not divide the 512 rows"),
-        ("services.actor.ranks=3", r"mini_batch_size: .* do not divide over the 3 ranks of services\.actor"),
+        (
+            "services.actor.ranks=3",
+            r"mini_batch_size: .* do not divide over the 3 data ranks of services\.actor",
+        ),
+        (
+            "services.actor.ranks=3\nservices.actor.engine='3d'\nservices.actor.mesh='1-1-3'",
+            r"mini_batch_size: .* do not divide over the 3 data ranks of services\.actor",
+        ),
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
         ("services.actor.zero.stage=3", r"services\.actor: zero is for engine zero, and engine is fsdp"),
@@ -64,6 +71,19 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             "services.actor.lora.rank=8\nservices.actor.engine='3d'\nservices.actor.mesh='1-1-2'",
             r"services\.actor: lora: engine 3d has no adapters; they need engine fsdp",
         ),
+        (
+            "services.actor.rollout_engine='vllm'\nrollout.temperature=3.0",
+            r"rollout\.temperature: vLLM, .* services\.actor, .* from 0\.01 to 2 \(given: 3\)",
+        ),
+        (
+            "services.actor.rollout_engine='vllm'\nservices.actor.vllm.max_model_len=4",
+            r"services\.actor\.vllm\.max_model_len: 4 leaves no room .* rollout\.max_response_tokens, 4",
+        ),
+        (
+            "services.actor.rollout_tokens=4",
+            r"services\.actor\.rollout_tokens: 4 leaves no room for a prompt",
+        ),
+        ("services.critic.micro_batch_tokens=3", r"services\.critic\.micro_batch_tokens: 3 leaves no room"),
         ("services.actor.lora.r=8", r"services\.actor\.lora\.r: unknown key.*Known keys: rank, alpha"),
         ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 would have .* only 0"),
         ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* layers that learn"),
@@ -104,6 +124,13 @@ def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: st
         load(QUICKSTART, tuple(setting.split("\n")))
     assert re.search(expected, str(raised.value)), str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_mini_batch_divides_over_the_data_ranks_of_a_mesh_and_not_over_all_its_ranks() -> None:
+    actor = ("engine='3d'", "mesh='3-1-2'", "ranks=6", "model='nowhere'")
+    config = load(QUICKSTART, ("algorithm.mini_batch_size=128", *(f"services.actor.{key}" for key in actor)))
+    assert config.algorithm.mini_batch_size % config.services["actor"].ranks
+    assert config.services["actor"].data_ranks == 2  # type: ignore[union-attr]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
