@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf.config import ActorTable, LoraTable, OptimizerTable
-from rlhf.v1 import reference_pb2, worker_pb2
+from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
 from services.engines.lora import AdapterOptions, LoRAEngine
 from services.frozen import ref_log_probs
@@ -40,13 +40,12 @@ class LoRAActorWorker(ActorWorker):
             adapters=_adapter_options(self.table.lora),
             optimizer=optimizer_options(optimizer),
             compute_dtype=dtype,
+            activation_checkpointing=self.table.activation_checkpointing,
         )
         return engine, model.config
 
-    def describe(self) -> worker_pb2.DescribeResponse:
-        answer = super().describe()
-        answer.engine = f"{self.table.engine} with LoRA, rollout {self.rollout.name}"
-        return answer
+    def _engine_name(self) -> str:
+        return f"{super()._engine_name()} with LoRA"
 
     @register("3D_PROTO")
     def compute_ref_log_prob(

@@ -59,7 +59,7 @@ class LoRAEngine(FSDPEngine):
     Args:
         model: whole, with the same weights on every rank; adapters are put into it.
         adapters: the same on every rank.
-        device, optimizer, compute_dtype, reshard_after_forward: as `FSDPEngine`.
+        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing: as `FSDPEngine`.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -74,6 +74,7 @@ class LoRAEngine(FSDPEngine):
         optimizer: OptimizerOptions,
         compute_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
     ) -> None:
         self._adapters = adapters
         self._layers = add_adapters(model, adapters)
@@ -84,6 +85,7 @@ class LoRAEngine(FSDPEngine):
             optimizer=optimizer,
             compute_dtype=compute_dtype,
             reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
         )
 
     @contextmanager

@@ -15,6 +15,7 @@ from nccl_transfer.mesh import Mesh
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.lora import AdapterOptions, LoRAEngine
 from services.engines.microbatch import MicroBatch, split
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import load_causal_lm
@@ -36,7 +37,7 @@ def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[st
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("engine_name", ["fsdp", "3d"])
+@pytest.mark.parametrize("engine_name", ["fsdp", "3d", "lora"])
 def test_steps_have_the_same_bits_and_keep_less(
     engine_name: str, compute_dtype: torch.dtype, tiny_llama_dir: Path
 ):
@@ -48,6 +49,15 @@ def test_steps_have_the_same_bits_and_keep_less(
             engine = FSDPEngine(
                 load_causal_lm(tiny_llama_dir),
                 CPU,
+                optimizer=OPTIONS,
+                compute_dtype=compute_dtype,
+                activation_checkpointing=activation_checkpointing,
+            )
+        elif engine_name == "lora":
+            engine = LoRAEngine(
+                load_causal_lm(tiny_llama_dir),
+                CPU,
+                adapters=AdapterOptions(),
                 optimizer=OPTIONS,
                 compute_dtype=compute_dtype,
                 activation_checkpointing=activation_checkpointing,
