@@ -43,6 +43,7 @@ class Algorithm:
         trains: Name of the service whose weights are what comes of it.
         reads: Keys of `[algorithm]` that it has a use for, beside its options; None: all.
         check: Called with the configuration and the options; raises ConfigError where they do not go together.
+        only_for: Key of `[algorithm]` by name of a service that it needs only where that key is not 0.
     """
 
     function: Callable[..., Any]
@@ -55,6 +56,7 @@ class Algorithm:
     trains: str = "actor"
     reads: frozenset[str] | None = None
     check: Callable[[Config, Any], None] | None = None
+    only_for: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -109,12 +111,12 @@ class Algorithm:
         needed = (
             {name: table.role for name, table in config.services.items()}
             if self.services is None
-            else _with_parts(self.services, config)
+            else _with_parts(self._of_use(self.services, config), config)
         )
         hosts = {config.also_served[name] for name in needed if name in config.also_served}
         for name, role in needed.items():
             table = config.services.get(name)
-            if table is None and role == name in config.also_served:
+            if table is None and role == name and name in config.also_served:
                 continue
             if table is None:
                 raise ConfigError(
@@ -126,6 +128,16 @@ class Algorithm:
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
         return [name for name in config.services if name in needed or name in hosts]
+
+    def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
+        """Without those that the configuration gives it no use for."""
+        given = config.algorithm.model_dump(exclude_unset=True)
+        table = AlgorithmTable(**{**self.defaults, **given})
+        return {
+            name: role
+            for name, role in services.items()
+            if name not in self.only_for or getattr(table, self.only_for[name])
+        }
 
     def _check(self, config: Config) -> None:
         samples = config.rollout.samples_per_prompt
@@ -162,12 +174,13 @@ def algorithm(
     trains: str = "actor",
     reads: Iterable[str] | None = None,
     check: Callable[[Config, Any], None] | None = None,
+    only_for: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Algorithm]:
     """Declares a function to be an algorithm.
 
     Args:
         services: Names of the services it needs, where they are those of their roles; else role by name.
-        options, defaults, compares_groups, quickstart, columns, trains, reads, check: As in `Algorithm`.
+        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for: As in `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
@@ -184,6 +197,7 @@ def algorithm(
             trains,
             keys,
             check,
+            only_for or {},
         )
 
     return declare

@@ -14,14 +14,16 @@ from controller.run import Run, Step
     compares_groups=True,
     quickstart="groups",
     reads=(*POLICY, *REWARD),
+    only_for={"reference": "kl_loss_coefficient"},
 )
 def grpo(run: Run) -> None:
-    """Actor, reference and reward; KL in the loss. Without it the reference is not asked."""
-    actor, reference, reward = run.actor(), run.reference(), run.reward()
+    """Actor, reference and reward; KL in the loss. Without KL there is no reference."""
+    actor, reward = run.actor(), run.reward()
+    reference = run.reference() if run.config.algorithm.kl_loss_coefficient else None
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
         batch |= actor.compute_log_prob(batch)
-        if run.config.algorithm.kl_loss_coefficient:
+        if reference:
             batch |= reference.compute_ref_log_prob(batch)
         batch = reward.score(batch)
         batch |= compute_advantage(run, step, batch)

@@ -92,6 +92,12 @@ def test_the_config_that_a_run_leaves_has_its_services_and_options_only(
     assert "overlong_penalty = 1.0" in text
 
 
+def test_grpo_without_kl_runs_without_a_reference(cluster: Cluster, tmp_path: Path) -> None:
+    path, _ = run_on(cluster, tmp_path, "grpo", algorithm={"kl_loss_coefficient": 0.0})
+    assert "[services.reference]" not in (path / "config.toml").read_text()
+    assert not {"time/compute_ref_log_prob_s", "actor/ref_kl"} & read_metrics(path)[-1].keys()
+
+
 def test_the_same_run_twice_gives_the_same_weights(cluster: Cluster, tmp_path: Path) -> None:
     """The multiplier and whatever else is remembered from step to step are functions of the seed too."""
     shas = {run_on(cluster, tmp_path, "safe_rlhf")[1]["actor_sha256"] for _ in range(2)}

@@ -138,6 +138,14 @@ def test_a_service_of_another_role_is_refused() -> None:
     assert refusal(declared, wrong) == "services.cost.role: declared needs role reward here, not reference"
 
 
+def test_grpo_needs_a_reference_for_its_kl_alone() -> None:
+    found = find_algorithm("grpo")
+    assert "reference" in found.configure(quickstart("groups", "algorithm.kl_loss_coefficient=0.1")).services
+    without = found.configure(quickstart("groups", "algorithm.kl_loss_coefficient=0"))
+    assert without.services.keys() == {"actor", "reward"}
+    assert found.configure(without) == without
+
+
 def test_an_actor_with_adapters_is_the_reference_where_there_is_none() -> None:
     for name in ("ppo", "grpo"):
         settings = ("rollout.samples_per_prompt=4",)
