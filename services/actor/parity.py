@@ -14,7 +14,14 @@ def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.Ro
     Args:
         rollout_log_probs: what tokens were sampled with, [tokens].
         log_probs: what the training engine finds for the same tokens at the same temperature, [tokens].
+
+    Raises:
+        ValueError: there is not one value of each per token.
     """
+    if len(rollout_log_probs) != len(log_probs):
+        raise ValueError(
+            f"rollout_log_probs has {len(rollout_log_probs)} values for {len(log_probs)} response tokens"
+        )
     rollout, training = rollout_log_probs.double(), log_probs.double().to(rollout_log_probs.device)
     differences = (training - rollout).abs()
     return actor_pb2.RolloutParity(

@@ -40,6 +40,11 @@ def test_a_rank_without_tokens_has_found_nothing() -> None:
     assert rollout_parity(torch.empty(0), torch.empty(0)) == actor_pb2.RolloutParity()
 
 
+def test_a_value_for_another_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollout_log_probs has 1 values for 3 response tokens"):
+        rollout_parity(torch.zeros(1), torch.zeros(3))
+
+
 def test_metrics_take_the_largest_and_the_mean_over_tokens_of_all_ranks_and_calls() -> None:
     one = actor_pb2.RolloutParity(tokens=3, max_abs=0.25, sum_abs=0.5, sum_kl=0.75)
     other = actor_pb2.RolloutParity(tokens=1, max_abs=0.5, sum_abs=0.5, sum_kl=0.25)
