@@ -87,7 +87,8 @@ def _algorithms() -> Iterator[str]:
     rows = []
     for name, algorithm in found.items():
         services = ", ".join(
-            service if service == role else f"{service} ({role})"
+            (service if service == role else f"{service} ({role})")
+            + (f" where `{algorithm.only_for[service]}` is not 0" if service in algorithm.only_for else "")
             for service, role in (algorithm.services or {}).items()
         )
         defaults = ", ".join(f"`{key} = {_toml(value)}`" for key, value in algorithm.defaults.items())
@@ -122,7 +123,7 @@ def _rows(fields: dict[str, FieldInfo]) -> Iterator[str]:
 def _type(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f'`"{value}"`' for value in arguments)
+        return " or ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     if origin is tuple and arguments[-1] is Ellipsis:

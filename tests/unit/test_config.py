@@ -6,16 +6,19 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import tomli_w
+from pydantic import BaseModel
 
-from controller.config import Config, load
-from rlhf.config import load_service
+from controller.config import Config, SourceTable, load
+from rlhf.config import ActorTable, LoraTable, ZeroTable, load_service
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
+GENERATOR = ROOT / "docs" / "generate_configuration.py"
 QUICKSTART = ROOT / "deploy" / "quickstart" / "quickstart.toml"
 
 
@@ -164,18 +167,28 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     assert tomllib.loads(path.read_text())["run"]["steps"] == 7
 
 
-def test_every_field_has_a_sentence() -> None:
-    def fields(table: type) -> None:
-        for name, field in table.model_fields.items():
-            assert field.description, f"{table.__name__}.{name}"
-            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
-                fields(field.annotation)
+def tables_of(annotation: Any) -> set[type[BaseModel]]:
+    """The tables that a type is made of, and theirs."""
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return {table for argument in get_args(annotation) for table in tables_of(argument)}
+    inner = (tables_of(field.annotation) for field in annotation.model_fields.values())
+    return {annotation}.union(*inner)
 
-    fields(Config)
+
+def test_every_field_has_a_sentence() -> None:
+    tables = tables_of(Config)
+    assert {ActorTable, LoraTable, ZeroTable, SourceTable} <= tables
+    fields = {f"{table.__name__}.{key}": f for table in tables for key, f in table.model_fields.items()}
+    assert {name for name, field in fields.items() if not field.description} == set()
+
+
+def test_every_table_is_on_the_configuration_page() -> None:
+    shown = {table for _, table in runpy.run_path(str(GENERATOR))["TABLES"]}
+    assert tables_of(Config) - shown == {Config}
 
 
 def test_the_configuration_page_is_that_of_the_types() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))["render"]()
+    page = runpy.run_path(str(GENERATOR))["render"]()
     assert (ROOT / "docs" / "configuration.md").read_text() == page, "run docs/generate_configuration.py"
 
 
