@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from controller.config import Config
-from rlhf.config import ModelTable, Service
+from rlhf.config import ActorTable, ModelTable, Service
 from rlhf.errors import ConfigError
 
 
@@ -17,9 +17,12 @@ def check(config: Config, names: list[str]) -> None:
     """Checks that the services `names` can be started on this host.
 
     Raises:
-        ConfigError: torch is not installed, a model directory does not exist, or an address cannot be served.
+        ConfigError: torch or another package that they need is not installed, a model directory does not exist, or an
+            address cannot be served.
     """
     check_torch()
+    for name in names:
+        check_engines(name, config.services[name])
     for name in names:
         check_model(name, config.services[name])
     for name in names:
@@ -28,10 +31,22 @@ def check(config: Config, names: list[str]) -> None:
 
 def check_torch() -> None:
     """Raises ConfigError where torch, which every service runs on, is not installed."""
-    if importlib.util.find_spec("torch") is None:
+    if not _is_installed("torch"):
         raise ConfigError(
             "torch is not installed and services need it; install an extra, for example "
             "pip install 'rlhf-cluster[cpu]' (or cu12, cu13)"
+        )
+
+
+def check_engines(name: str, table: Service) -> None:
+    """Raises ConfigError where an engine of the service, for training or generation, is not installed."""
+    if isinstance(table, ModelTable) and table.engine == "zero" and not _is_installed("deepspeed"):
+        raise ConfigError(
+            f"services.{name}.engine: zero needs DeepSpeed; install it: pip install 'rlhf-cluster[deepspeed]'"
+        )
+    if isinstance(table, ActorTable) and table.rollout_engine == "vllm" and not _is_installed("vllm"):
+        raise ConfigError(
+            f"services.{name}.rollout_engine: vllm is not installed; docs/rollout.md says how to install it"
         )
 
 
@@ -60,6 +75,10 @@ def check_address(name: str, address: str) -> None:
                 probe.bind(target)
             except OSError as error:
                 raise ConfigError(f"services.{name}.address: {address} {_why(error)}") from None
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _why(error: OSError) -> str:
