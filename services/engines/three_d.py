@@ -206,6 +206,10 @@ class ThreeDParallelEngine(ShardedEngine):
             if parameter is not self._kept[name]:
                 parameter.copy_(self._kept[name])
 
+    def _resident(self) -> list[Tensor]:
+        # With masters, the weights that are computed with are others.
+        return [*super()._resident(), *(parameter.detach() for parameter in self._parameters.values())]
+
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return self._stage.layouts[name].shard(kept, self._groups.tensor_index)
 

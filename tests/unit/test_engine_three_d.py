@@ -16,6 +16,7 @@ from services.engines.base import InferenceStopped, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch, split
+from services.engines.offload import num_bytes, park
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import load_causal_lm
 
@@ -51,6 +52,18 @@ def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[st
 
 def weights(engine: ThreeDParallelEngine | FSDPEngine) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in engine.full_tensors()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_weights_and_what_they_learn_with_leave_the_device_together(
+    dtype: torch.dtype, tiny_llama_dir: Path
+):
+    engine = make_engine(tiny_llama_dir, dtype)
+    engine.step(micro_batches(), HEAD, loss)
+    # Two moments; and a float32 copy of weights of another type.
+    bytes_each = 4 + 4 + (4 if dtype == torch.float32 else 4 + 2)
+    parked = num_bytes(park(engine._resident()))
+    assert parked == pytest.approx(bytes_each * engine.num_parameters, rel=0.1)
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama_dir", "tiny_tied_llama_dir"])
