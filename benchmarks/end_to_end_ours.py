@@ -80,7 +80,8 @@ def iterate(name: str, path: Path, turns: Turns, warm_up: int, iterations: int) 
 
 
 def _connect(config: Config) -> Cluster:
-    cluster = Cluster(config, Session(seed=config.run.seed, timeout_s=config.run.call_timeout_s))
+    run = config.run
+    cluster = Cluster(config, Session(seed=run.seed, timeout_s=run.call_timeout_s, balance=run.balance))
     cluster.connect()
     return cluster
 

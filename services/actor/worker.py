@@ -64,11 +64,12 @@ class ActorWorker(ModelWorker):
         self, rows: Rows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> Result:
         require(request, "sampling")
+        with self.ranks.together(call.peers_deadline):
+            options = self._sampling(request.sampling)
+            prompts = self._prompt_ids(rows.texts("prompt"))
         if self._rollout_version != self.policy_version:
             self.rollout.load_weights(self.engine.rollout_weights())
             self._rollout_version = self.policy_version
-        options = self._sampling(request.sampling)
-        prompts = self._prompt_ids(rows.texts("prompt"))
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
         with self.ranks.together(call.peers_deadline):
             generation = self._generate(prompts, options, seeds, call) if prompts else None
