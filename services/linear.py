@@ -16,9 +16,14 @@ from torch.nn import functional as F
 _IS_FASTER = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` computes the product through oneDNN."""
+    return _IS_FASTER and _suits(x) and _suits(weight) and not torch.is_autocast_enabled(x.device.type)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `torch.nn.functional.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]."""
-    if not (_IS_FASTER and _suits(x) and _suits(weight)) or torch.is_autocast_enabled(x.device.type):
+    if not is_faster(x, weight):
         return F.linear(x, weight, bias)
     # The bias is added in the same way with and without gradients, so that both give the same bits.
     y = _Product.apply(x, weight) if torch.is_grad_enabled() else _product(x, weight)
@@ -32,12 +37,12 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def speed_up(model: nn.Module) -> None:
-    """Make the linear layers of a model compute with `linear`; their weights, names and hooks stay."""
+def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
+    """Make the linear layers of a model compute as `layer` does; their weights, names and hooks stay."""
     for module in model.modules():
         # Only this very class: those derived from it may compute something else.
         if type(module) is nn.Linear:
-            module.__class__ = Linear
+            module.__class__ = layer
 
 
 class _Product(torch.autograd.Function):

@@ -214,7 +214,7 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()
-    if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear):
+    if type(layer) is nn.Linear or isinstance(layer, Linear):
         return OutputLayer(layer.weight)
     return None
 

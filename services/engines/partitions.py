@@ -26,6 +26,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 import deepspeed
 import deepspeed.ops
 from deepspeed import comm
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -35,6 +36,7 @@ from deepspeed.utils.timer import NoopTimer
 from services.engines.checkpoint import Shard
 from services.engines.flat import Piece, cut_each, cut_together
 from services.engines.weights import WeightsReader
+from services.linear import Linear, is_faster, linear, speed_up
 from services.models import ValueModel, load_causal_lm, load_value_model
 
 Model = PreTrainedModel | ValueModel
@@ -337,7 +339,18 @@ def load(
                     loaded[on_meta] = nn.Parameter(weight)
                     init._convert_to_zero_parameters([loaded[on_meta]])
                 owner.register_parameter(name, loaded[on_meta])
+    speed_up(model, _GatheredLinear)
     return model.eval()
+
+
+class _GatheredLinear(Linear):
+    """A linear layer whose weight is gathered while it computes. Its backward pass looks at the parameter again, where
+    torch's own keeps what was gathered for the forward pass: all weights of the model, in the end."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_faster(input, self.weight):
+            return linear(input, self.weight, self.bias)
+        return zero3_linear_wrap(input, self.weight, self.bias)
 
 
 class _Stage12Optimizer(DeepSpeedZeroOptimizer):

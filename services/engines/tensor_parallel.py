@@ -123,7 +123,7 @@ class VocabularyParallelHead(nn.Module):
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Logits [B, V] of all tokens, on every rank. Without a gradient."""
-        ours_BV = F.linear(hidden_BH, self.weight)
+        ours_BV = linear(hidden_BH, self.weight)
         parts = [torch.empty_like(ours_BV) for _ in range(self._group.size())]
         dist.all_gather(parts, ours_BV, group=self._group)
         return torch.cat(parts, dim=-1)[:, : self._vocabulary]

@@ -208,7 +208,8 @@ class ThreeDParallelEngine(ShardedEngine):
 
     def _resident(self) -> list[Tensor]:
         # With masters, the weights that are computed with are others.
-        return [*super()._resident(), *(parameter.detach() for parameter in self._parameters.values())]
+        computing = [parameter.detach() for parameter in self._parameters.values()]
+        return [*super()._resident(), *computing, *(self.transition.resident() if self.transition else ())]
 
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return self._stage.layouts[name].shard(kept, self._groups.tensor_index)

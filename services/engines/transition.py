@@ -125,7 +125,7 @@ class Transition:
         assert not in_place or kind == "hybridflow", "only then the weights of training are a part"
         rank = dist.get_rank()
         self._mesh, self._dtype, self._device = mesh, dtype, device
-        self._stage, self._part, self._data = mesh.position(rank)
+        self._stage, self._part, _ = mesh.position(rank)
         self._generation_stage, self._generation_part, _ = mesh.generation_position(rank)
         groups = gatherings(mesh, kind)
         self._gathering = next(group for group in groups if rank in group.ranks)
@@ -167,6 +167,10 @@ class Transition:
 
         return memory
 
+    def resident(self) -> list[Tensor]:
+        """The memory of what is gathered in place."""
+        return list(self._buffers.values()) if self._buffers is not None else []
+
     @torch.no_grad()
     def gather(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """What this rank generates with, by name, a layer of each stage at a time.
@@ -177,19 +181,30 @@ class Transition:
         The iterator is collective: run it to its end on every rank. What was not gathered in place is the caller's.
         """
         for bucket in self._buckets:
-            buffers = [
-                self._buffers[bundle] if self._buffers is not None else self._empty(bundle)
-                for bundle in bucket
-            ]
-            works = []
-            for bundle, buffer in zip(bucket, buffers, strict=True):
-                works += self._start(bundle, buffer, weights)
-            for work in works:
-                work.wait()
-            for bundle, buffer in zip(bucket, buffers, strict=True):
-                for number, (name, stage) in enumerate(zip(bundle.names, bundle.stages, strict=True)):
-                    if stage // self._mesh.pipeline_ratio == self._generation_stage:
-                        yield name, self._generated(bundle, buffer, number)
+            yield from self._gather_bucket(bucket, weights)
+
+    def _gather_bucket(
+        self, bucket: list[Bundle], weights: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        buffers = [
+            self._buffers[bundle] if self._buffers is not None else self._empty(bundle) for bundle in bucket
+        ]
+        works = []
+        for bundle, buffer in zip(bucket, buffers, strict=True):
+            works += self._start(bundle, buffer, weights)
+        for work in works:
+            work.wait()
+        for bundle, buffer in zip(bucket, buffers, strict=True):
+            for number, (name, stage) in enumerate(zip(bundle.names, bundle.stages, strict=True)):
+                if self._generates_with(name, stage):
+                    yield name, self._generated(bundle, buffer, number)
+
+    def _generates_with(self, name: str, stage: int) -> bool:
+        """Whether this rank needs what a stage of training has. The last one in generation needs a tied tensor too."""
+        is_last = self._generation_stage == self._mesh.generation_pipeline - 1
+        return stage // self._mesh.pipeline_ratio == self._generation_stage or (
+            self._training[name].tied and is_last
+        )
 
     def _bundled(self) -> list[list[Bundle]]:
         """All tensors of the stages that are gathered: first those that stand alone, then layer by layer."""

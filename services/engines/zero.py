@@ -73,6 +73,7 @@ class ZeROEngine(ShardedEngine):
         self._model, self._pass = model, Pass(model, compute_dtype)
         self.config = (model.backbone if isinstance(model, ValueModel) else model).config
         self._partitions = self._share_out(stage, optimizer, offloads)
+        self._is_published = True
         self._boxes = {
             f"{name}{PART}{number}" if number else name: (name, box)
             for name, piece in self._partitions.pieces.items()
@@ -92,6 +93,7 @@ class ZeROEngine(ShardedEngine):
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
         self._check_onloaded()
+        self._publish()
         with self._releasing():
             outputs = []
             for micro_batch, is_ours, _ in self._evened(micro_batches):
@@ -104,11 +106,17 @@ class ZeROEngine(ShardedEngine):
                     nothing(raw, micro_batch)
             return outputs
 
-    @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)
-        if isinstance(self._partitions, TrainedPartitions):
+        # Later, all ranks together: one whose call fails alone restores alone, and must not wait for others.
+        self._is_published = False
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Have the model compute with what is kept, where that was restored. Collective."""
+        if not self._is_published and isinstance(self._partitions, TrainedPartitions):
             self._partitions.publish()
+        self._is_published = True
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,6 +146,7 @@ class ZeROEngine(ShardedEngine):
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model, whole on every rank, one at a time. Collective."""
+        self._publish()
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
                 yield name, tensor
@@ -187,6 +196,7 @@ class ZeROEngine(ShardedEngine):
             lambda: torch.zeros((), dtype=torch.float64, device=self.device)
         )
         learning = self._learning
+        self._publish()
         with self._releasing():
             for micro_batch, is_ours, is_last in self._evened(micro_batches):
                 raw = self._forward(micro_batch)

@@ -41,6 +41,7 @@ FAST = {
         ((2, 1, 2, 1, 1), "hybridflow"),
         ((1, 2, 2, 1, 1), "hybridflow_v"),
         ((2, 2, 1, 1, 2), "hybridflow_v"),
+        ((2, 2, 1, 2, 1), "hybridflow_v"),
         ((1, 2, 2, 1, 1), "gather_all"),
     ]
 }
@@ -102,6 +103,15 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_every_rank_gathers_the_parts_that_it_generates_with(launched: Run):
     assert {name: report["wrong"] for name, report in launched.each() if report["wrong"]} == {}
+
+
+def test_a_rank_receives_what_it_lacks_and_nothing_else(launched: Run):
+    received = {
+        name: report for name, report in launched.each() if " hybridflow," in name and "llama" in name
+    }
+    assert any(report["received"] for report in received.values())
+    for name, report in received.items():
+        assert report["received"] == report["generation_bytes"] - report["trained"], name
 
 
 def test_log_probs_of_generation_are_those_of_training_after_every_update(launched: Run):

@@ -3,13 +3,14 @@ plain torch's numbers, which the test wrote down."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from integration.three_d_main import HEAD, NUM_STEPS, OPTIONS, Rows, distance, rows_of, rows_of_reference
@@ -67,6 +68,29 @@ def watch(engine: ZeROEngine) -> list[int]:
     return seen
 
 
+def held_for_backward(engine: ZeROEngine, micro_batches: list[MicroBatch], rows: Rows) -> list[str]:
+    """Names of linear layers whose gathered weight is still there when the forward pass of a step is done."""
+    gathered: dict[str, StorageWeakRef] = {}
+    held: set[str] = set()
+
+    def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        held.update(name for name, storage in gathered.items() if not storage.expired())
+        return rows.loss(output, micro_batch)
+
+    def note(name: str) -> Callable[[nn.Module, object], None]:
+        return lambda module, _: gathered.update({name: StorageWeakRef(module.weight.untyped_storage())})
+
+    layers = engine._model.get_submodule("model.layers").named_modules()
+    linears = [(name, module) for name, module in layers if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(note(name)) for name, module in linears]
+    engine._accumulate_gradients(micro_batches, HEAD, loss)
+    engine._drop_gradients()
+    for hook in hooks:
+        hook.remove()
+    assert len(gathered) == len(linears)
+    return sorted(held)
+
+
 def refused(engine: ZeROEngine, micro_batches: list[MicroBatch], rows: Rows) -> list[str]:
     """What a step raises whose loss is not finite on the last rank, and what has moved then."""
 
@@ -103,6 +127,7 @@ def run(stage: int, offloads: bool, directory: Path, reference: Path, dtype: tor
     report["num_visible"].append(num_visible(engine))
     initial = engine.snapshot()
     report["refused"] = refused(engine, micro_batches, rows)
+    report["held"] = held_for_backward(engine, micro_batches, rows)
     loss, _ = engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
     gradients = whole(engine, {name: x.grad for name, x in engine._kept.items() if x.grad is not None})
     engine._drop_gradients()
@@ -127,6 +152,8 @@ def run(stage: int, offloads: bool, directory: Path, reference: Path, dtype: tor
     else:
         list(engine.full_tensors())
 
+    if engine.data_rank == 0:
+        engine.restore(after)
     engine.restore(initial)
     again = [engine.step(micro_batches, HEAD, rows.loss) for _ in range(NUM_STEPS)]
     report["restored"] = again == steps and same_bits(engine.snapshot().tensors, after.tensors)
