@@ -77,8 +77,8 @@ def held_for_backward(engine: ZeROEngine, micro_batches: list[MicroBatch], rows:
         held.update(name for name, storage in gathered.items() if not storage.expired())
         return rows.loss(output, micro_batch)
 
-    def note(name: str) -> Callable[[nn.Module, object], None]:
-        return lambda module, _: gathered.update({name: StorageWeakRef(module.weight.untyped_storage())})
+    def note(name: str) -> Callable[[nn.Linear, object], None]:
+        return lambda layer, _: gathered.update({name: StorageWeakRef(layer.weight.untyped_storage())})
 
     layers = engine._model.get_submodule("model.layers").named_modules()
     linears = [(name, module) for name, module in layers if isinstance(module, nn.Linear)]
