@@ -93,23 +93,27 @@ class Recorder:
             track = ("controller", record.service)
             self._timeline.add(track, record.method, record.started_s, record.ended_s, args)
             for rank, response in enumerate(record.responses):
-                self._rank_call((record.service, f"rank {rank}"), record.method, response.outcome.timing)
+                rank_track = (record.service, f"rank {rank}")
+                self._rank_call(rank_track, record.method, response.outcome.timing, step)
 
     def summary(self, figures: Mapping[str, Any]) -> None:
         """Writes summary.json."""
         self.directory.write_json(SUMMARY_FILE, dict(figures))
 
-    def _rank_call(self, track: tuple[str, str], method: str, timing: Any) -> None:
+    def _rank_call(self, track: tuple[str, str], method: str, timing: Any, step: int) -> None:
         start = timing.arrived_unix_s
         if not start:
             return
-        bytes_of = {
+        args = {
+            "step": step,
             "fetched": timing.fetched_bytes,
             "inline": timing.inline_bytes,
             "stored": timing.stored_bytes,
         }
+        if timing.peak_device_bytes:
+            args["peak_device"] = timing.peak_device_bytes
         for part in ("queue", "fetch", "compute", "store"):
             end = start + getattr(timing, f"{part}_s")
             if end > start:
-                self._timeline.add(track, method if part == "compute" else part, start, end, bytes_of)
+                self._timeline.add(track, method if part == "compute" else part, start, end, args)
             start = end

@@ -342,6 +342,7 @@ class CallQueue:
         if not result.verified:
             rows.fetched.verify()
         known.timing.compute_s = time.monotonic() - started
+        known.timing.peak_device_bytes = self.worker.peak_device_memory()
         return self._respond(known, result)
 
     def _compute_together(

@@ -182,6 +182,10 @@ class ModelWorker(Worker):
     def device_memory(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device) if self.torch_device.type == "cuda" else 0
 
+    def peak_device_memory(self) -> int:
+        on_device = self.torch_device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self.torch_device) if on_device else 0
+
     def describe(self) -> worker_pb2.DescribeResponse:
         limits = []
         if self.torch_device.type == "cpu":
@@ -201,7 +205,7 @@ class ModelWorker(Worker):
     def around(self, run: Callable[[], Result]) -> Result:
         """Errors of engines become errors of the tree; a profile may be taken."""
         try:
-            with self._traces.around():
+            with self._device_in_use(), self._traces.around():
                 return run()
         except NonFiniteGradient as error:
             raise UpdateRejected(
@@ -215,6 +219,20 @@ class ModelWorker(Worker):
             raise InvalidRequest(str(error)) from error
         except OSError as error:
             raise RlhfError(f"{error.strerror}: {error.filename}") from error
+
+    @contextmanager
+    def _device_in_use(self) -> Iterator[None]:
+        """A call, of which the most memory is noted, and after which services that take turns on the device find what
+        this one's allocator only kept to itself."""
+        if self.torch_device.type == "cpu":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        try:
+            yield
+        finally:
+            if self.table.pool:
+                torch.cuda.empty_cache()
 
     def sequences(self, rows: Rows) -> Sequences:
         """Columns "prompt_ids" and "response_ids" as tensors."""

@@ -178,6 +178,10 @@ class Worker:
         """Bytes allocated on the device; 0 on CPU."""
         return 0
 
+    def peak_device_memory(self) -> int:
+        """Most bytes allocated on the device at a time during the last method; 0 on CPU."""
+        return 0
+
     def describe(self) -> worker_pb2.DescribeResponse:
         """What this role adds to Describe; the server fills in ranks, methods and epoch."""
         return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
