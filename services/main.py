@@ -94,6 +94,8 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
 def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
     # Logs are read by people and by the launcher: no progress bars in them.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
+    # Without it, cuBLAS may choose other kernels for the same product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
     module, _, class_name = worker_path.partition(":")
     try:

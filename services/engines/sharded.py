@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import deterministic
 
 from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import (
@@ -110,7 +111,7 @@ class ShardedEngine(TrainEngine):
             self._drop_gradients()
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self._num_steps, {name: x.to("cpu", copy=True) for name, x in self._state().items()})
+        return Snapshot(self._num_steps, {name: _in_host_memory(x) for name, x in self._state().items()})
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
@@ -178,8 +179,9 @@ class ShardedEngine(TrainEngine):
             NonFiniteGradient: on every rank, since all see the same sum.
         """
         gradients = {name: x.grad for name in self._trained_names if (x := self._kept[name]).grad is not None}
+        # What DeepSpeed offloads has its gradient in host memory.
         norms = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).to(self.device)
             for name, gradient in gradients.items()
             if self._counts(name)
         ]
@@ -246,6 +248,11 @@ def _weight_name(state_name: str) -> str:
     return state_name.partition(".")[2]
 
 
+def _in_host_memory(x: Tensor) -> Tensor:
+    """A copy; from a GPU into pages that it writes to by itself, which torch keeps for the next one."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach())
+
+
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Choose deterministic kernels on CUDA, where there are any; CPU kernels are, for one number of threads."""
@@ -254,8 +261,12 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Every tensor would be written once before the kernel that makes it does.
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
+        deterministic.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
