@@ -1,0 +1,324 @@
+"""Every engine in bfloat16 on one device against plain transformers in float32: losses, gradients and log-probabilities
+within stated tolerances; states that leave the device and come back bit for bit; and rollouts. Here the device is the
+CPU and the model tiny; tests/gpu runs the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nccl_transfer.columns import Jagged
+from nccl_transfer.mesh import Mesh
+from services.engines.base import OptimizerOptions, Snapshot, TrainEngine
+from services.engines.checkpoint import Shard, read_shards
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.offload import num_bytes, park, unpark
+from services.engines.sharded import ShardedEngine
+from services.engines.three_d import ThreeDParallelEngine
+from services.models import load_causal_lm
+from services.rollout.base import Generation, RolloutEngine, SamplingOptions
+from services.rollout.hf import HFRollout
+from services.rollout.sampling import row_seeds
+from services.rollout.sharded import ShardedDecoder
+
+LOSS_TOLERANCE = 0.02
+"""Of the loss, relative. Matrix products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
+GRADIENT_TOLERANCE = 0.08
+"""Norm of a tensor's gradient less the reference's, over the norm of the reference's."""
+LARGEST_LOG_PROB_ERROR, MEAN_LOG_PROB_ERROR = 0.4, 0.04
+"""In nats, of a token. The weights are wide, so that logits reach over 10 or so."""
+STILL_HELD = 0.1
+"""What an engine leaves on the device when it is offloaded, as a share of what it held."""
+
+TEMPERATURE = 1.3
+HEAD = PolicyHead(temperature=TEMPERATURE)
+OPTIONS = OptimizerOptions(lr=1e-3, max_grad_norm=float("inf"))
+NUM_NEW_TOKENS = 8
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+ENGINES = ("fsdp", "3d", "zero-1", "zero-2", "zero-2-offloading", "zero-3")
+
+every_engine = pytest.mark.parametrize("name", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    """Where engines compute."""
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, float]:
+    """Of the model."""
+    return TINY
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("process_group") / "store"
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def task(sizes: dict[str, float], tmp_path_factory: pytest.TempPathFactory) -> Task:
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128, eos_token_id=None))
+    directory = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(directory)
+    return Task(directory, int(sizes["vocab_size"]))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain transformers says in float32, a row at a time, without padding.
+
+    Attributes:
+        log_probs: Of the response tokens, row after row.
+        gradients: Of the loss, by the names of the checkpoint.
+    """
+
+    loss: float
+    log_probs: Tensor
+    gradients: dict[str, Tensor]
+
+
+class Task:
+    """A model and rows of unequal lengths, one of which has an empty response."""
+
+    def __init__(self, directory: Path, vocabulary: int) -> None:
+        self.directory = directory
+        generator = np.random.default_rng(1)
+        lengths = generator.integers(1, 24, (2, 9)).astype(np.int64)
+        lengths[1, 2] = 0
+        self.prompts, self.responses = (
+            Jagged(torch.from_numpy(generator.integers(0, vocabulary, counts.sum())), counts)
+            for counts in lengths
+        )
+        self.advantages = Jagged(
+            torch.from_numpy(generator.normal(size=lengths[1].sum())).float(), lengths[1]
+        )
+
+    @cached_property
+    def expected(self) -> Expected:
+        model, rows = load_causal_lm(self.directory), []
+        for row in range(self.prompts.rows):
+            prompt, response = self.prompts.row(row), self.responses.row(row)
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+            log_p = (logits[: len(response)] / TEMPERATURE).log_softmax(dim=-1)
+            rows.append(log_p.gather(1, response[:, None])[:, 0])
+        log_probs = torch.cat(rows)
+        loss = -(self.advantages.values * log_probs).mean()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return Expected(float(loss.detach()), log_probs.detach(), gradients)
+
+    def micro_batches(self, engine: TrainEngine) -> list[MicroBatch]:
+        return split(self.prompts, self.responses, token_budget=96, pad_id=0, packed=engine.packs)
+
+    def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token_BR = micro_batch.spread(self.advantages) * output.log_probs_BR
+        return -per_token_BR[micro_batch.response_mask_BR].sum() / len(self.responses.values), {}
+
+    def step(self, engine: TrainEngine) -> float:
+        """The loss before it."""
+        return engine.step(self.micro_batches(engine), HEAD, self.loss).loss
+
+    def log_probs(self, engine: TrainEngine) -> Tensor:
+        return log_probs(engine, self.micro_batches(engine), self.responses.lengths)
+
+
+def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.ndarray) -> Tensor:
+    """Of the response tokens, row after row, in host memory."""
+    outputs = engine.infer(micro_batches, HEAD)
+    values = [m.collect(o.log_probs_BR.cpu()) for m, o in zip(micro_batches, outputs, strict=True)]
+    return assemble([m.rows for m in micro_batches], values, lengths).values
+
+
+def make_engine(name: str, directory: Path, device: torch.device) -> ShardedEngine:
+    """An engine that learns, on one rank, computing in bfloat16."""
+    if name == "fsdp":
+        return FSDPEngine(load_causal_lm(directory), device, optimizer=OPTIONS, compute_dtype=torch.bfloat16)
+    if name == "3d":
+        return ThreeDParallelEngine(
+            directory, Mesh(), device, dtype=torch.bfloat16, optimizer=OPTIONS, transition="hybridflow"
+        )
+    zero = pytest.importorskip("services.engines.zero")
+    _, stage, *offloading = name.split("-")
+    return zero.ZeROEngine(
+        directory,
+        int(stage),
+        device,
+        compute_dtype=torch.bfloat16,
+        optimizer=OPTIONS,
+        offloads=bool(offloading),
+    )
+
+
+def make_rollout(engine: ShardedEngine, directory: Path, device: torch.device) -> RolloutEngine:
+    """As the actor makes it."""
+    if isinstance(engine, ThreeDParallelEngine):
+        assert engine.transition is not None
+        decoder = ShardedDecoder(directory, Mesh(), engine.transition, dtype=torch.bfloat16, device=device)
+        return HFRollout(decoder, token_budget=4096)
+    return HFRollout(load_causal_lm(directory, torch.bfloat16).to(device), token_budget=4096)  # type: ignore[arg-type]
+
+
+def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor]) -> Generation:
+    """With the weights that the engine has now."""
+    rollout.load_weights(engine.rollout_weights())
+    rows = [prompts.row(row).tolist() for row in range(prompts.rows)]
+    options = SamplingOptions(max_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
+    return rollout.generate(rows, options, row_seeds(0, 1, "generate/0", np.arange(len(rows))))
+
+
+def same_bits(a: Snapshot, b: Snapshot) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
+    )
+
+
+def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Of the one step that an engine has taken: its first moments are that share of them. Read off a checkpoint, in
+    which every engine's tensors lie alike."""
+    engine.save(directory)
+    moments = {
+        f"exp_avg.{name}": Shard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
+        for name, x in expected.items()
+    }
+    read_shards(directory, 1, moments)
+    share = 1 - OPTIONS.betas[0]
+    return {name: moments[f"exp_avg.{name}"].tensor / share for name in expected}
+
+
+@contextmanager
+def offloaded(engine: ShardedEngine) -> Iterator[int]:
+    """A block with the engine in host memory; gives the bytes moved. On CPU, where `offload` has nothing to do, the
+    tensors that it would move are parked all the same."""
+    if engine.device.type == "cpu":
+        assert engine.offload() == engine.onload() == 0
+        parked = park(engine._resident())
+        yield num_bytes(parked)
+        unpark(parked)
+    else:
+        moved = engine.offload()
+        yield moved
+        assert engine.onload() == moved
+
+
+def memory_meter(engine: ShardedEngine) -> Callable[[], int]:
+    """Reads how much device memory is in use; on CPU, how much is behind weights and optimizer state."""
+    if engine.device.type == "cuda":
+        return lambda: torch.cuda.memory_allocated(engine.device)
+    tensors = [*engine._state().values()]
+    if isinstance(engine, ThreeDParallelEngine):
+        tensors += engine._parameters.values()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return lambda: sum(storage.nbytes() for storage in storages.values())
+
+
+@every_engine
+def test_log_probs_are_near_those_in_float32(name: str, task: Task, device: torch.device):
+    found = task.log_probs(make_engine(name, task.directory, device))
+    errors = (found - task.expected.log_probs).abs()
+    assert found.dtype == torch.float32
+    assert 0 < float(errors.max()) < LARGEST_LOG_PROB_ERROR
+    assert float(errors.mean()) < MEAN_LOG_PROB_ERROR
+
+
+@every_engine
+def test_loss_and_every_gradient_are_near_those_in_float32(
+    name: str, task: Task, device: torch.device, tmp_path: Path
+):
+    engine = make_engine(name, task.directory, device)
+    assert task.step(engine) == pytest.approx(task.expected.loss, rel=LOSS_TOLERANCE)
+    expected = task.expected.gradients
+    for tensor, gradient in gradients(engine, expected, tmp_path / "checkpoint").items():
+        error = float((gradient - expected[tensor]).norm() / expected[tensor].norm())
+        assert error < GRADIENT_TOLERANCE, f"{tensor}: {error:.3g}"
+
+
+@every_engine
+def test_a_step_from_the_same_state_gives_the_same_bits(name: str, task: Task, device: torch.device):
+    engine = make_engine(name, task.directory, device)
+    task.step(engine)
+    start, inferred = engine.snapshot(), task.log_probs(engine)
+    loss, end = task.step(engine), engine.snapshot()
+    assert not same_bits(start, end)
+    engine.restore(start)
+    assert same_bits(engine.snapshot(), start)
+    assert torch.equal(task.log_probs(engine), inferred)
+    assert task.step(engine) == loss
+    assert same_bits(engine.snapshot(), end)
+
+
+@every_engine
+def test_an_offloaded_engine_leaves_the_device_and_comes_back_bit_for_bit(
+    name: str, task: Task, device: torch.device
+):
+    gc.collect()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    engine = make_engine(name, task.directory, device)
+    task.step(engine)
+    state, in_use = engine.snapshot(), memory_meter(engine)
+    held = in_use() - before
+    with offloaded(engine) as moved:
+        assert moved > 0
+        assert in_use() - before <= STILL_HELD * held
+    assert in_use() - before <= held
+    assert same_bits(engine.snapshot(), state)
+    loss = task.step(engine)
+    engine.restore(state)
+    assert task.step(engine) == loss
+
+
+@every_engine
+def test_rollouts_have_the_log_probs_that_training_finds(name: str, task: Task, device: torch.device):
+    engine = make_engine(name, task.directory, device)
+    rollout = make_rollout(engine, task.directory, device)
+    task.step(engine)
+    generation = generate(rollout, engine, task.prompts)
+    responses = Jagged(generation.responses.values.cpu(), generation.responses.lengths)
+    assert responses.lengths.tolist() == [NUM_NEW_TOKENS] * task.prompts.rows
+    batch = split(task.prompts, responses, token_budget=96, pad_id=0, packed=engine.packs)
+    errors = (generation.log_probs.values.cpu() - log_probs(engine, batch, responses.lengths)).abs()
+    assert float(errors.max()) < LARGEST_LOG_PROB_ERROR
+    assert float(errors.mean()) < MEAN_LOG_PROB_ERROR
+
+
+@every_engine
+def test_a_rollout_engine_generates_the_same_after_its_sleep(name: str, task: Task, device: torch.device):
+    engine = make_engine(name, task.directory, device)
+    rollout = make_rollout(engine, task.directory, device)
+    first = generate(rollout, engine, task.prompts)
+    slept = rollout.sleep()
+    with offloaded(engine):
+        pass
+    assert rollout.wake() == slept
+    again = generate(rollout, engine, task.prompts)
+    assert torch.equal(first.responses.values, again.responses.values)
+    assert torch.equal(first.log_probs.values, again.log_probs.values)
