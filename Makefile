@@ -35,8 +35,9 @@ test: setup ## Run all tests that need no GPU, fast ones first.
 test-full: setup ## Run them with the large matrices too.
 	$(PYTEST) -m "not gpu" tests
 
-test-gpu: setup ## Run the tests that need an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
+test-gpu: setup ## Tests and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
 	$(PYTEST) -m gpu tests
+	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json
 
 lint: setup ## Check style, types and protos.
 	$(BIN)/ruff check .

@@ -1,0 +1,62 @@
+"""Floating-point operations that a transformer's training takes, and what a device could do in the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+"""Of NVIDIA's GPUs by a part of their name, the first that fits: bfloat16 products, dense, from the data sheets."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of the Llama family whose output layer is not its embedding."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the matrices of one layer."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def output_weights(self) -> int:
+        """Weights of the output layer."""
+        return self.vocabulary * self.hidden
+
+
+def training_flops(
+    model: Architecture, rows: int, prompt_tokens: int, new_tokens: int, *, is_critic: bool = False
+) -> float:
+    """Of one forward and backward pass over rows of one length, as the model has it: what is computed twice, or for
+    masked positions, does not count, and neither do products with vectors.
+
+    Six operations for each weight and token, two in the forward pass and four in the backward pass (Kaplan et al. 2020,
+    "Scaling Laws for Neural Language Models", section 2.1). Each token attends to itself and those before it. The
+    output layer, which a critic lacks, is computed for response tokens only.
+    """
+    length = prompt_tokens + new_tokens
+    in_layers = rows * length * model.layer_weights
+    # Scores and weighted values, each a product of head_dim for every pair of tokens and every head.
+    in_attention = rows * length * (length + 1) // 2 * 2 * model.heads * model.head_dim
+    at_output = 0 if is_critic else rows * new_tokens * model.output_weights
+    return 6.0 * (model.layers * (in_layers + in_attention) + at_output)
+
+
+def known_peak_tflops(device_name: str) -> float | None:
+    """What a GPU can do in bfloat16; None of one that is not in the table."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
