@@ -214,10 +214,6 @@ class ThreeDParallelEngine(ShardedEngine):
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return self._stage.layouts[name].shard(kept, self._groups.tensor_index)
 
-    def _resident(self) -> list[Tensor]:
-        # Also the rounded copies, which are no state of their own; what generates shares their memory.
-        return [*super()._resident(), *(x.detach() for x in self._parameters.values())]
-
     def _counts(self, name: str) -> bool:
         return not self._stage.is_replica(name)
 
