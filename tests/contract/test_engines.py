@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def sizes() -> dict[str, float]:
+def sizes() -> dict[str, Any]:
     """Of the model."""
     return TINY
 
@@ -85,7 +86,7 @@ def process_group(device: torch.device, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def task(sizes: dict[str, float], tmp_path_factory: pytest.TempPathFactory) -> Task:
+def task(sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Task:
     torch.manual_seed(7)
     model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128, eos_token_id=None))
     directory = tmp_path_factory.mktemp("llama")

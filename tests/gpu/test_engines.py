@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def sizes() -> dict[str, float]:
+def sizes() -> dict[str, Any]:
     return {
         "vocab_size": 4096,
         "hidden_size": 1024,

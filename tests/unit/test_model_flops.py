@@ -1,5 +1,7 @@
 """The operations that the benchmark counts, against torch's own counter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,6 +11,9 @@ from benchmarks.model_flops import Architecture, known_peak_tflops, training_flo
 
 ROWS, PROMPT, NEW = 3, 5, 7
 MODEL = Architecture(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=61)
+
+
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 
 
 def counted(*, is_critic: bool) -> float:
@@ -22,7 +27,7 @@ def counted(*, is_critic: bool) -> float:
             num_attention_heads=MODEL.heads,
             num_key_value_heads=MODEL.kv_heads,
             head_dim=MODEL.head_dim,
-            attn_implementation="eager",
+            **EAGER,
         )
     )
     embedded = torch.zeros(ROWS, PROMPT + NEW, MODEL.hidden, requires_grad=True)
