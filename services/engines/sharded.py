@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -261,12 +261,14 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = deterministic.fill_uninitialized_memory
+    # A property of the module's class, which types do not show.
+    settings: Any = deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Every tensor would be written once before the kernel that makes it does.
-    deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
