@@ -40,7 +40,7 @@ CASES = {
     f"{PPO} --set services.actor.pool=a": "services.actor.pool: no pool 'a'; known: none",
     f"{PPO} --set data.prompts_per_step=65": "algorithm.mini_batch_size: 32 does not divide the 130 rows of a step "
     "(data.prompts_per_step 65 x rollout.samples_per_prompt 2)",
-    f"{UP} --set services.actor.ranks=3": "algorithm.mini_batch_size: 32 rows do not divide over the 3 ranks of "
+    f"{UP} --set services.actor.ranks=3": "algorithm.mini_batch_size: 32 rows do not divide over the 3 data ranks of "
     "services.actor",
     "rlhf-controller --algo ppo --config no.toml": "config no.toml: No such file or directory",
     "rlhf-deploy up no.toml": "config no.toml: No such file or directory",
