@@ -209,7 +209,9 @@ class TensorStore:
         size = ALIGNMENT + align(nbytes)
         with self._lock:
             if lease.session in self._ended:
-                raise Refused(f"{lease}: the session has ended")
+                raise Refused(
+                    f"rows of step {lease.step} were not stored: the session has ended, or was superseded"
+                )
             offset = self._free.allocate(size)
             if offset is None:
                 raise OutOfSpace(

@@ -137,7 +137,7 @@ class ModelTable(ServiceTable):
     sequences of like length to the longest. Models that cannot be packed are padded; docs/engines.md says which."""
     activation_checkpointing: bool = False
     """For engines fsdp and 3d: computes each layer again in the backward pass of an update, so that only its input is
-    kept. Less memory, about a third more time, the same bits."""
+    kept. Less memory, one more forward pass, the same bits."""
 
     @property
     def data_ranks(self) -> int:

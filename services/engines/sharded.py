@@ -111,6 +111,7 @@ class ShardedEngine(TrainEngine):
             self._drop_gradients()
 
     def snapshot(self) -> Snapshot:
+        self._check_onloaded()
         return Snapshot(self._num_steps, {name: _in_host_memory(x) for name, x in self._state().items()})
 
     @torch.no_grad()
