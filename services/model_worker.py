@@ -137,8 +137,10 @@ class ModelWorker(Worker):
                 with_value_head=load is load_value_model,
                 transition=table.transition if generates else None,
                 generates_in_place=generates
+                and not table.shards_over_data
                 and (table.rollout_engine, table.transition) == ("hf", "hybridflow"),
                 activation_checkpointing=table.activation_checkpointing,
+                shards_over_data=table.shards_over_data,
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config

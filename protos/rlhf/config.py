@@ -126,6 +126,9 @@ class ModelTable(ServiceTable):
     tensor parallelism and replicas, as `mesh` says; zero is DeepSpeed ZeRO, an extra."""
     mesh: str = ""
     """For engine 3d: pipeline, tensor and data size, for example 1-2-2. Their product is `ranks`."""
+    shards_over_data: bool = False
+    """For engine 3d: shards weights, gradients and moments over the data ranks (FSDP2), which otherwise have the same.
+    Less memory, more communication; an actor generates with a copy of its weights."""
     zero: ZeroTable = ZeroTable()
     """For engine zero: its stage."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -150,6 +153,8 @@ class ModelTable(ServiceTable):
             meshes.check(self.mesh, self.ranks, self.model)
         elif self.mesh:
             raise ValueError(f"mesh is for engine 3d, and engine is {self.engine}")
+        elif self.shards_over_data:
+            raise ValueError(f"shards_over_data is for engine 3d, and engine is {self.engine}")
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from services.engines.agreement import new_directory
 from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
-from services.engines.heads import Head
+from services.engines.heads import Head, unread
 from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.packing import ATTENTION
@@ -66,17 +66,24 @@ class FSDPEngine(ShardedEngine):
             recompute_in_backward(_blocks(model))
         casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
         if self.data_size > 1 or casts:
-            _shard_blocks(self._reader, device, compute_dtype, reshard_after_forward)
+            # Each transformer block on its own, and embeddings, norm and head together as the root.
+            shard_modules(
+                [*_blocks(model), self._reader],
+                init_device_mesh(device.type, (self.data_size,)),
+                dtype=next(model.parameters()).dtype,
+                compute_dtype=compute_dtype,
+                reshard_after_forward=reshard_after_forward,
+            )
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
             with torch.no_grad(), self._resharding():
-                self._reader(blank().to(device), _unread)
+                self._reader(blank().to(device), unread)
         else:
             nn.Module.to(model, device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self._parameters = dict(model.named_parameters())
         trained = [name for name, p in self._parameters.items() if p.requires_grad]
         # AdamW works element by element, so it may as well see the local shards: DTensors would only slow it down.
-        shards = {name: _local(p) for name, p in self._parameters.items()}
+        shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(device, shards, trained, optimizer)
 
     @torch.no_grad()
@@ -93,7 +100,7 @@ class FSDPEngine(ShardedEngine):
             outputs = []
             for micro_batch, is_ours in self._evened(micro_batches):
                 self._stop_together(should_stop())
-                output = self._reader(micro_batch, head if is_ours else _unread)
+                output = self._reader(micro_batch, head if is_ours else unread)
                 if is_ours:
                     outputs.append(output)
                     progress(len(outputs))
@@ -139,7 +146,7 @@ class FSDPEngine(ShardedEngine):
         )
         with self._resharding():
             for micro_batch, is_ours in self._evened(micro_batches):
-                output = self._reader(micro_batch, head if is_ours else _unread)
+                output = self._reader(micro_batch, head if is_ours else unread)
                 if is_ours:
                     loss, counts = loss_fn(output, micro_batch)
                     for name, count in counts.items():
@@ -150,7 +157,7 @@ class FSDPEngine(ShardedEngine):
                 total += loss.detach()
         for name in self._trained_names:
             gradient, shard = self._parameters[name].grad, self._kept[name]
-            shard.grad = _local(gradient) if gradient is not None else torch.zeros_like(shard)
+            shard.grad = local_part(gradient) if gradient is not None else torch.zeros_like(shard)
         dist.all_reduce(total)
         return float(total), stats
 
@@ -219,22 +226,23 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     return None
 
 
-def _unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
-    """A head that makes a scalar of all, for a micro-batch of which nothing counts."""
-    return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
-
-
-def _shard_blocks(
-    reader: _Reader,
-    device: torch.device,
+def shard_modules(
+    modules: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
     compute_dtype: torch.dtype | None,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool = True,
 ) -> None:
-    """Shard each transformer block on its own, and embeddings, norm and head together as the root."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    reduce_dtype = torch.promote_types(next(reader.model.parameters()).dtype, torch.float32)
+    """Shard modules with FSDP2 so that gradients are summed, each on its own, what it holds before itself.
+
+    Args:
+        dtype: of the weights, their gradients and their reduction, which is in float32 or finer.
+        compute_dtype: of forward and backward, default `dtype`.
+    """
+    reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    for module in [*_blocks(reader.model), reader]:
+    for module in modules:
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
         )
@@ -256,7 +264,7 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def _local(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory and not its graph."""
     return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 

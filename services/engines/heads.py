@@ -66,6 +66,11 @@ def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
     return _predicting(at_least_float32(values_BK), micro_batch)
 
 
+def unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
+    """A scalar of all there is, for a micro-batch of which nothing counts."""
+    return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
+
+
 def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
     """The values of all response tokens end to end as [B, R], 0 in the padding."""
     return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)

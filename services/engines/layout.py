@@ -81,13 +81,18 @@ class Layout:
         real = gathered[: len(gathered) - self.padding]
         return real.t() if self.transposed else real
 
-    def shard(self, kept: Tensor, part: int) -> Shard:
-        """What a rank keeps as a box of the tensor of the checkpoint, sharing memory."""
-        rows = self.kept_shape[0]
-        begin = part * rows if self.is_cut else 0
-        real = kept[: min(max(self.gathered_shape[0] - self.padding - begin, 0), rows)]
+    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> Shard:
+        """What a rank keeps as a box of the tensor of the checkpoint, sharing memory.
+
+        Args:
+            part: Number of the rank's part.
+            first_row: Of the part, with which `kept` begins.
+        """
+        num_real = self.gathered_shape[0] - self.padding
+        begin = min((part * self.kept_shape[0] if self.is_cut else 0) + first_row, num_real)
+        real = kept[: num_real - begin]
         offsets = [0] * len(self.shape)
-        offsets[-1 if self.transposed else 0] = min(begin, self.gathered_shape[0] - self.padding)
+        offsets[-1 if self.transposed else 0] = begin
         return Shard(real.t() if self.transposed else real, tuple(offsets), self.shape)
 
 

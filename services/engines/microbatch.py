@@ -44,6 +44,11 @@ class MicroBatch:
     num_scored: int
     packing: Packing | None = None
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has no rows, and is there for others that have."""
+        return not len(self.rows)
+
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
             self,

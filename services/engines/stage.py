@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from rlhf import meshes
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
+from services.engines.heads import Head
 from services.engines.layout import Layout, layouts_of, style_of
-from services.engines.logits import DeferredLogits
 from services.engines.microbatch import MicroBatch
 from services.engines.packing import ATTENTION
 from services.engines.recompute import recompute_in_backward
@@ -41,6 +41,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 comes out of the embedding, which each stage would do again."""
 _BACKBONE = "backbone."
 
+Output = TypeVar("Output")
 Memory = Callable[[str], Tensor]
 """Gives a tensor of this rank its memory, in the shape its layout keeps it in."""
 
@@ -66,6 +67,8 @@ class ModelStage:
         layouts: Of every tensor of the model, by its name in the checkpoint; a tied one only by its first name.
         aliases: Further names of tied tensors, and their first name.
         parameters: What this rank keeps, by name. The last stage keeps a replica of a tied embedding.
+        module: All that computes, as one forward pass.
+        layers: Those of the model's layers that are in it.
 
     Raises:
         ValueError: The model is of another kind, does not divide, or is not in the directory.
@@ -105,40 +108,32 @@ class ModelStage:
         self.aliases = {"lm_head.weight": self._embedding_name} if tied else {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._keep_own_layers(backbone, prefix)
-        self._keep_ends(whole, backbone, prefix, with_value_head)
-        self._backbone = backbone.eval()
+        self._embedding, self._head = self._keep_ends(whole, backbone, prefix, with_value_head)
+        self._backbone, self.layers = backbone.eval(), list(backbone.layers)
+        self.module = _Pass(self._embedding, backbone, self._head)
         if activation_checkpointing:
             recompute_in_backward(backbone.layers)
 
     @torch.no_grad()
-    def load(self, kept: Mapping[str, Tensor]) -> None:
-        """Read this rank's parts of the weights into its parameters, or tensors that lie as they.
+    def load(self, shards: Mapping[str, Shard]) -> None:
+        """Read boxes of the weights, by name.
 
         Raises:
             ValueError: The directory lacks some, or has them in other shapes.
         """
         with WeightsReader(self._directory) as reader:
-            for tensor in kept.values():
-                tensor.zero_()
-            for name, shard in self.shards(kept).items():
+            for name, shard in shards.items():
                 reader.fill(name, shard)
 
-    def forward(self, incoming_BTH: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Hidden states [B, T, H] after this stage's layers; those of the last stage are normalised.
+    def forward(
+        self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, head: Head[Output]
+    ) -> Tensor | Output:
+        """Hidden states [B, T, H] after this stage's layers; on the last stage, what the head reads off them.
 
         Args:
             incoming_BTH: What the previous stage gives; None on the first.
         """
-        if self._groups.is_first_stage:
-            incoming_BTH = self._embedding(micro_batch.input_ids_BT)
-        output = self._backbone(inputs_embeds=incoming_BTH, use_cache=False, **micro_batch.arguments())
-        return output.last_hidden_state
-
-    def read(self, hidden_BTH: Tensor, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
-        """What heads read, of the last `num_scored` positions: logits to be, or values [B, K]. On the last stage
-        only."""
-        raw = self._head(hidden_BTH[:, -micro_batch.num_scored :])
-        return raw[..., 0] if isinstance(raw, Tensor) else raw
+        return self.module(incoming_BTH, micro_batch, head)
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for this stage's layers."""
@@ -151,7 +146,7 @@ class ModelStage:
             incoming: Token ids [B, T] on the first stage, on others what the previous one gives.
             padding: Attention mask and position ids, where rows are padded.
         """
-        hidden_BTH = self._embedding(incoming) if self._groups.is_first_stage else incoming
+        hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
         output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
         return output.last_hidden_state
 
@@ -160,9 +155,9 @@ class ModelStage:
         assert isinstance(self._head, VocabularyParallelHead), "a value model generates nothing"
         return self._head.logits(hidden_BTH[:, -1])
 
-    def shards(self, kept: Mapping[str, Tensor]) -> dict[str, Shard]:
-        """Tensors that lie as this rank's parameters of the same names, as boxes of those of the checkpoint."""
-        return {name: self.layouts[name].shard(x, self._groups.tensor_index) for name, x in kept.items()}
+    def shard(self, name: str, kept: Tensor, first_row: int = 0) -> Shard:
+        """What this rank keeps of a tensor as a box of the checkpoint's; as `Layout.shard`."""
+        return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
     def write_config(self, directory: Path) -> None:
         """Write what a Hugging Face directory has beside weights and tokenizer.
@@ -175,13 +170,10 @@ class ModelStage:
             self._generation_config.save_pretrained(directory)
 
     def is_replica(self, name: str) -> bool:
-        """Whether another rank keeps the same and counts for it, where something is counted or written once."""
+        """Whether another rank of the same data index keeps the same and counts for it, where something is counted or
+        written once."""
         layout, groups = self.layouts[name], self._groups
-        return (
-            groups.data_index > 0
-            or layout.stage != groups.stage
-            or (not layout.is_cut and groups.tensor_index > 0)
-        )
+        return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 
     def _keep_own_layers(self, backbone: Any, prefix: str) -> None:
         num_layers = len(backbone.layers) // self._groups.mesh.pipeline
@@ -225,26 +217,55 @@ class ModelStage:
     def _own_memory(self, dtype: torch.dtype) -> Memory:
         return lambda name: torch.empty(self.layouts[name].kept_shape, dtype=dtype, device=self._device)
 
-    def _keep_ends(self, whole: Any, backbone: Any, prefix: str, with_value_head: bool) -> None:
-        """What stands before the first layer and after the last."""
-        groups, embedding = self._groups, backbone.embed_tokens
-        backbone.embed_tokens = None
+    def _keep_ends(
+        self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
+    ) -> tuple[nn.Module | None, nn.Module | None]:
+        """What stands before the first layer and after the last, where this rank has it."""
+        groups, embedding, head = self._groups, None, None
         if groups.is_first_stage:
             num_rows = self.layouts[self._embedding_name].kept_shape[0]
-            self._embedding = VocabularyParallelEmbedding(embedding, num_rows, groups.tensor)
-            self._keep(self._embedding, f"{prefix}embed_tokens.")
-        if not groups.is_last_stage:
+            embedding = VocabularyParallelEmbedding(backbone.embed_tokens, num_rows, groups.tensor)
+            self._keep(embedding, f"{prefix}embed_tokens.")
+        backbone.embed_tokens = None
+        if groups.is_last_stage:
+            self._keep(backbone.norm, f"{prefix}norm.")
+            head = self._keep_head(whole, with_value_head)
+        else:
             backbone.norm = nn.Identity()
-            return
-        self._keep(backbone.norm, f"{prefix}norm.")
+        return embedding, head
+
+    def _keep_head(self, whole: Any, with_value_head: bool) -> nn.Module:
         if with_value_head:
-            self._head: nn.Module = whole.value_head
-            self._keep(self._head, "value_head.")
-            return
+            self._keep(whole.value_head, "value_head.")
+            return whole.value_head
         name = self.aliases.get("lm_head.weight", "lm_head.weight")
         if name not in self.parameters:
             self.parameters[name] = nn.Parameter(self._memory(name))
-        self._head = VocabularyParallelHead(self.parameters[name], self.config.vocab_size, groups.tensor)
+        return VocabularyParallelHead(self.parameters[name], self.config.vocab_size, self._groups.tensor)
+
+
+class _Pass(nn.Module):
+    """A stage, and what is read off the last one, as one forward pass: its weights need not be there for longer.
+
+    Args:
+        embedding: On the first stage.
+        head: What values or logits come out of, on the last.
+    """
+
+    def __init__(self, embedding: nn.Module | None, backbone: nn.Module, head: nn.Module | None) -> None:
+        super().__init__()
+        self.embedding, self.backbone, self.head = embedding, backbone, head
+
+    def forward(
+        self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, read: Head[Output]
+    ) -> Tensor | Output:
+        if self.embedding is not None:
+            incoming_BTH = self.embedding(micro_batch.input_ids_BT)
+        output = self.backbone(inputs_embeds=incoming_BTH, use_cache=False, **micro_batch.arguments())
+        if self.head is None:
+            return output.last_hidden_state
+        raw = self.head(output.last_hidden_state[:, -micro_batch.num_scored :])
+        return read(raw[..., 0] if isinstance(raw, Tensor) else raw, micro_batch)
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,13 @@ from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
-from services.engines.heads import Head
+from services.engines.heads import Head, unread
 from services.engines.layout import Layout
-from services.engines.microbatch import MicroBatch
+from services.engines.microbatch import MicroBatch, blank
+from services.engines.over_data import OverData, ReplicatedOverData, ShardedOverData, on_meta
 from services.engines.pipeline import run_forward, run_forward_backward
 from services.engines.sharded import ShardedEngine
-from services.engines.stage import ModelStage
+from services.engines.stage import Memory, ModelStage
 from services.engines.transition import Kind, Transition
 from services.engines.weights import write_weights
 
@@ -37,8 +38,8 @@ class ThreeDParallelEngine(ShardedEngine):
     """A model on a p-t-d mesh of all ranks of the default process group (gloo for CPU, nccl for CUDA).
 
     Each rank keeps its part of one stage's weights, in place, the same on all data ranks; their gradients are summed
-    when all micro-batches are done. Hidden states are the same on all ranks of a tensor group, and no rank has the
-    logits of the whole vocabulary.
+    when all micro-batches are done. Or data ranks keep a shard of it each. Hidden states are the same on all ranks of
+    a tensor group, and no rank has the logits of the whole vocabulary.
 
     Args:
         directory: Hugging Face directory; each rank reads its own part.
@@ -52,11 +53,13 @@ class ThreeDParallelEngine(ShardedEngine):
             model that does not generate.
         generates_in_place: Whether the weights of training are a part of those of generation, in memory; else
             `rollout_weights` copies. For `hybridflow` only.
+        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
+        shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2). Not where it
+            generates in place.
 
     Attributes:
         transition: As above.
         layouts: Of all tensors.
-        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -74,7 +77,11 @@ class ThreeDParallelEngine(ShardedEngine):
         transition: Kind | None = None,
         generates_in_place: bool = True,
         activation_checkpointing: bool = False,
+        shards_over_data: bool = False,
     ) -> None:
+        in_place = transition is not None and generates_in_place
+        assert not (in_place and shards_over_data), "shards are no part of what generation reads"
+        learns_in = torch.promote_types(dtype, torch.float32) if optimizer is not None else dtype
         self._groups = MeshGroups(mesh)
         self.transition: Transition | None = None
 
@@ -85,15 +92,18 @@ class ThreeDParallelEngine(ShardedEngine):
             )
             return self.transition
 
+        memory: Callable[[Mapping[str, Layout]], Memory] | None = None
+        if in_place:
+            memory = lambda layouts: make_transition(layouts).training_memory()  # noqa: E731
+        elif shards_over_data:
+            memory = on_meta(learns_in)
         self._stage = ModelStage(
             directory,
             self._groups,
             device=device,
             dtype=dtype,
             with_value_head=with_value_head,
-            memory=(lambda layouts: make_transition(layouts).training_memory())
-            if transition and generates_in_place
-            else None,
+            memory=memory,
             activation_checkpointing=activation_checkpointing,
         )
         if transition and not generates_in_place:
@@ -103,13 +113,13 @@ class ThreeDParallelEngine(ShardedEngine):
         self.config = self._stage.config
         self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in self._stage.layouts.values())
         self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
-        self._parameters = self._stage.parameters
-        kept: Mapping[str, Tensor] = self._parameters
-        if optimizer is not None and dtype.itemsize < torch.float32.itemsize:
-            kept = _masters(self._parameters)
-        self._stage.load(kept)
+        self._over_data: OverData = (
+            ShardedOverData(self._stage, self._groups, device, dtype)
+            if shards_over_data
+            else ReplicatedOverData(self._stage, self._groups, learns_in)
+        )
+        kept = self._over_data.kept
         super().__init__(device, kept, list(kept), optimizer)
-        self._weights_changed()
 
     @torch.no_grad()
     def infer(
@@ -123,26 +133,34 @@ class ThreeDParallelEngine(ShardedEngine):
         self._check_onloaded()
         num_stages = self._groups.mesh.pipeline
         per_round = 1 if num_stages == 1 else ROUND_PER_STAGE * num_stages
+        evened = self._evened(micro_batches)
         outputs, num_done = [], 0
-        for first in range(0, self._most(len(micro_batches)), per_round):
-            self._stop_together(should_stop())
-            ours = [each.to(self.device) for each in micro_batches[first : first + per_round]]
-            hidden = run_forward(self._stage, self._groups, ours, self._like_hidden)
-            for micro_batch, hidden_BTH in zip(ours, hidden, strict=True):
-                if self.sees_outputs:
-                    outputs.append(head(self._stage.read(hidden_BTH, micro_batch), micro_batch))
-                num_done += 1
-                progress(num_done)
+
+        def read(raw: Any, micro_batch: MicroBatch) -> Output | Tensor:
+            return (unread if micro_batch.is_blank else head)(raw, micro_batch)
+
+        with self._over_data.computing():
+            for first in range(0, self._most(len(evened)), per_round):
+                self._stop_together(should_stop())
+                ours = [each.to(self.device) for each in evened[first : first + per_round]]
+                results = run_forward(self._stage, self._groups, ours, read, self._like_hidden)
+                for micro_batch, output in zip(ours, results, strict=True):
+                    if micro_batch.is_blank:
+                        continue
+                    num_done += 1
+                    progress(num_done)
+                    if self.sees_outputs:
+                        outputs.append(output)
         return outputs
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._gather(self._parameters, [*self._stage.layouts, *self._stage.aliases])
+        yield from self._gather(self._over_data.weights, [*self._stage.layouts, *self._stage.aliases])
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.transition is None:
             return self.full_tensors()
-        return self.transition.gather(self._parameters)
+        return self.transition.gather(self._over_data.parts(self._over_data.weights))
 
     def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         with new_directory(directory, self.device) as partial:
@@ -152,18 +170,16 @@ class ThreeDParallelEngine(ShardedEngine):
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        ours = [each.to(self.device) for each in micro_batches]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         stats: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=self.device)
         )
         failures: list[Exception] = []
 
-        def loss_of(hidden_BTH: Tensor, number: int) -> Tensor:
-            if number < len(ours) and not failures:
+        def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
+            if not micro_batch.is_blank and not failures:
                 try:
-                    raw = self._stage.read(hidden_BTH, ours[number])
-                    loss, counts = loss_fn(head(raw, ours[number]), ours[number])
+                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
                 except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
                     failures.append(error)
                 else:
@@ -171,9 +187,11 @@ class ThreeDParallelEngine(ShardedEngine):
                         stats[name] += count
                     total.add_(loss.detach())
                     return loss
-            return hidden_BTH.sum() * 0
+            return unread(raw, micro_batch) * 0
 
-        run_forward_backward(self._stage, self._groups, ours, loss_of, self._like_hidden)
+        evened = [each.to(self.device) for each in self._evened(micro_batches)]
+        with self._over_data.computing():
+            run_forward_backward(self._stage, self._groups, evened, loss_head, self._like_hidden)
         with all_or_none("the loss", self.device):
             for error in failures:
                 raise error
@@ -183,49 +201,49 @@ class ThreeDParallelEngine(ShardedEngine):
         dist.all_reduce(total)
         return float(total), stats
 
+    def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches, and blank ones where data ranks must run equally many."""
+        missing = self._over_data.num_passes(len(micro_batches)) - len(micro_batches)
+        return [*micro_batches, *(blank() for _ in range(missing))]
+
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up the gradients of all ranks that keep the same weight and saw different parts of its gradient."""
+        self._over_data.sum_gradients()
         tied = set(self._stage.aliases.values())
-        for name, parameter in self._kept.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for name, x in self._kept.items():
             if self._stage.layouts[name].partial_gradient:
-                dist.all_reduce(parameter.grad, group=self._groups.tensor)
+                dist.all_reduce(x.grad, group=self._groups.tensor)
             if name in tied:
-                dist.all_reduce(parameter.grad, group=self._groups.ends)
-        if self.data_size > 1:
-            gradients = [parameter.grad for parameter in self._kept.values()]
-            for work in [dist.all_reduce(x, group=self._groups.data, async_op=True) for x in gradients]:
-                assert work is not None
-                work.wait()
+                dist.all_reduce(x.grad, group=self._groups.ends)
 
-    @torch.no_grad()
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._over_data.drop_gradients()
+
     def _weights_changed(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter is not self._kept[name]:
-                parameter.copy_(self._kept[name])
+        self._over_data.weights_changed()
 
     def _resident(self) -> list[Tensor]:
         # With masters, the weights that are computed with are others.
-        computing = [parameter.detach() for parameter in self._parameters.values()]
+        computing = [x.detach() for x in self._over_data.weights.values()]
         return [*super()._resident(), *computing, *(self.transition.resident() if self.transition else ())]
 
     def _shard(self, name: str, kept: Tensor) -> Shard:
-        return self._stage.layouts[name].shard(kept, self._groups.tensor_index)
+        return self._stage.shard(name, kept, self._over_data.first_row(name))
 
     def _counts(self, name: str) -> bool:
-        return not self._stage.is_replica(name)
+        return self._over_data.counts and not self._stage.is_replica(name)
 
     def _gather(self, kept: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors that lie as the weights, whole on every rank, one at a time in the order of names. Collective."""
-        groups = self._groups
+        groups, parts = self._groups, self._over_data.parts(kept)
         for name in sorted(names):
             first_name = self._stage.aliases.get(name, name)
             layout = self._stage.layouts[first_name]
             gathered = self._like_hidden.new_empty(layout.gathered_shape)
             if layout.stage == groups.stage:
-                own = kept[first_name].detach()
+                own = parts[first_name].detach()
                 if layout.is_cut:
                     dist.all_gather(list(gathered.chunk(layout.parts)), own, group=groups.tensor)
                 else:
@@ -235,7 +253,7 @@ class ThreeDParallelEngine(ShardedEngine):
             yield name, layout.whole(gathered)
 
     def _only_gather(self) -> str:
-        for _ in self._gather(self._parameters, self._stage.layouts):
+        for _ in self._gather(self._over_data.weights, self._stage.layouts):
             pass
         return ""
 
@@ -244,26 +262,8 @@ class ThreeDParallelEngine(ShardedEngine):
         """Gather the weights and write them as a Hugging Face directory; returns their sha256."""
         layouts, bytes_each = self._stage.layouts, self._like_hidden.element_size()
         sizes = {name: torch.Size(each.shape).numel() * bytes_each for name, each in layouts.items()}
-        sha256 = write_weights(directory, sizes, self._gather(self._parameters, layouts))
+        sha256 = write_weights(directory, sizes, self._gather(self._over_data.weights, layouts))
         self._stage.write_config(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         return sha256
-
-
-def _masters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 tensors like them, to which the gradients of each backward pass are moved and added."""
-    masters = {name: torch.empty_like(x, dtype=torch.float32) for name, x in parameters.items()}
-
-    def mover(master: Tensor) -> Callable[[Tensor], None]:
-        def move(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
-
-        return move
-
-    for name, parameter in parameters.items():
-        parameter.register_post_accumulate_grad_hook(mover(masters[name]))
-    return masters

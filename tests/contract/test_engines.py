@@ -237,7 +237,7 @@ def memory_meter(engine: ShardedEngine) -> Callable[[], int]:
         return lambda: torch.cuda.memory_allocated(engine.device)
     tensors = [*engine._state().values()]
     if isinstance(engine, ThreeDParallelEngine):
-        tensors += engine._parameters.values()
+        tensors += engine._over_data.weights.values()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     return lambda: sum(storage.nbytes() for storage in storages.values())
 

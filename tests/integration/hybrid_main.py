@@ -97,11 +97,17 @@ def plain_responses(model: PreTrainedModel) -> list[list[int]]:
     return [generation.responses.row(row).tolist() for row in range(len(PROMPTS))]
 
 
-def run(mesh: Mesh, kind: Kind, directory: Path) -> dict[str, Any]:
+def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any]:
     """Training and generation in turns, as distances from one process."""
     options = OptimizerOptions(lr=1e-2)
     engine = ThreeDParallelEngine(
-        directory, mesh, CPU, optimizer=options, transition=kind, generates_in_place=kind == "hybridflow"
+        directory,
+        mesh,
+        CPU,
+        optimizer=options,
+        transition=kind,
+        generates_in_place=kind == "hybridflow" and not sharded,
+        shards_over_data=sharded,
     )
     assert engine.transition is not None
     decoder = ShardedDecoder(directory, mesh, engine.transition, dtype=torch.float32, device=CPU)
@@ -158,9 +164,10 @@ def main(rank: int, world_size: int, out: Path, job: Path) -> None:
     plan = json.loads(job.read_text())
     reports = {}
     for model, directory in plan["models"].items():
-        for sizes, kind in plan["meshes"]:
+        for sizes, way in plan["meshes"]:
+            kind, _, sharded = way.partition(" ")
             mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
-            reports[f"{model} {mesh} {kind}"] = run(mesh, kind, Path(directory))
+            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), Path(directory))
     (out / f"report-{rank}.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()

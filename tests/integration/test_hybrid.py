@@ -32,7 +32,7 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
 }
-# p, t, d, pg, tg
+# p, t, d, pg, tg, and the transition, of weights that are sharded over d or not.
 FAST = {
     4: [
         ((1, 2, 2, 1, 1), "hybridflow"),
@@ -43,6 +43,7 @@ FAST = {
         ((2, 2, 1, 1, 2), "hybridflow_v"),
         ((2, 2, 1, 2, 1), "hybridflow_v"),
         ((1, 2, 2, 1, 1), "gather_all"),
+        ((1, 2, 2, 1, 1), "hybridflow sharded"),
     ]
 }
 EVERY = {
@@ -52,6 +53,7 @@ EVERY = {
         ((2, 2, 2, 1, 2), "hybridflow"),
         ((4, 2, 1, 2, 1), "hybridflow"),
         ((2, 2, 2, 2, 2), "hybridflow"),
+        *(((2, 2, 2, 1, 2), f"{kind} sharded") for kind in ("hybridflow", "hybridflow_v", "gather_all")),
     ]
 }
 FULL = [pytest.mark.full, pytest.mark.timeout(900)]

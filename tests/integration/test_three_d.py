@@ -59,12 +59,35 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
 STEPS_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
 """After AdamW steps. The first moves every weight by the learning rate times the sign of its gradient, whatever its
 size, so float32 noise in gradients near zero becomes as large as a step."""
-# p, t, d; two more numbers are the generation mesh, which permutes the ranks.
-FAST = {2: [(1, 1, 2), (1, 2, 1)], 4: [(1, 2, 2), (2, 1, 2), (2, 2, 1, 1, 2)]}
+Meshes = list[tuple[tuple[int, ...], bool]]
+"""p, t, d, where two more numbers are the generation mesh, which permutes the ranks; and whether weights are sharded
+over d."""
+
+
+def replicated(*sizes: tuple[int, ...]) -> Meshes:
+    return [(each, False) for each in sizes]
+
+
+def sharded(*sizes: tuple[int, ...]) -> Meshes:
+    return [(each, True) for each in sizes]
+
+
+FAST = {
+    2: [*replicated((1, 1, 2), (1, 2, 1)), *sharded((1, 1, 2))],
+    4: [*replicated((1, 2, 2), (2, 1, 2), (2, 2, 1, 1, 2)), *sharded((2, 1, 2))],
+}
 EVERY = {
-    2: [*FAST[2], (2, 1, 1), (1, 2, 1, 1, 1)],
-    4: [*FAST[4], (1, 1, 4), (2, 2, 1), (1, 2, 2, 1, 1), (1, 4, 1, 1, 2), (4, 1, 1, 2, 1), (2, 2, 1, 2, 1)],
-    8: [(2, 2, 2), (1, 4, 2), (2, 2, 2, 1, 2), (1, 4, 2, 1, 2), (4, 2, 1, 2, 1)],
+    2: [*FAST[2], *replicated((2, 1, 1), (1, 2, 1, 1, 1))],
+    3: sharded((1, 1, 3)),
+    4: [
+        *FAST[4],
+        *replicated((1, 1, 4), (2, 2, 1), (1, 2, 2, 1, 1), (1, 4, 1, 1, 2), (4, 1, 1, 2, 1), (2, 2, 1, 2, 1)),
+        *sharded((1, 2, 2), (1, 2, 2, 1, 1), (1, 1, 4), (2, 2, 1)),
+    ],
+    8: [
+        *replicated((2, 2, 2), (1, 4, 2), (2, 2, 2, 1, 2), (1, 4, 2, 1, 2), (4, 2, 1, 2, 1)),
+        *sharded((2, 2, 2), (2, 2, 2, 1, 2)),
+    ],
 }
 FAST_CASES = ("llama-float64", "llama-float32", "qwen2-float64", "critic-value")
 FULL = [pytest.mark.full, pytest.mark.timeout(1200)]
@@ -174,7 +197,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
     return found | {"critic-value": (str(root / "critic"), str(root / "critic-value"), "value")}
 
 
-def launch(num_ranks: int, meshes: list[tuple[int, ...]], cases: dict, directory: Path) -> Run:
+def launch(num_ranks: int, meshes: Meshes, cases: dict, directory: Path) -> Run:
     job = directory / "job.json"
     job.write_text(json.dumps({"meshes": meshes, "cases": [(name, *case) for name, case in cases.items()]}))
     ranks = [

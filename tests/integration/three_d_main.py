@@ -104,9 +104,20 @@ def expected_part(name: str, whole: Tensor, part: int, parts: int) -> Tensor:
     return whole
 
 
-def wrong_parts(engine: ThreeDParallelEngine, mesh: Mesh, model: dict[str, Tensor], tied: bool) -> list[str]:
+def expected_shard(name: str, part: Tensor, mesh: Mesh, data_index: int) -> Tensor:
+    """What a data rank must have of a part that is sharded: some of the rows that weights are kept in."""
+    dim = 1 if name.endswith(CUT_BY_ROWS) else 0
+    is_padded = "embed_tokens" in name or "lm_head" in name
+    rows = -(-(64 // mesh.tensor if is_padded else part.shape[dim]) // mesh.data)
+    first, last = (min(index * rows, part.shape[dim]) for index in (data_index, data_index + 1))
+    return part.narrow(dim, first, last - first)
+
+
+def wrong_parts(
+    engine: ThreeDParallelEngine, mesh: Mesh, sharded: bool, model: dict[str, Tensor], tied: bool
+) -> list[str]:
     """Names of tensors of which this rank has not what is its own, or the wrong ones."""
-    stage, part, _ = mesh.position(dist.get_rank())
+    stage, part, data_index = mesh.position(dist.get_rank())
     per_stage = 4 // mesh.pipeline
     names = {name for name in model if ".layers." in name and int(name.split(".")[2]) // per_stage == stage}
     if stage == 0:
@@ -117,7 +128,10 @@ def wrong_parts(engine: ThreeDParallelEngine, mesh: Mesh, model: dict[str, Tenso
     kept = {name.removeprefix("weight."): shard.tensor for name, shard in shards.items()}
     wrong = names ^ kept.keys()
     for name in names & kept.keys():
-        if not torch.equal(kept[name], expected_part(name, model[name], part, mesh.tensor)):
+        expected = expected_part(name, model[name], part, mesh.tensor)
+        if sharded:
+            expected = expected_shard(name, expected, mesh, data_index)
+        if not torch.equal(kept[name], expected):
             wrong.add(name)
     return sorted(wrong)
 
@@ -151,17 +165,25 @@ def read_back(engine: ThreeDParallelEngine, kept: dict[str, Tensor]) -> dict[str
 
 
 def run(
-    mesh: Mesh, directory: Path, reference: Path, dtype: torch.dtype, out: Path, earlier: Path | None
+    mesh: Mesh,
+    sharded: bool,
+    directory: Path,
+    reference: Path,
+    dtype: torch.dtype,
+    out: Path,
+    earlier: Path | None,
 ) -> dict:
     """Everything a mesh must get right, as distances from the reference."""
-    engine = ThreeDParallelEngine(directory, mesh, torch.device("cpu"), dtype=dtype, optimizer=OPTIONS)
+    engine = ThreeDParallelEngine(
+        directory, mesh, torch.device("cpu"), dtype=dtype, optimizer=OPTIONS, shards_over_data=sharded
+    )
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     model, tied = plain.state_dict(), bool(plain.config.tie_word_embeddings)
     expected = json.loads((reference / "numbers.json").read_text())
     rows = rows_of(mesh, engine.data_rank)
     micro_batches = rows.micro_batches(packs=engine.packs)
     report: dict = {
-        "wrong_parts": wrong_parts(engine, mesh, model, tied),
+        "wrong_parts": wrong_parts(engine, mesh, sharded, model, tied),
         "num_micro_batches": len(micro_batches),
     }
     report["wrong_whole"] = [name for name, x in engine.full_tensors() if not torch.equal(x, model[name])]
@@ -209,7 +231,7 @@ def rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: Mic
     return torch.cat([log_probs[str(first + row)] for row in micro_batch.rows])
 
 
-def run_values(mesh: Mesh, directory: Path, reference: Path, out: Path) -> dict:
+def run_values(mesh: Mesh, sharded: bool, directory: Path, reference: Path, out: Path) -> dict:
     """A value model that computes its activations twice: its weights after steps."""
     engine = ThreeDParallelEngine(
         directory,
@@ -219,6 +241,7 @@ def run_values(mesh: Mesh, directory: Path, reference: Path, out: Path) -> dict:
         optimizer=OPTIONS,
         with_value_head=True,
         activation_checkpointing=True,
+        shards_over_data=sharded,
     )
     rows = rows_of(mesh, engine.data_rank)
     micro_batches = rows.micro_batches(packs=engine.packs)
@@ -236,17 +259,18 @@ def main(rank: int, world_size: int, out: Path, job: Path) -> None:
     reports: dict[str, dict] = {}
     for case, directory, reference, dtype in plan["cases"]:
         earlier: Path | None = None
-        for sizes in plan["meshes"]:
+        for sizes, sharded in plan["meshes"]:
             mesh = Mesh(*sizes)
-            here = out / f"{case}-{_name(sizes)}"
+            here = out / f"{case}-{_name(sizes)}{'-sharded' if sharded else ''}"
             if rank == 0:
                 here.mkdir()
             dist.barrier()
             if dtype == "value":
-                reports[here.name] = run_values(mesh, Path(directory), Path(reference), here)
+                reports[here.name] = run_values(mesh, sharded, Path(directory), Path(reference), here)
             else:
                 torch_dtype = getattr(torch, dtype)
-                reports[here.name] = run(mesh, Path(directory), Path(reference), torch_dtype, here, earlier)
+                paths = Path(directory), Path(reference)
+                reports[here.name] = run(mesh, sharded, *paths, torch_dtype, here, earlier)
                 earlier = here / "checkpoint"
     (out / f"report-{rank}.json").write_text(json.dumps(reports))
     dist.barrier()

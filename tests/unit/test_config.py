@@ -58,6 +58,10 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
+        (
+            "services.actor.shards_over_data=true",
+            r"services\.actor: shards_over_data is for engine 3d, and engine is fsdp",
+        ),
         ("services.actor.zero.stage=3", r"services\.actor: zero is for engine zero, and engine is fsdp"),
         (
             "services.actor.engine='zero'\nservices.actor.zero.stage=4",

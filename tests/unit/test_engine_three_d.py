@@ -66,15 +66,16 @@ def test_all_weights_and_what_they_learn_with_leave_the_device_together(
     assert parked == pytest.approx(bytes_each * engine.num_parameters, rel=0.1)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("fixture", ["tiny_llama_dir", "tiny_tied_llama_dir"])
 def test_a_checkpoint_of_fsdp_continues_in_3d_and_back(
-    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+    fixture: str, sharded: bool, request: pytest.FixtureRequest, tmp_path: Path
 ):
     directory = request.getfixturevalue(fixture)
     fsdp = FSDPEngine(load_causal_lm(directory, torch.float64), CPU, optimizer=OPTIONS)
     fsdp.step(micro_batches(), HEAD, loss)
     fsdp.save(tmp_path / "fsdp", {"policy_version": 3})
-    ours = make_engine(directory, torch.float64)
+    ours = make_engine(directory, torch.float64, shards_over_data=sharded)
     assert ours.load(tmp_path / "fsdp") == {"policy_version": 3}
     assert ours.step(micro_batches(), HEAD, loss).loss == pytest.approx(
         fsdp.step(micro_batches(), HEAD, loss).loss, rel=1e-12
@@ -86,9 +87,13 @@ def test_a_checkpoint_of_fsdp_continues_in_3d_and_back(
         torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_the_hash_of_an_export_does_not_depend_on_the_engine(tiny_tied_llama_dir: Path, tmp_path: Path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_hash_of_an_export_does_not_depend_on_the_engine(
+    tiny_tied_llama_dir: Path, tmp_path: Path, sharded: bool
+):
     fsdp = FSDPEngine(load_causal_lm(tiny_tied_llama_dir), CPU)
-    assert make_engine(tiny_tied_llama_dir).export(tmp_path / "3d") == fsdp.export(tmp_path / "fsdp")
+    ours = make_engine(tiny_tied_llama_dir, shards_over_data=sharded)
+    assert ours.export(tmp_path / "3d") == fsdp.export(tmp_path / "fsdp")
 
 
 def test_an_export_that_cannot_be_written_fails(tiny_llama_dir: Path, tmp_path: Path):
@@ -111,10 +116,18 @@ def test_bfloat16_computes_near_float32(tiny_llama_dir: Path):
     assert actual.dtype == torch.float32
 
 
-def test_bfloat16_weights_learn_as_rounded_copies_of_float32_ones(tiny_llama_dir: Path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bfloat16_weights_learn_as_rounded_copies_of_float32_ones(tiny_llama_dir: Path, sharded: bool):
     """Steps too small for bfloat16 to hold add up, and gradients of micro-batches are added in float32."""
     options = OptimizerOptions(lr=1e-5, max_grad_norm=float("inf"))
-    engine = ThreeDParallelEngine(tiny_llama_dir, Mesh(), CPU, dtype=torch.bfloat16, optimizer=options)
+    engine = ThreeDParallelEngine(
+        tiny_llama_dir,
+        Mesh(),
+        CPU,
+        dtype=torch.bfloat16,
+        optimizer=options,
+        shards_over_data=sharded,
+    )
     plain = load_causal_lm(tiny_llama_dir, torch.bfloat16)
     whole = load_causal_lm(tiny_llama_dir).state_dict()
     masters = {name: nn.Parameter(whole[name].clone()) for name, _ in plain.named_parameters()}
