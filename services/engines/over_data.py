@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from services.engines.fsdp import local_part, shard_modules
 from services.engines.groups import MeshGroups
 from services.engines.heads import unread
-from services.engines.layout import Layout
 from services.engines.microbatch import blank
 from services.engines.stage import Memory, ModelStage
 
@@ -66,12 +65,21 @@ class ReplicatedOverData(OverData):
     """Each has all of them, in place; gradients are summed when all micro-batches are done.
 
     Args:
-        stage: Its weights have memory.
+        stage: Its weights have no memory yet.
         kept_dtype: Other than that of the weights: they are rounded copies of what is kept.
+        memory: For the weights; default memory of their own.
     """
 
-    def __init__(self, stage: ModelStage, groups: MeshGroups, kept_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        stage: ModelStage,
+        groups: MeshGroups,
+        kept_dtype: torch.dtype,
+        *,
+        memory: Memory | None = None,
+    ) -> None:
         self._group = groups.data
+        stage.allocate(memory)
         self.weights = self.kept = stage.parameters
         if any(x.dtype != kept_dtype for x in self.weights.values()):
             self.kept = _masters(self.weights, kept_dtype)
@@ -116,38 +124,38 @@ class ShardedOverData(OverData):
     computes, and gradients are summed and cut after each micro-batch.
 
     Args:
-        stage: Its weights have no memory yet: they are `on_meta`.
-        device: Where the rank computes.
-        compute_dtype: Of forward and backward.
+        stage: Its weights have no memory yet.
+        kept_dtype: Of the shards; what is gathered of them has the stage's.
     """
 
     counts = True
 
-    def __init__(
-        self, stage: ModelStage, groups: MeshGroups, device: torch.device, compute_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, stage: ModelStage, groups: MeshGroups, kept_dtype: torch.dtype) -> None:
         self._layouts, self._group = stage.layouts, groups.data
-        self._device, self._dtype = device, compute_dtype
-        kept_dtype = next(iter(stage.parameters.values())).dtype
+        self._device, self._dtype = stage.device, stage.dtype
+        # Still without memory, in the type of the shards: no rank ever has more than those.
+        stage.allocate(
+            lambda name: torch.empty(stage.layouts[name].kept_shape, dtype=kept_dtype, device="meta")
+        )
         paths = {parameter: path for path, parameter in stage.module.named_parameters()}
         shard_modules(
             [*stage.layers, stage.module],
-            DeviceMesh.from_group(groups.data, device.type),
+            DeviceMesh.from_group(groups.data, stage.device.type),
             dtype=kept_dtype,
-            compute_dtype=compute_dtype if compute_dtype != kept_dtype else None,
+            compute_dtype=stage.dtype if stage.dtype != kept_dtype else None,
         )
         for module in stage.module.modules():
             # Not of those that have buffers alone, which are there.
             if any(True for _ in module.parameters(recurse=False)):
-                module.to_empty(device=device, recurse=False)
+                module.to_empty(device=stage.device, recurse=False)
         assert isinstance(stage.module, FSDPModule)
         self._module = stage.module
         # FSDP sets itself up in its first forward, which may move the shards.
         with torch.no_grad(), self.computing():
             for parameter in stage.module.parameters():
                 parameter.zero_()
-            incoming = torch.zeros((1, 1, stage.config.hidden_size), dtype=compute_dtype, device=device)
-            stage.forward(incoming, blank().to(device), unread)
+            incoming = torch.zeros((1, 1, stage.config.hidden_size), dtype=stage.dtype, device=stage.device)
+            stage.forward(incoming, blank().to(stage.device), unread)
         self._parameters = {
             name: stage.module.get_parameter(paths[x]) for name, x in stage.parameters.items()
         }
@@ -212,11 +220,6 @@ class _Gathered(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._local)
-
-
-def on_meta(dtype: torch.dtype) -> Callable[[Mapping[str, Layout]], Memory]:
-    """Gives a stage's weights shapes and no memory."""
-    return lambda layouts: lambda name: torch.empty(layouts[name].kept_shape, dtype=dtype, device="meta")
 
 
 @torch.no_grad()

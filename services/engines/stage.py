@@ -47,8 +47,8 @@ Memory = Callable[[str], Tensor]
 
 
 class ModelStage:
-    """One rank's part of a causal language model or value model of a Hugging Face directory. Its parameters
-    have no values before `load`, which reads only what the rank keeps.
+    """One rank's part of a causal language model or value model of a Hugging Face directory. Its parameters have
+    shapes and no memory before `allocate`, and no values before `load`, which reads only what the rank keeps.
 
     The model's own transformers classes compute; its linear layers are replaced by their parallel forms, and the
     layers of other stages are taken away.
@@ -56,13 +56,14 @@ class ModelStage:
     Args:
         directory: Of a model of one of the `FAMILIES`.
         groups: The rank's place in the mesh.
+        device: Where this rank computes.
         dtype: Of the weights and of what is computed.
         with_value_head: Whether each position gets a value instead of logits.
         layouts: Of every tensor on these groups; default as the mesh cuts them.
-        memory: From the layouts to what gives tensors their memory; default memory of their own.
         activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
 
     Attributes:
+        device, dtype: As above.
         config: Of the model.
         layouts: Of every tensor of the model, by its name in the checkpoint; a tied one only by its first name.
         aliases: Further names of tied tensors, and their first name.
@@ -83,10 +84,10 @@ class ModelStage:
         dtype: torch.dtype,
         with_value_head: bool = False,
         layouts: Mapping[str, Layout] | None = None,
-        memory: Callable[[Mapping[str, Layout]], Memory] | None = None,
         activation_checkpointing: bool = False,
     ) -> None:
-        self._directory, self._groups, self._device = directory, groups, device
+        self._directory, self._groups = directory, groups
+        self.device, self.dtype = device, dtype
         self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
         if self.config.model_type not in FAMILIES:
             raise ValueError(
@@ -102,7 +103,6 @@ class ModelStage:
         self.layouts = layouts or layouts_of(
             whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor
         )
-        self._memory = memory(self.layouts) if memory else self._own_memory(dtype)
         prefix = _BACKBONE if with_value_head else f"{whole.base_model_prefix}."
         self._embedding_name = f"{prefix}embed_tokens.weight"
         self.aliases = {"lm_head.weight": self._embedding_name} if tied else {}
@@ -113,6 +113,15 @@ class ModelStage:
         self.module = _Pass(self._embedding, backbone, self._head)
         if activation_checkpointing:
             recompute_in_backward(backbone.layers)
+
+    def allocate(self, memory: Memory | None = None) -> None:
+        """Give the parameters memory; default memory of their own."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self.parameters = {name: nn.Parameter((memory or self._own_memory)(name)) for name in self.parameters}
+        for path, parameter in list(self.module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = path.rpartition(".")
+            replacement = self.parameters[names[parameter]]
+            self.module.get_submodule(owner).register_parameter(attribute, replacement)
 
     @torch.no_grad()
     def load(self, shards: Mapping[str, Shard]) -> None:
@@ -189,7 +198,7 @@ class ModelStage:
         if getattr(backbone.config, "layer_types", None):
             backbone.config.layer_types = backbone.config.layer_types[first : first + num_layers]
         # What it knows of positions is computed, and not in the checkpoint.
-        backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self._device)
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
         """Put the parallel form of each linear layer that the plan cuts in its place."""
@@ -207,15 +216,11 @@ class ModelStage:
             fan_out_input(layer.get_submodule(path), group)
 
     def _keep(self, module: nn.Module, prefix: str) -> None:
-        """Give the module's weights memory, and note them under their names."""
-        for owner_path, owner in module.named_modules():
-            for name, _ in list(owner.named_parameters(recurse=False)):
-                full_name = f"{prefix}{owner_path}{'.' if owner_path else ''}{name}"
-                self.parameters[full_name] = nn.Parameter(self._memory(full_name))
-                owner.register_parameter(name, self.parameters[full_name])
+        """Note the module's weights under their names."""
+        self.parameters |= {f"{prefix}{path}": parameter for path, parameter in module.named_parameters()}
 
-    def _own_memory(self, dtype: torch.dtype) -> Memory:
-        return lambda name: torch.empty(self.layouts[name].kept_shape, dtype=dtype, device=self._device)
+    def _own_memory(self, name: str) -> Tensor:
+        return torch.empty(self.layouts[name].kept_shape, dtype=self.dtype, device=self.device)
 
     def _keep_ends(
         self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
@@ -240,7 +245,8 @@ class ModelStage:
             return whole.value_head
         name = self.aliases.get("lm_head.weight", "lm_head.weight")
         if name not in self.parameters:
-            self.parameters[name] = nn.Parameter(self._memory(name))
+            shape = self.layouts[name].kept_shape
+            self.parameters[name] = nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"))
         return VocabularyParallelHead(self.parameters[name], self.config.vocab_size, self._groups.tensor)
 
 

@@ -18,12 +18,11 @@ from services.engines.base import LossFn, OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.heads import Head, unread
-from services.engines.layout import Layout
 from services.engines.microbatch import MicroBatch, blank
-from services.engines.over_data import OverData, ReplicatedOverData, ShardedOverData, on_meta
+from services.engines.over_data import OverData, ReplicatedOverData, ShardedOverData
 from services.engines.pipeline import run_forward, run_forward_backward
 from services.engines.sharded import ShardedEngine
-from services.engines.stage import Memory, ModelStage
+from services.engines.stage import ModelStage
 from services.engines.transition import Kind, Transition
 from services.engines.weights import write_weights
 
@@ -59,7 +58,6 @@ class ThreeDParallelEngine(ShardedEngine):
 
     Attributes:
         transition: As above.
-        layouts: Of all tensors.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -79,44 +77,33 @@ class ThreeDParallelEngine(ShardedEngine):
         activation_checkpointing: bool = False,
         shards_over_data: bool = False,
     ) -> None:
-        in_place = transition is not None and generates_in_place
-        assert not (in_place and shards_over_data), "shards are no part of what generation reads"
         learns_in = torch.promote_types(dtype, torch.float32) if optimizer is not None else dtype
         self._groups = MeshGroups(mesh)
-        self.transition: Transition | None = None
-
-        def make_transition(layouts: Mapping[str, Layout]) -> Transition:
-            assert transition is not None
-            self.transition = Transition(
-                layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place
-            )
-            return self.transition
-
-        memory: Callable[[Mapping[str, Layout]], Memory] | None = None
-        if in_place:
-            memory = lambda layouts: make_transition(layouts).training_memory()  # noqa: E731
-        elif shards_over_data:
-            memory = on_meta(learns_in)
         self._stage = ModelStage(
             directory,
             self._groups,
             device=device,
             dtype=dtype,
             with_value_head=with_value_head,
-            memory=memory,
             activation_checkpointing=activation_checkpointing,
         )
-        if transition and not generates_in_place:
-            make_transition(self._stage.layouts)
+        layouts = self._stage.layouts
+        self.transition = (
+            Transition(layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place)
+            if transition is not None
+            else None
+        )
+        memory = self.transition.training_memory() if self.transition and generates_in_place else None
+        assert not (memory and shards_over_data), "shards are no part of what generation reads"
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
         self.sees_outputs, self.packs = self._groups.is_last_stage, True
         self.config = self._stage.config
-        self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in self._stage.layouts.values())
+        self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in layouts.values())
         self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
         self._over_data: OverData = (
-            ShardedOverData(self._stage, self._groups, device, dtype)
+            ShardedOverData(self._stage, self._groups, learns_in)
             if shards_over_data
-            else ReplicatedOverData(self._stage, self._groups, learns_in)
+            else ReplicatedOverData(self._stage, self._groups, learns_in, memory=memory)
         )
         kept = self._over_data.kept
         super().__init__(device, kept, list(kept), optimizer)

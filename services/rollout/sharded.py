@@ -48,8 +48,8 @@ class ShardedDecoder(Decoder):
             device=device,
             dtype=dtype,
             layouts=transition.layouts,
-            memory=lambda layouts: transition.generation_memory(),
         )
+        self._stage.allocate(transition.generation_memory())
         self._transition = transition
         for parameter in self._stage.parameters.values():
             parameter.requires_grad_(False)
