@@ -66,7 +66,9 @@ def gatherings(mesh: Mesh, kind: Kind) -> list[Gathering]:
     stages, parts = mesh.pipeline_ratio, mesh.tensor_ratio
     if kind == "hybridflow":
         return [
-            _gathering(mesh, range(p, p + stages), range(t, t + parts), range(d, d + 1))
+            Gathering(
+                range(p, p + stages), range(t, t + parts), 1, tuple(mesh.micro_data_group(mesh.rank(p, t, d)))
+            )
             for p in range(0, mesh.pipeline, stages)
             for t in range(0, mesh.tensor, parts)
             for d in range(mesh.data)
