@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nccl_transfer.mesh import Mesh
 from services.engines.groups import own_group
@@ -60,6 +61,11 @@ class Gathering:
         """Number within the group."""
         return (self.stages.index(stage) * len(self.parts) + self.parts.index(part)) * self.copies + copy
 
+    def of_stages(self, stages: range) -> Gathering:
+        """Those of its ranks that have some of its stages."""
+        first, last = (self.member(stage, self.parts[0], 0) for stage in (stages[0], stages[-1]))
+        return replace(self, stages=stages, ranks=self.ranks[first : last + len(self.parts) * self.copies])
+
 
 def gatherings(mesh: Mesh, kind: Kind) -> list[Gathering]:
     """The groups of a transition; each rank is in one."""
@@ -84,6 +90,18 @@ def _gathering(mesh: Mesh, stages: range, parts: range, copies: range) -> Gather
     return Gathering(stages, parts, len(copies), ranks)
 
 
+def gatherings_of_tied(mesh: Mesh, groups: Sequence[Gathering]) -> list[Gathering]:
+    """The groups for a tensor that first and last stage have alike: where one holds both, its last stage gathers apart,
+    and is not sent what it has."""
+    ends, found = {0, mesh.pipeline - 1}, []
+    for group in groups:
+        if mesh.pipeline > 1 and ends <= set(group.stages):
+            found += [group.of_stages(group.stages[:-1]), group.of_stages(group.stages[-1:])]
+        else:
+            found.append(group)
+    return found
+
+
 @dataclass(frozen=True)
 class Bundle:
     """Tensors of one shape that one collective gathers: the same weight of a layer of each stage, or a weight that one
@@ -97,6 +115,13 @@ class Bundle:
         """Of all parts that a gathering has, of all names."""
         rows, *rest = self.layout.kept_shape
         return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
+
+
+class Joined(NamedTuple):
+    """The gathering that a rank is in, and its process group."""
+
+    gathering: Gathering
+    group: ProcessGroup
 
 
 class Transition:
@@ -130,8 +155,10 @@ class Transition:
         self._stage, self._part, _ = mesh.position(rank)
         self._generation_stage, self._generation_part, _ = mesh.generation_position(rank)
         groups = gatherings(mesh, kind)
-        self._gathering = next(group for group in groups if rank in group.ranks)
-        self._group = own_group([group.ranks for group in groups])
+        self._joined = self._joined_for_tied = _join(groups)
+        groups_of_tied = gatherings_of_tied(mesh, groups)
+        if groups_of_tied != groups and any(layout.tied for layout in layouts.values()):
+            self._joined_for_tied = _join(groups_of_tied)
         self.layouts = {
             name: layout.merged(mesh.pipeline_ratio, mesh.tensor_ratio) for name, layout in layouts.items()
         }
@@ -151,9 +178,7 @@ class Transition:
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]
-            # The last stage's replica of a tied weight is in the place of the first stage's.
-            number = bundle.stages.index(self._stage) if self._stage in bundle.stages else 0
-            return self._trained(bundle, buffers[bundle], number)
+            return self._trained(bundle, buffers[bundle], bundle.stages.index(self._stage))
 
         return memory
 
@@ -198,19 +223,21 @@ class Transition:
             work.wait()
         for bundle, buffer in zip(bucket, buffers, strict=True):
             for number, (name, stage) in enumerate(zip(bundle.names, bundle.stages, strict=True)):
-                if self._generates_with(name, stage):
+                if self._generates_with(bundle, stage):
                     yield name, self._generated(bundle, buffer, number)
 
-    def _generates_with(self, name: str, stage: int) -> bool:
-        """Whether this rank needs what a stage of training has. The last one in generation needs a tied tensor too."""
-        is_last = self._generation_stage == self._mesh.generation_pipeline - 1
-        return stage // self._mesh.pipeline_ratio == self._generation_stage or (
-            self._training[name].tied and is_last
-        )
+    def _generates_with(self, bundle: Bundle, stage: int) -> bool:
+        """Whether this rank needs what a stage of training has of a bundle."""
+        if bundle.layout.tied:
+            return self._generation_stage in (0, self._mesh.generation_pipeline - 1)
+        return stage // self._mesh.pipeline_ratio == self._generation_stage
+
+    def _joined_for(self, layout: Layout) -> Joined:
+        return self._joined_for_tied if layout.tied else self._joined
 
     def _bundled(self) -> list[list[Bundle]]:
         """All tensors of the stages that are gathered: first those that stand alone, then layer by layer."""
-        stages, layouts = self._gathering.stages, self._training
+        stages, layouts = self._joined.gathering.stages, self._training
         per_stage = 1 + max(
             int(found[1]) for name, x in layouts.items() if x.stage == 0 and (found := _LAYER.search(name))
         )
@@ -231,13 +258,13 @@ class Transition:
         )
 
     def _stage_of(self, name: str) -> int | None:
-        """The stage of the gathering that has a tensor. Of a tied one, which two have, the first."""
+        """The stage of the gathering that has a tensor. A tied one the last stage has too."""
         layout = self._training[name]
         has = [layout.stage, *([self._mesh.pipeline - 1] if layout.tied else [])]
-        return next((stage for stage in has if stage in self._gathering.stages), None)
+        return next((stage for stage in has if stage in self._joined_for(layout).gathering.stages), None)
 
     def _empty(self, bundle: Bundle) -> Tensor:
-        shape = bundle.buffer_shape(len(self._gathering.parts))
+        shape = bundle.buffer_shape(len(self._joined.gathering.parts))
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _trained(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
@@ -245,14 +272,14 @@ class Transition:
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
-        return buffer[number].narrow(0, self._gathering.parts.index(self._part) * rows, rows)
+        return buffer[number].narrow(0, self._joined.gathering.parts.index(self._part) * rows, rows)
 
     def _generated(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
         """What of a buffer this rank generates with."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
-        first = self._generation_part * self._mesh.tensor_ratio - self._gathering.parts.start
+        first = self._generation_part * self._mesh.tensor_ratio - self._joined.gathering.parts.start
         return buffer[number].narrow(0, first * rows, self._mesh.tensor_ratio * rows)
 
     def _start(self, bundle: Bundle, buffer: Tensor, weights: Mapping[str, Tensor]) -> list[dist.Work]:
@@ -260,7 +287,7 @@ class Transition:
         if self._buffers is None and self._stage in bundle.stages:
             number = bundle.stages.index(self._stage)
             self._trained(bundle, buffer, number).copy_(weights[bundle.names[number]])
-        group = self._gathering
+        group, process_group = self._joined_for(bundle.layout)
         if len(group.ranks) == 1 or (len(group.stages) == 1 and not bundle.layout.is_cut):
             return []
         shares = self._shares(bundle, buffer)
@@ -269,16 +296,16 @@ class Transition:
         all_give = [source for source, _ in shares] == [*range(len(group.ranks))]
         if all_give and len({len(share) for _, share in shares}) == 1:
             own = shares[member][1]
-            return _begun(_all_gather(_bytes(buffer), own, group=self._group, async_op=True))
+            return _begun(_all_gather(_bytes(buffer), own, group=process_group, async_op=True))
         return [
             work
             for source, share in shares
-            for work in _begun(dist.broadcast(share, group=self._group, group_src=source, async_op=True))
+            for work in _begun(dist.broadcast(share, group=process_group, group_src=source, async_op=True))
         ]
 
     def _shares(self, bundle: Bundle, buffer: Tensor) -> list[tuple[int, Tensor]]:
         """Which member of the group gives which bytes of a buffer."""
-        group, shares = self._gathering, []
+        group, shares = self._joined_for(bundle.layout).gathering, []
         for number, stage in enumerate(bundle.stages):
             givers = [group.member(stage, part, copy) for part in group.parts for copy in range(group.copies)]
             # All of them have what is kept whole.
@@ -291,6 +318,11 @@ class Transition:
             self.received.cut += nbytes
         else:
             self.received.whole += nbytes
+
+
+def _join(gatherings: Sequence[Gathering]) -> Joined:
+    own = next(each for each in gatherings if dist.get_rank() in each.ranks)
+    return Joined(own, own_group([each.ranks for each in gatherings]))
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def wrong_weights(engine: ThreeDParallelEngine, mesh: Mesh, weights: dict[str, T
     return sorted(wrong)
 
 
+def cut_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of those that ranks have parts of: all but norms."""
+    return sum(x.nbytes for name, x in tensors.items() if "norm" not in name)
+
+
 def contained(engine: ThreeDParallelEngine, weights: dict[str, Tensor]) -> float:
     """Which share of the bytes that this rank trains is memory that it generates with."""
     ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in weights.values()]
@@ -123,7 +129,7 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         report["received"] = engine.transition.received.cut - before
         report["wrong"] += wrong_weights(engine, mesh, weights)
         report["contained"] = contained(engine, weights)
-        report["generation_bytes"] = sum(x.nbytes for x in weights.values() if x.dim() > 1)
+        report["generation_bytes"] = cut_bytes(weights)
         rollout.load_weights(weights.items())
         del weights
         generation = rollout.generate(PROMPTS, SAMPLING, SEEDS)
@@ -138,7 +144,7 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         report.setdefault("plain_texts", []).append(plain_responses(plain))
         engine.step(micro_batches, HEAD, loss)
     report["stopped"] = stopped(rollout)
-    report["trained"] = sum(x.nbytes for x in engine._kept.values() if x.dim() > 1)
+    report["trained"] = cut_bytes(engine._kept)
     return report
 
 

@@ -108,9 +108,7 @@ def test_every_rank_gathers_the_parts_that_it_generates_with(launched: Run):
 
 
 def test_a_rank_receives_what_it_lacks_and_nothing_else(launched: Run):
-    received = {
-        name: report for name, report in launched.each() if " hybridflow," in name and "llama" in name
-    }
+    received = {name: report for name, report in launched.each() if " hybridflow," in name}
     assert any(report["received"] for report in received.values())
     for name, report in received.items():
         assert report["received"] == report["generation_bytes"] - report["trained"], name
