@@ -175,7 +175,10 @@ class ActorWorker(ModelWorker):
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(fields={"moved_bytes": self.engine.offload() + self.rollout.sleep()})
+        moved_bytes = self.engine.offload() + self.rollout.sleep()
+        if not self.rollout.keeps_weights:
+            self._rollout_version = -1
+        return Result(fields={"moved_bytes": moved_bytes})
 
     @register("ONE_TO_ALL")
     def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:

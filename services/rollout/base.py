@@ -82,10 +82,12 @@ class RolloutEngine(ABC):
     Attributes:
         name: by which configs and Describe know it.
         limits: what it cannot do here, a sentence each; Describe says so.
+        keeps_weights: whether it has them through `sleep`; else they are to be loaded again before it generates.
     """
 
     name: str
     limits: Sequence[str] = ()
+    keeps_weights: bool = True
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -129,7 +131,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wake(self) -> int:
-        """Take the memory back; returns the bytes taken. Weights are as before `sleep`."""
+        """Take the memory back; returns the bytes taken. Weights that were kept are as before `sleep`."""
 
 
 class Meter:

@@ -19,10 +19,12 @@ class Decoder(ABC):
     Attributes:
         device: where its tensors are.
         max_positions: most tokens of a sequence; None where the model has no limit.
+        keeps_weights: as `RolloutEngine.keeps_weights`.
     """
 
     device: torch.device
     max_positions: int | None
+    keeps_weights: bool = True
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:

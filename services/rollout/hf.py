@@ -47,7 +47,8 @@ class HFRollout(RolloutEngine):
         self._device = self._decoder.device
         self._token_budget = token_budget
         self._is_asleep = False
-        if self._device.type == "cpu":
+        self.keeps_weights = self._decoder.keeps_weights
+        if self._device.type == "cpu" and self.keeps_weights:
             self.limits = (
                 "rollout engine hf: Offload frees nothing, its weights are in host memory already",
             )

@@ -51,6 +51,8 @@ class ShardedDecoder(Decoder):
         )
         self._stage.allocate(transition.generation_memory())
         self._transition = transition
+        # Others are gathered anew, by all ranks, for less than a copy in host memory would take.
+        self.keeps_weights = transition.in_place
         for parameter in self._stage.parameters.values():
             parameter.requires_grad_(False)
         self.max_positions = getattr(self._stage.config, "max_position_embeddings", None)
@@ -98,7 +100,7 @@ class ShardedDecoder(Decoder):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """This rank's parts; those that are in place already stay."""
-        if not self._transition.in_place:
+        if not self.keeps_weights:
             self._drop_weights()
         came = set()
         for name, tensor in weights:
@@ -107,15 +109,25 @@ class ShardedDecoder(Decoder):
                 self._stage.parameters[name].data = tensor
         check_names(came, self._stage.parameters.keys())
 
+    def sleep(self) -> int:
+        """Frees what was gathered. Of what is in place the training engine has the memory."""
+        if self.keeps_weights:
+            return 0
+        held = self._held_bytes()
+        self._drop_weights()
+        torch.cuda.empty_cache()
+        return held - self._held_bytes()
+
+    def wake(self) -> int:
+        """The memory comes with the weights."""
+        return 0
+
     def _drop_weights(self) -> None:
-        """Free what was gathered last, before it is gathered anew."""
+        """Free what was gathered last."""
         memory = self._transition.generation_memory()
         for name, parameter in self._stage.parameters.items():
             parameter.data = memory(name)
 
-    def sleep(self) -> int:
-        """The training engine has the memory."""
-        return 0
-
-    def wake(self) -> int:
-        return 0
+    def _held_bytes(self) -> int:
+        storages = [parameter.untyped_storage() for parameter in self._stage.parameters.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nccl_transfer.columns import Jagged
@@ -130,8 +131,11 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         report["wrong"] += wrong_weights(engine, mesh, weights)
         report["contained"] = contained(engine, weights)
         report["generation_bytes"] = cut_bytes(weights)
+        storages = [x.untyped_storage() for x in weights.values()]
+        report["gathered_bytes"] = sum({x.data_ptr(): x.nbytes() for x in storages}.values())
         rollout.load_weights(weights.items())
-        del weights
+        gathered = [StorageWeakRef(storage) for storage in storages]
+        del weights, storages
         generation = rollout.generate(PROMPTS, SAMPLING, SEEDS)
         report["texts"].append([generation.responses.row(row).tolist() for row in range(len(PROMPTS))])
         micro_batches = split(prompts, generation.responses, token_budget=TOKEN_BUDGET, pad_id=0)
@@ -142,8 +146,12 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         plain = AutoModelForCausalLM.from_pretrained(directory)
         plain.load_state_dict({name: x.clone() for name, x in engine.full_tensors()})
         report.setdefault("plain_texts", []).append(plain_responses(plain))
+        report["stopped"] = stopped(rollout)
+        report["freed"] = rollout.sleep()
+        report["left"] = sum(not storage.expired() for storage in gathered)
+        rollout.wake()
         engine.step(micro_batches, HEAD, loss)
-    report["stopped"] = stopped(rollout)
+    report["keeps_weights"] = rollout.keeps_weights
     report["trained"] = cut_bytes(engine._kept)
     return report
 

@@ -130,6 +130,21 @@ def test_weights_of_training_serve_generation_where_they_are(launched: Run):
         assert report["contained"] == (1.0 if name.split()[-3] == "hybridflow," else 0.0), name
 
 
+def test_a_rank_that_sleeps_keeps_nothing_of_what_it_gathered(launched: Run):
+    for name, report in launched.each():
+        if not report["keeps_weights"]:
+            assert report["freed"] == pytest.approx(report["gathered_bytes"], rel=0.01), name
+            assert report["left"] == 0, name
+
+
+def test_weights_that_training_has_too_stay_through_sleep(launched: Run):
+    for name, report in launched.each():
+        if report["keeps_weights"]:
+            assert " hybridflow," in name
+            assert report["freed"] == 0
+            assert report["left"] > 0
+
+
 def test_a_cancel_of_one_rank_stops_its_replica(launched: Run):
     for name, report in launched.each():
         mesh = name.split(" / ")[-1].split(",")[0].split()[0] if " / " in name else ""
