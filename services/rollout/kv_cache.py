@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -38,7 +39,9 @@ class ReservedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._hold(self._memory_like(key_states), self._memory_like(value_states), num_read=0)
+        num_rows = len(key_states)
+        keys, values = self._memory_like(key_states, num_rows), self._memory_like(value_states, num_rows)
+        self._hold(keys, values, num_read=0)
         self.is_initialized = True
 
     def update(
@@ -54,10 +57,17 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._hold(self._all_keys[indices], self._all_values[indices], self.get_seq_length())
+        keys, values = self._selected(self.keys, indices), self._selected(self.values, indices)
+        self._hold(keys, values, self.get_seq_length())
 
-    def _memory_like(self, states: Tensor) -> Tensor:
-        num_rows, num_heads, _, head_dim = states.shape
+    def _selected(self, states: Tensor, indices: Tensor) -> Tensor:
+        """Memory for the rows of these indices, that holds what has been read of them."""
+        memory = self._memory_like(states, num_rows=len(indices))
+        torch.index_select(states, 0, indices, out=memory[:, :, : states.shape[2]])
+        return memory
+
+    def _memory_like(self, states: Tensor, num_rows: int) -> Tensor:
+        _, num_heads, _, head_dim = states.shape
         return states.new_empty((num_rows, num_heads, self._num_positions, head_dim))
 
     def _hold(self, all_keys: Tensor, all_values: Tensor, num_read: int) -> None:

@@ -58,6 +58,21 @@ def test_what_it_holds_stays_where_it_is(model: PreTrainedModel):
     assert cache.get_seq_length() == POSITIONS
 
 
+def test_a_selection_copies_what_has_been_read_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    layer = ReservedLayer(POSITIONS)
+    keys, values = torch.randn(2, 3, 2, 5, 4)
+    layer.update(keys, values)
+    # What is selected is put into memory of these numbers.
+    monkeypatch.setattr(
+        layer, "_memory_like", lambda x, num_rows: torch.full((num_rows, 2, POSITIONS, 4), 7.0)
+    )
+    layer.batch_select_indices(torch.tensor([2, 0]))
+    assert torch.equal(layer.keys, keys[[2, 0]])
+    assert torch.equal(layer.values, values[[2, 0]])
+    assert bool((layer._all_keys[:, :, 5:] == 7).all())
+    assert bool((layer._all_values[:, :, 5:] == 7).all())
+
+
 def test_sliding_windows_stay_as_they_are():
     config = MistralConfig(num_hidden_layers=2, sliding_window=4)
     cache = reserve(DynamicCache(config=config), POSITIONS)
