@@ -83,11 +83,14 @@ class RolloutEngine(ABC):
         name: by which configs and Describe know it.
         limits: what it cannot do here, a sentence each; Describe says so.
         keeps_weights: whether it has them through `sleep`; else they are to be loaded again before it generates.
+        max_positions: most tokens of a prompt and its response; None where there is no limit.
     """
 
     name: str
     limits: Sequence[str] = ()
     keeps_weights: bool = True
+    max_positions: int | None
+    _is_asleep: bool = False
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -97,7 +100,6 @@ class RolloutEngine(ABC):
             ValueError: a name the model does not have, or one of its weights did not come.
         """
 
-    @abstractmethod
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -123,15 +125,41 @@ class RolloutEngine(ABC):
             GenerationStopped: `should_stop` returned True.
             ValueError: a prompt that is empty, or too long for the model or the memory together with its response.
             FloatingPointError: the model's output is not finite.
+            RuntimeError: the engine is asleep.
         """
+        if self._is_asleep:
+            raise RuntimeError("the rollout engine is asleep; wake it first")
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
+        return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
 
     @abstractmethod
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
+    ) -> Generation:
+        """As `generate`, of prompts that can be continued."""
+
+    @abstractmethod
+    def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether any rank that generates the same rows is to stop: they only step together."""
+
     def sleep(self) -> int:
         """Free the device memory of the engine until `wake`; returns the bytes freed, 0 where none can be."""
+        was_asleep, self._is_asleep = self._is_asleep, True
+        return 0 if was_asleep else self._free_memory()
 
-    @abstractmethod
     def wake(self) -> int:
         """Take the memory back; returns the bytes taken. Weights that were kept are as before `sleep`."""
+        was_asleep, self._is_asleep = self._is_asleep, False
+        return self._take_memory() if was_asleep else 0
+
+    @abstractmethod
+    def _free_memory(self) -> int:
+        """As `sleep`."""
+
+    @abstractmethod
+    def _take_memory(self) -> int:
+        """As `wake`."""
 
 
 class Meter:

@@ -20,7 +20,6 @@ from services.rollout.base import (
     Meter,
     RolloutEngine,
     SamplingOptions,
-    check_lengths,
 )
 from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
@@ -46,8 +45,7 @@ class HFRollout(RolloutEngine):
         self._decoder = model if isinstance(model, Decoder) else WholeDecoder(model)
         self._device = self._decoder.device
         self._token_budget = token_budget
-        self._is_asleep = False
-        self.keeps_weights = self._decoder.keeps_weights
+        self.keeps_weights, self.max_positions = self._decoder.keeps_weights, self._decoder.max_positions
         if self._device.type == "cpu" and self.keeps_weights:
             self.limits = (
                 "rollout engine hf: Offload frees nothing, its weights are in host memory already",
@@ -57,32 +55,23 @@ class HFRollout(RolloutEngine):
         self._decoder.load_weights(weights)
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions,
-        row_seeds: np.ndarray,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
-        if self._is_asleep:
-            raise RuntimeError("the rollout engine is asleep; wake it first")
-        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        check_lengths(lengths, sampling.max_new_tokens, self._decoder.max_positions)
-        meter = Meter(self._decoder.agreed(should_stop), progress)
-        parts = cut(lengths + sampling.max_new_tokens, self._token_budget)
+        lengths = np.array([len(prompt) + sampling.max_new_tokens for prompt in prompts], dtype=np.int64)
+        parts = cut(lengths, self._token_budget)
         responses = [
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
         ]
         return _in_order(parts, responses)
 
-    def sleep(self) -> int:
-        self._is_asleep = True
+    def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        return self._decoder.agreed(should_stop)
+
+    def _free_memory(self) -> int:
         return self._decoder.sleep()
 
-    def wake(self) -> int:
-        self._is_asleep = False
+    def _take_memory(self) -> int:
         return self._decoder.wake()
 
     def _decode(

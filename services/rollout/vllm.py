@@ -28,7 +28,6 @@ from services.rollout.base import (
     Meter,
     RolloutEngine,
     SamplingOptions,
-    check_lengths,
     check_names,
 )
 from services.rollout.stops import StopWatch
@@ -92,7 +91,6 @@ class VLLMRollout(RolloutEngine):
     ) -> None:
         self._names = _weight_names(directory)
         self._on_gpu = torch.cuda.is_available()
-        self._is_asleep = False
         self._tensor_parallel, self._layouts = tensor_parallel, layouts
         if not self._on_gpu:
             self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
@@ -118,7 +116,7 @@ class VLLMRollout(RolloutEngine):
             use_tqdm_on_load=False,
         )
         self._engine = _start(arguments, identity)
-        self._max_tokens: int = self._engine.vllm_config.model_config.max_model_len
+        self.max_positions: int = self._engine.vllm_config.model_config.max_model_len
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._layouts is not None:
@@ -145,19 +143,9 @@ class VLLMRollout(RolloutEngine):
             deque(all_weights, maxlen=0)
         check_names(came, self._names)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions,
-        row_seeds: np.ndarray,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
-        if self._is_asleep:
-            raise RuntimeError("the rollout engine is asleep; wake it first")
-        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        check_lengths(lengths, sampling.max_new_tokens, self._max_tokens)
         requests = [parameters(sampling, int(seed)) for seed in row_seeds]
         # The cache may be of other weights. And what an earlier call left there changes last bits, which a service
         # that was restarted meanwhile would not repeat.
@@ -165,7 +153,7 @@ class VLLMRollout(RolloutEngine):
         for row, prompt in enumerate(prompts):
             self._engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, requests[row])
         watch = sampling.stop.watch(len(prompts)) if sampling.stop else None
-        completions = self._run(len(prompts), watch, Meter(self._agreed(should_stop), progress))
+        completions = self._run(len(prompts), watch, meter)
         try:
             return _generation(completions)
         except FloatingPointError:
@@ -200,7 +188,6 @@ class VLLMRollout(RolloutEngine):
             stepped[row].finish_reason = "stop"
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether any rank of the tensor group is to stop: they only step together."""
         if self._tensor_parallel == 1:
             return should_stop
 
@@ -211,21 +198,18 @@ class VLLMRollout(RolloutEngine):
 
         return agreed
 
-    def sleep(self) -> int:
-        return self._change_memory(is_asleep=True)
+    def _free_memory(self) -> int:
+        return self._changed(lambda: self._engine.sleep(level=1))
 
-    def wake(self) -> int:
-        return self._change_memory(is_asleep=False)
+    def _take_memory(self) -> int:
+        return self._changed(self._engine.wake_up)
 
-    def _change_memory(self, *, is_asleep: bool) -> int:
-        changes, self._is_asleep = is_asleep != self._is_asleep, is_asleep
-        if not changes or not self._on_gpu:
+    def _changed(self, change: Callable[[], object]) -> int:
+        """Bytes of the device that a change frees or takes; on a CPU, where vLLM does not sleep, there is none."""
+        if not self._on_gpu:
             return 0
         free, _ = torch.cuda.mem_get_info()
-        if is_asleep:
-            self._engine.sleep(level=1)
-        else:
-            self._engine.wake_up()
+        change()
         return abs(torch.cuda.mem_get_info()[0] - free)
 
 
