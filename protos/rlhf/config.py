@@ -259,6 +259,10 @@ class ActorTable(ModelTable):
             meshes.check_generation(self.generation_mesh, self.mesh)
         if self.rollout_engine == "vllm":
             meshes.check_vllm(self.mesh, self.generation_mesh, self.model)
+            if self.rollout_tokens != type(self).model_fields["rollout_tokens"].default:
+                raise ValueError("rollout_tokens is for rollout engine hf, and rollout_engine is vllm")
+        elif self.vllm != VllmTable():
+            raise ValueError(f"vllm is for rollout engine vllm, and rollout_engine is {self.rollout_engine}")
         return self
 
 
@@ -276,6 +280,16 @@ class ReferenceTable(ModelTable):
 
     role: Literal["reference"]
     """reference"""
+
+    @model_validator(mode="after")
+    def _check_learning(self) -> Self:
+        for option, is_set in (
+            ("activation_checkpointing", self.activation_checkpointing),
+            ("zero.offload_optimizer", self.zero.offload_optimizer),
+        ):
+            if is_set:
+                raise ValueError(f"{option} is for services that learn, and a reference does not")
+        return self
 
 
 class SandboxTable(Strict):

@@ -64,6 +64,18 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         ("services.actor.zero.stage=3", r"services\.actor: zero is for engine zero, and engine is fsdp"),
         (
+            "services.actor.zero.offload_optimizer=true",
+            r"services\.actor: zero is for engine zero, and engine is fsdp",
+        ),
+        (
+            "services.reference.engine='zero'\nservices.reference.zero.offload_optimizer=true",
+            r"services\.reference: zero\.offload_optimizer is for services that learn",
+        ),
+        (
+            "services.reference.activation_checkpointing=true",
+            r"services\.reference: activation_checkpointing is for services that learn",
+        ),
+        (
             "services.actor.engine='zero'\nservices.actor.zero.stage=4",
             r"services\.actor\.zero\.stage: .*1, 2 or 3",
         ),
@@ -74,6 +86,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             r"services\.actor: generation_mesh and transition are for engine 3d, and engine is fsdp",
         ),
         ("services.actor.vllm.kv_cache=1", r"services\.actor\.vllm\.kv_cache: .*did you mean 'kv_cache_gb'"),
+        (
+            "services.actor.vllm.max_num_seqs=8",
+            r"services\.actor: vllm is for rollout engine vllm, and rollout_engine is hf",
+        ),
+        (
+            "services.actor.rollout_engine='vllm'\nservices.actor.rollout_tokens=4096",
+            r"services\.actor: rollout_tokens is for rollout engine hf, and rollout_engine is vllm",
+        ),
         (
             "services.actor.lora.rank=8\nservices.actor.engine='3d'\nservices.actor.mesh='1-1-2'",
             r"services\.actor: lora: engine 3d has no adapters; they need engine fsdp",
