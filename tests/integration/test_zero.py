@@ -25,8 +25,6 @@ pytest.importorskip("deepspeed")
 MAIN, TESTS = "integration.zero_main", Path(__file__).parents[1]
 DEADLINE_S = {"fast": 240, "full": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
-FSDP_TOLERANCE = {"float64": 1e-7, "float32": 1e-3}
-"""Of steps of the engine fsdp, which reduces gradients in float32."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -192,11 +190,8 @@ def test_snapshots_and_checkpoints_continue_bit_for_bit(launched: Run):
 
 def test_checkpoints_are_those_of_the_other_engines(launched: Run):
     for name, dtype, report in launched.policies():
-        fsdp, three_d = 0, 1
         assert report["hashes"] == [True, True], name
-        assert report["theirs"][fsdp] <= FSDP_TOLERANCE[dtype], name
-        assert report["theirs"][three_d] <= STEPS_TOLERANCE[dtype], name
-        assert max(report["ours"]) <= STEPS_TOLERANCE[dtype], name
+        assert max(report["theirs"] + report["ours"]) <= STEPS_TOLERANCE[dtype], name
 
 
 def test_an_export_is_a_hugging_face_directory_with_the_same_logits(launched: Run):

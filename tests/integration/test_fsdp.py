@@ -1,0 +1,95 @@
+"""Ranks that shard every weight (FSDP2) compute what one process with plain transformers does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from integration.test_three_d import (
+    MODELS,
+    STEPS_TOLERANCE,
+    TOLERANCE,
+    write_reference,
+    write_value_reference,
+)
+
+MAIN, TESTS = "integration.fsdp_main", Path(__file__).parents[1]
+DEADLINE_S = 240
+FAST = ("llama-float64", "qwen2-float64", "qwen2-float32")
+EVERY = (*FAST, "llama-float32", "critic-value")
+LAUNCHES = [
+    pytest.param((2, FAST), id="2 ranks"),
+    pytest.param((2, EVERY), id="2 ranks, everything", marks=pytest.mark.full),
+    pytest.param((4, EVERY), id="4 ranks, everything", marks=pytest.mark.full),
+]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
+    """Directory of a model, of its reference, and dtype, by case."""
+    root, found = tmp_path_factory.mktemp("models"), {}
+    for name in ("llama", "qwen2"):
+        torch.manual_seed(7)
+        MODELS[name]().double().save_pretrained(root / name)
+        for dtype in ("float64", "float32"):
+            reference = root / f"{name}-{dtype}"
+            write_reference(root / name, reference, getattr(torch, dtype))
+            found[reference.name] = (str(root / name), str(reference), dtype)
+    write_value_reference(root / "llama", root / "critic-value")
+    return found | {"critic-value": (str(root / "llama"), str(root / "critic-value"), "value")}
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def reports(
+    request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict]]:
+    """Of each rank, by case."""
+    num_ranks, chosen = request.param
+    directory = tmp_path_factory.mktemp("ranks")
+    job = directory / "job.json"
+    job.write_text(json.dumps([[name, *cases[name]] for name in chosen]))
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", MAIN, str(rank), str(num_ranks), directory, job], cwd=TESTS)
+        for rank in range(num_ranks)
+    ]
+    try:
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * num_ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((directory / f"report-{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def beyond(tolerance: dict[str, float], reports: list[dict[str, dict]], *keys: str) -> dict[str, float]:
+    """What is further from the reference than its tolerance."""
+    return {
+        f"{case}, rank {rank}: {key}": report[key]
+        for rank, cases in enumerate(reports)
+        for case, report in cases.items()
+        for key in keys
+        if key in report and not report[key] <= tolerance.get(case.split("-")[1], 1e-8)
+    }
+
+
+def test_the_ranks_have_different_numbers_of_micro_batches(reports: list[dict[str, dict]]):
+    counts = [rank["llama-float64"]["num_micro_batches"] for rank in reports]
+    assert counts[0] > counts[-1]
+
+
+def test_log_probs_are_those_of_rows_computed_alone(reports: list[dict[str, dict]]):
+    tolerance = {dtype: 10 * bound for dtype, bound in TOLERANCE.items()}
+    assert beyond(tolerance, reports, "log_probs") == {}
+
+
+def test_loss_and_every_gradient_are_those_of_one_process(reports: list[dict[str, dict]]):
+    assert beyond(TOLERANCE, reports, "loss", "gradients") == {}
+
+
+def test_three_steps_are_those_of_one_process(reports: list[dict[str, dict]]):
+    assert beyond(STEPS_TOLERANCE, reports, "norms", "losses", "weights") == {}
