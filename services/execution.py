@@ -10,13 +10,16 @@ import sys
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, LocalColumn, RemoteColumn
+from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.protocols import get_protocol
 from nccl_transfer.relay import Errand
@@ -63,6 +66,13 @@ class Running:
     response: asyncio.Future[Any] | None = None
     fetch: asyncio.Future[Rows] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def forget_rows(self, response: asyncio.Future[Any]) -> None:
+        """An ended call is remembered for retries, but not the rows it fetched. (Also marks its error as seen: a caller
+        that gave up leaves nobody to look at it.)"""
+        self.fetch = None
+        if not response.cancelled():
+            response.exception()
 
 
 class CallQueue:
@@ -163,8 +173,8 @@ class CallQueue:
         if registration.instant and self._has_turn(call):
             known.response = self._answer(known, request)
         else:
-            known.response = asyncio.create_task(self._run(known, registration, request))
-            known.response.add_done_callback(_forget_rows)
+            known.response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
+            known.response.add_done_callback(known.forget_rows)
         return known
 
     def _forget_old_calls(self) -> None:
@@ -384,6 +394,9 @@ class CallQueue:
     def _put(self, values: Any, lease: Lease) -> RemoteColumn | LocalColumn:
         if isinstance(values, list):
             return LocalColumn(values)
+        array = values.values if isinstance(values, Jagged) else values
+        if isinstance(array, np.ndarray):
+            return self.store.put_column(values, str(array.dtype), lease)
         from nccl_transfer.tensors import to_numpy_carrier  # needs torch, as only workers with tensors do
 
         carrier, dtype = to_numpy_carrier(values)
@@ -419,9 +432,11 @@ class CallQueue:
         changed.set()
 
 
-def _forget_rows(response: asyncio.Future[Any]) -> None:
-    """A failed call is remembered for retries, but not the rows in the frames that its error went through. (Also marks
-    the error as seen: a caller that gave up leaves nobody to look at it.)"""
-    error = None if response.cancelled() else response.exception()
-    if error is not None:
+async def _without_frames(run: Awaitable[Any]) -> Any:
+    """A failed call is remembered for retries, but not the rows in the frames that its error went through. They have
+    to go before the task ends with it: the task keeps the traceback apart from the error."""
+    try:
+        return await run
+    except Exception as error:
         drop_frames(error)
+        raise

@@ -1,0 +1,46 @@
+"""Services that do nothing but move rows. Without a model, and on one rank without torch, one starts in a second.
+
+Started as `transfer_service.py ROLE --config CONFIG --name NAME`, by torchrun or by itself; ROLE is Maker or Reader.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from nccl_transfer.columns import Jagged
+from services.main import run
+from services.worker import CallContext, Result, Rows, Worker, register
+
+
+def made(start: int, count: int) -> np.ndarray:
+    """The row that a Maker makes of `start` and `count`: consecutive whole numbers, [count] float64."""
+    return np.arange(start, start + count, dtype=np.float64)
+
+
+class Maker(Worker):
+    """Stores long rows: of each row given, `made` of its first prompt id and its first response id."""
+
+    role = "reference"
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        starts, counts = (rows[name].values for name in ("prompt_ids", "response_ids"))
+        values = [made(int(start), int(count)) for start, count in zip(starts, counts, strict=True)]
+        return Result({"ref_log_probs": Jagged(np.concatenate(values), counts)})
+
+
+class Reader(Worker):
+    """Reads every number of its rows and tells their sum."""
+
+    role = "reference"
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(metrics={"sum": (float(rows["response_ids"].values.sum()), rows.count)})
+
+
+if __name__ == "__main__":
+    run("reference", f"transfer_service:{sys.argv.pop(1)}")
