@@ -232,6 +232,7 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
             line["transfer/memfd/bytes"] / line["time/transfer/memfd/seconds"] / 1e9
         )
         assert line["transfer/critic.update_critic/bytes"] > 0
+        assert line["time/transfer/critic.update_critic/seconds"] > 0
     assert len({line["actor/loss"] for line in metrics[1:]}) == STEPS
     assert len(read_samples(launched.path)) == 2 * launched.controller.config.run.samples
 

@@ -37,7 +37,11 @@ def test_bytes_and_seconds_add_up_over_ranks_and_calls_and_give_the_rate() -> No
         "transfer/tcp/transfers": 1.0,
         "time/transfer/tcp/gb_per_s": pytest.approx(1e-6),
         "transfer/actor.update/bytes": 4_000.0,
+        "time/transfer/actor.update/seconds": pytest.approx(4e-6),
+        "time/transfer/actor.update/gb_per_s": pytest.approx(1.0),
         "transfer/critic.update/bytes": 4_500.0,
+        "time/transfer/critic.update/seconds": pytest.approx(0.500004),
+        "time/transfer/critic.update/gb_per_s": pytest.approx(4_500 / 0.500004 / 1e9),
     }
 
 
