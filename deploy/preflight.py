@@ -26,7 +26,7 @@ def check(config: Config, names: list[str]) -> None:
     for name in names:
         check_model(name, config.services[name])
     for name in names:
-        check_address(name, config.services[name].address)
+        check_address(name, config.services[name].bind_address)
 
 
 def check_torch() -> None:

@@ -18,6 +18,7 @@ from nccl_transfer.mesh import Mesh
 from rlhf import meshes
 from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service
 from rlhf.errors import ConfigError, RlhfError
+from services.hosts import interface_of, place
 from services.ranks import Ranks
 from services.server import RankServer
 from services.worker import Worker
@@ -82,13 +83,15 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
         what = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"services.{name}.model: directory {model} {what}")
     if int(os.environ.get("RANK", "0")) == 0:
-        host, _, port = table.address.rpartition(":")
+        host, _, port = table.bind_address.rpartition(":")
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, int(port)))
             except OSError as error:
-                raise ConfigError(f"services.{name}.address: {table.address}: {error.strerror}") from None
+                raise ConfigError(
+                    f"services.{name}.address: {table.bind_address}: {error.strerror}"
+                ) from None
 
 
 def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
@@ -97,6 +100,10 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
     # Without it, cuBLAS may choose other kernels for the same product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
+    # Left alone, gloo takes the interface that the host's name stands for, which other hosts may not reach.
+    here = place(table)
+    if interface := interface_of(here.reached) or interface_of(here.listen):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     module, _, class_name = worker_path.partition(":")
     try:
         worker_class = getattr(importlib.import_module(module), class_name).for_table(table)

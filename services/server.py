@@ -41,6 +41,7 @@ from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
 from rlhf.v1 import transfer_pb2, worker_pb2
 from services.execution import ANSWER_S, CallQueue
+from services.hosts import check_reachable, place
 from services.worker import Registration, Worker, registered_methods
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -74,7 +75,7 @@ class RankServer:
         self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
         self.sources = DeviceSources.of_this_process(self.store)
         self.unavailable = unavailable()
-        self._host = table.address.rpartition(":")[0]
+        self._place = place(table)
         self._stop = asyncio.Event()
         self._process = psutil.Process()
         self._ranks_info: list[worker_pb2.RankInfo] = []
@@ -94,7 +95,7 @@ class RankServer:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._bind(server, self.worker.table)
         arena = ArenaServer(self.store)
-        stream = ByteServer(self.store, self._host.strip("[]"))
+        stream = ByteServer(self.store, self._place.listen.strip("[]"))
         try:
             self._meet_peers(port, arena, stream)
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,7 +114,7 @@ class RankServer:
             self.store.close()
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
-        address = table.address if self.worker.ranks.rank == 0 else f"{self._host}:0"
+        address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._place.listen}:0"
         try:
             port = server.add_insecure_port(address)
         except RuntimeError as error:
@@ -125,7 +126,7 @@ class RankServer:
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> None:
         ranks = self.worker.ranks
         own = Endpoint(
-            f"{self._host}:{port}",
+            f"{self._place.reached}:{port}",
             host_id(),
             arena.name,
             ranks.epoch,
@@ -137,6 +138,7 @@ class RankServer:
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
+        check_reachable(ranks.endpoints)
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
             pipeline, tensor, data = ranks.mesh.position(rank)
             self._ranks_info.append(

@@ -69,11 +69,20 @@ class OptimizerTable(Strict):
         return self
 
 
+WILDCARDS = ("0.0.0.0", "[::]", "*")
+"""Hosts that stand for all addresses of this one, to listen on."""
+
+
 class ServiceTable(Strict):
     """What services of every role have in common."""
 
     address: str
     """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
+    bind_host: str = ""
+    """Where ranks listen: an address of their host, or 0.0.0.0 for all it has. Empty: where they are reached."""
+    advertise_host: str = ""
+    """Where the ranks of one host are reached by others; for a service over several hosts, given on each by `--set`.
+    Empty: on rank 0's host the host of `address`, on another the address that it reaches rank 0 from."""
     external: bool = False
     """Somebody else starts the service, for example one in another language: the launcher leaves it alone."""
     ranks: Positive = 1
@@ -99,11 +108,25 @@ class ServiceTable(Strict):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
-        if host in ("0.0.0.0", "[::]", "*"):
+        if host in WILDCARDS:
             raise ValueError(
-                f"{address!r}: the address is also where other ranks connect to; name one of this host"
+                f"{address!r}: the address is also where other ranks connect to; name one of this host, and listen on "
+                "all with bind_host"
             )
         return address
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _check_advertise_host(cls, host: str) -> str:
+        if host in WILDCARDS:
+            raise ValueError(f"{host!r} is no address that others can connect to")
+        return host
+
+    @property
+    def bind_address(self) -> str:
+        """host:port that rank 0 listens on."""
+        host, _, port = self.address.rpartition(":")
+        return f"{self.bind_host or host}:{port}"
 
 
 class ZeroTable(Strict):

@@ -1,5 +1,5 @@
 """The quickstart's task across two hosts: this one, and a network namespace that stands for another. Ranks on one
-host share memory, ranks on two use tcp, and the numbers are those of one host."""
+host share memory, ranks on two use tcp, be they of one service or of several, and the numbers are those of one host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 from controller.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
+from rlhf.errors import OutOfStep, ServiceLost
 
 IP = shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
 pytestmark = [
@@ -31,6 +34,9 @@ THERE = ("critic", "reward")
 """What runs on the other host; the actor, the reference and the controller run on this one."""
 PORT = 29411
 """In a namespace of their own ports are free."""
+CALL_S = 20.0
+END_S = 40.0
+"""Longest that torchrun takes to end once a rank of its host has."""
 
 
 @dataclass(frozen=True)
@@ -106,40 +112,135 @@ def received(service: Service) -> dict[str, int]:
     return {name: count for name, count in totals.items() if count}
 
 
-def test_a_run_across_two_hosts_gives_the_numbers_of_one(
-    hosts: TwoHosts, config: Config, tmp_path: Path
-) -> None:
-    here = iter(free_ports(2 + len(ROLES)))
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves that the seed determines: metrics of each step, and the sum of the weights."""
+
+    numbers: list[dict[str, float]]
+    sha256: str
+
+    @staticmethod
+    def of(directory: Path) -> Outcome:
+        sha256 = json.loads((directory / "summary.json").read_text())["actor_sha256"]
+        return Outcome(numbers(directory), sha256)
+
+
+@pytest.fixture(scope="module")
+def one_host(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run with all services on one host."""
+    directory = tmp_path_factory.mktemp("together")
+    addresses = {role: f"127.0.0.1:{port}" for role, port in zip(ROLES, free_ports(len(ROLES)), strict=True)}
+    together = addressed(config, addresses, directory)
+    processes = Processes()
+    try:
+        return Outcome.of(run(together, directory / "together.toml", processes, "--launch"))
+    finally:
+        processes.kill()
+
+
+@pytest.fixture
+def apart(hosts: TwoHosts, config: Config, tmp_path: Path) -> Config:
+    """The run with services on two hosts."""
+    here = iter(free_ports(len(ROLES)))
     addresses = {
         role: f"{hosts.there}:{PORT + number}" if role in THERE else f"{hosts.here}:{next(here)}"
         for number, role in enumerate(ROLES)
     }
-    apart = addressed(config, addresses, tmp_path / "apart")
-    together = addressed(config, {role: f"127.0.0.1:{next(here)}" for role in ROLES}, tmp_path / "together")
-    path = write_config(apart, tmp_path / "apart.toml")
+    return addressed(config, addresses, tmp_path)
+
+
+def torchrun(role: str, path: Path, *flags: str) -> tuple[str, ...]:
+    return ("torchrun", *flags, "-m", f"services.{role}", "--config", str(path))
+
+
+def on_one(role: str, config: Config, path: Path) -> tuple[str, ...]:
+    """How all ranks of a service are started on one host."""
+    return torchrun(role, path, "--standalone", f"--nproc-per-node={config.services[role].ranks}")
+
+
+def on_both(role: str, hosts: TwoHosts, path: Path) -> list[tuple[str, ...]]:
+    """How a service is started with a rank on each host. Here it listens on all addresses, as it may."""
+    (port,) = free_ports(1)
+    flags = ("--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.here}", f"--master-port={port}")
+    return [
+        (*torchrun(role, path, "--node-rank=0", *flags), "--set", f"services.{role}.bind_host=0.0.0.0"),
+        hosts.on_there(*torchrun(role, path, "--node-rank=1", *flags)),
+    ]
+
+
+def traffic_of(config: Config) -> dict[str, dict[str, int]]:
+    """Bytes that reached each service, by transport."""
+    traffic = {}
+    for role in ROLES:
+        service = Service(role, config.services[role].address)
+        traffic[role] = received(service)
+        service.close()
+    return traffic
+
+
+@contextmanager
+def serving(
+    commands: Iterable[tuple[str, ...]], config: Config, roles: Iterable[str] = ROLES
+) -> Iterator[Processes]:
+    """The services of these roles, which these commands start."""
     processes = Processes()
     try:
-        for role in ROLES:
-            ranks = str(apart.services[role].ranks)
-            command = (
-                "torchrun", "--standalone", "--nproc-per-node", ranks, "-m", f"services.{role}", "--config", str(path),
-            )  # fmt: skip
-            processes.start(*(hosts.on_there(*command) if role in THERE else command))
-        for role, address in addresses.items():
+        for command in commands:
+            processes.start(*command)
+        for role in roles:
+            address = config.services[role].address
             wait_until(lambda address=address: is_listening(address), 60, f"{role} at {address}")
-        directory = run(apart, tmp_path / "apart.toml", processes)
-        traffic = {}
-        for role in ROLES:
-            service = Service(role, addresses[role])
-            traffic[role] = received(service)
-            service.close()
-        # Both read the actor's tokens, one on the actor's host and one on the other.
-        assert set(traffic["reference"]) == {"memfd"}
-        assert set(traffic["critic"]) == {"tcp"}
-        processes.kill()
-        one_host = run(together, tmp_path / "together.toml", processes, "--launch")
-        assert numbers(directory) == numbers(one_host)
-        sha256 = [json.loads((d / "summary.json").read_text())["actor_sha256"] for d in (directory, one_host)]
-        assert sha256[0] == sha256[1]
+        yield processes
     finally:
         processes.kill()
+
+
+def test_services_on_two_hosts_give_the_numbers_of_one(
+    hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
+) -> None:
+    path = write_config(apart, tmp_path / "apart.toml")
+    commands = {role: on_one(role, apart, path) for role in ROLES}
+    commands |= {role: hosts.on_there(*commands[role]) for role in THERE}
+    with serving(commands.values(), apart) as processes:
+        outcome = Outcome.of(run(apart, path, processes))
+        traffic = traffic_of(apart)
+    assert outcome == one_host
+    # Both read the actor's tokens, one on the actor's host and one on the other.
+    assert set(traffic["reference"]) == {"memfd"}
+    assert set(traffic["critic"]) == {"tcp"}
+
+
+def test_a_service_over_two_hosts_gives_the_numbers_of_one(
+    hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
+) -> None:
+    path = write_config(apart, tmp_path / "apart.toml")
+    actor = on_both("actor", hosts, path)
+    others = [
+        hosts.on_there(*command) if role in THERE else command
+        for role in ROLES[1:]
+        for command in [on_one(role, apart, path)]
+    ]
+    with serving([*actor, *others], apart) as processes:
+        outcome = Outcome.of(run(apart, path, processes))
+        traffic = traffic_of(apart)
+        service = Service("actor", apart.services["actor"].address)
+        reached = [address.rpartition(":")[0] for address in service.addresses]
+        service.close()
+    assert reached == [hosts.here, hosts.there]
+    assert outcome == one_host
+    # Each reads the tokens of the actor's rank beside it, and of the one on the other host.
+    assert set(traffic["reference"]) == set(traffic["critic"]) == {"memfd", "tcp"}
+
+
+def test_a_rank_that_dies_on_one_host_ends_the_service_on_both_with_the_next_call(
+    hosts: TwoHosts, apart: Config, tmp_path: Path
+) -> None:
+    path = write_config(apart, tmp_path / "apart.toml")
+    with serving(on_both("actor", hosts, path), apart, ["actor"]) as processes:
+        service = Service("actor", apart.services["actor"].address)
+        os.kill(service.description.ranks[1].pid, signal.SIGKILL)
+        survivor, dead = service.start("offload", timeout_s=CALL_S).outcomes()
+        assert isinstance(survivor, OutOfStep)
+        assert isinstance(dead, ServiceLost)
+        wait_until(lambda: not processes.living(), END_S, "the service's end on both hosts")
+        service.close()

@@ -124,6 +124,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("algorithm.kl_target=1\nalgorithm.kl_horizon=100", r"kl_horizon: 100 is too short for 512 rows"),
         ("rollout.top_k=5\nalgorithm.recompute_log_probs=false", r"recompute_log_probs: must be true with"),
         ("services.actor.address='0.0.0.0:7101'", r"services\.actor\.address: .*name one of this host"),
+        ("services.actor.advertise_host='0.0.0.0'", r"services\.actor\.advertise_host: .* can connect to"),
         ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 devices for 2 ranks"),
         (
             "algorithm.rollout_correction='mask'\nalgorithm.recompute_log_probs=false",

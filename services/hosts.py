@@ -1,0 +1,91 @@
+"""Where the ranks of a service listen and where others reach them, be they on one host or on several."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from nccl_transfer.batch import Endpoint
+from rlhf.config import ServiceTable
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Hosts without a port, as in addresses: a name, an IPv4 address, or an IPv6 address in brackets.
+
+    Attributes:
+        listen: Where the ranks here listen.
+        reached: Where others find them.
+    """
+
+    listen: str
+    reached: str
+
+
+def place(table: ServiceTable) -> Place:
+    """The place of this host's ranks.
+
+    torchrun numbers hosts, and rank 0 is on the first. Ranks there are at the host of the service's address; those
+    on another are where that host sees them, which is the address this one would send to it from.
+
+    Raises:
+        ConfigError: There is no way to the first host.
+    """
+    first = table.address.rpartition(":")[0]
+    own = first if os.environ.get("GROUP_RANK", "0") == "0" else source_host(first)
+    return Place(table.bind_host or own, table.advertise_host or own)
+
+
+def source_host(target: str) -> str:
+    """The address that this host sends from to another.
+
+    Raises:
+        ConfigError: It does not know the other, or no way to it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            target.strip("[]"), 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of datagrams: chooses a route and sends nothing
+            host = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"there is no way from here to {target}, where rank 0 is: {error.strerror}"
+        ) from None
+    return f"[{host}]" if family == socket.AF_INET6 else host
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has a host's address; None where it is not an interface's of this host."""
+    try:
+        address = socket.getaddrinfo(host.strip("[]"), None)[0][4][0]
+    except OSError:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, has in interfaces if address in {each.address for each in has}), None)
+
+
+def check_reachable(endpoints: Sequence[Endpoint]) -> None:
+    """Raises ConfigError where ranks are on several hosts and one is found only on its own."""
+    # Without the user, who has to be the same to share memory and not to connect.
+    hosts = {endpoint.host_id.rpartition(":")[0] for endpoint in endpoints}
+    for endpoint in endpoints:
+        if len(hosts) > 1 and _is_loopback(endpoint.address.rpartition(":")[0]):
+            raise ConfigError(
+                f"services.{endpoint.service}.address: ranks are on {len(hosts)} hosts, and rank {endpoint.rank} is at "
+                f"{endpoint.address}, where only its own host reaches it"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

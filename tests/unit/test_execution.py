@@ -1,0 +1,82 @@
+"""What a rank keeps of calls that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from nccl_transfer import fetch, wire
+from nccl_transfer.batch import Batch, Endpoint, LocalColumn
+from nccl_transfer.columns import Jagged
+from nccl_transfer.store import TensorStore
+from rlhf.config import ReferenceTable
+from rlhf.contract import group_methods
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2
+from services.execution import CallQueue
+from services.ranks import Ranks
+from services.worker import CallContext, Result, Rows, Worker, register
+
+
+class Reference(Worker):
+    """Has a result for rows without a negative number, and holds none of them."""
+
+    role = "reference"
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        values = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
+        if values.min() < 0:
+            raise InvalidRequest("a negative number")
+        return Result(metrics={"sum": (float(values.sum()), 1.0)})
+
+
+class WatchedFetcher(fetch.Fetcher):
+    """Knows whether the rows of its last fetch are still there."""
+
+    def __init__(self) -> None:
+        super().__init__("", [])
+
+    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+        rows = super().fetch(*arguments, **options)
+        self.last = weakref.ref(rows)
+        return rows
+
+
+async def call(queue: CallQueue, call_id: str, number: int) -> Any:
+    """The response to a call with one row of one number; raises what the call fails with."""
+    method = group_methods("reference")["compute_ref_log_prob"]
+    batch = Batch(1, {"prompt_ids": LocalColumn(Jagged(np.array([number]), np.array([1])))})
+    request = cast(Any, method.request)(
+        call=common_pb2.Call(call_id=call_id), batch=wire.to_proto(batch), temperature=1.0
+    )
+    return await queue.submit(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
+
+
+def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
+    store, fetcher = TensorStore(1 << 16), WatchedFetcher()
+    store.endpoint = Endpoint("here")
+    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
+
+    async def main() -> None:
+        queue = CallQueue(Reference(table, Ranks(0, 1, 1)), store, fetcher)
+        first = await call(queue, "good", 7)
+        gc.collect()
+        assert fetcher.last() is None
+        assert await call(queue, "good", 7) is first
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="a negative number"):
+                await call(queue, "bad", -7)
+            gc.collect()
+            assert fetcher.last() is None
+        await queue.drain()
+
+    asyncio.run(main())
+    fetcher.close()
+    store.close()

@@ -1,0 +1,63 @@
+"""Where ranks listen and are reached, on one host and on several."""
+
+from __future__ import annotations
+
+import pytest
+
+from nccl_transfer.batch import Endpoint
+from rlhf.config import ServiceTable
+from rlhf.errors import ConfigError
+from services.hosts import Place, check_reachable, interface_of, place
+
+ELSEWHERE = "192.0.2.1"
+"""An address for documents: no host has it."""
+
+
+def endpoint(rank: int, address: str, host_id: str) -> Endpoint:
+    return Endpoint(f"{address}:7101", host_id, service="actor", rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("group", "keys", "expected"),
+    [
+        (None, {}, Place(ELSEWHERE, ELSEWHERE)),
+        ("0", {}, Place(ELSEWHERE, ELSEWHERE)),
+        ("0", {"bind_host": "0.0.0.0"}, Place("0.0.0.0", ELSEWHERE)),
+        ("0", {"advertise_host": "node0"}, Place(ELSEWHERE, "node0")),
+        ("1", {"address": "127.0.0.1:1"}, Place("127.0.0.1", "127.0.0.1")),
+        ("1", {"address": "[::1]:1"}, Place("[::1]", "[::1]")),
+        ("1", {"address": "127.0.0.1:1", "bind_host": "0.0.0.0"}, Place("0.0.0.0", "127.0.0.1")),
+        ("1", {"address": "127.0.0.1:1", "advertise_host": "node1"}, Place("127.0.0.1", "node1")),
+    ],
+)
+def test_ranks_beside_rank_0_are_at_its_address_and_others_where_they_reach_it_from(
+    group: str | None, keys: dict[str, str], expected: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    if group is not None:
+        monkeypatch.setenv("GROUP_RANK", group)
+    assert place(ServiceTable(**{"address": f"{ELSEWHERE}:7101", **keys})) == expected
+
+
+def test_a_first_host_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "1")
+    with pytest.raises(ConfigError, match=r"no way from here to nowhere\.invalid, where rank 0 is"):
+        place(ServiceTable(address="nowhere.invalid:7101"))
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "lo"), ("[::1]", "lo"), (ELSEWHERE, None)])
+def test_the_interface_of_an_address(host: str, expected: str | None) -> None:
+    assert interface_of(host) == expected
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "[::1]", "localhost"])
+def test_loopback_is_refused_for_ranks_on_several_hosts(loopback: str) -> None:
+    ranks = [endpoint(0, "10.0.0.1", "boot:1:0"), endpoint(1, loopback, "boot:2:0")]
+    with pytest.raises(
+        ConfigError, match=r"services\.actor\.address: .* 2 hosts, and rank 1 is at .*only its own"
+    ):
+        check_reachable(ranks)
+
+
+def test_loopback_is_enough_on_one_host_whoever_its_users_are() -> None:
+    check_reachable([endpoint(0, "127.0.0.1", "boot:1:0"), endpoint(1, "127.0.0.1", "boot:1:7")])
