@@ -113,12 +113,13 @@ class Report:
 
     def names(self, maker: Maker) -> bool:
         """Whether some rank says who is gone. One that had its row already only says that its peer failed."""
-        failed = [each for each in self.outcomes if isinstance(each, RlhfError)]
-        told = [each for each in failed if isinstance(each, ServiceLost | DeadlineExceeded)]
+        told = [
+            each for each in self.outcomes if isinstance(each, RlhfError) and not isinstance(each, PeerFailed)
+        ]
         who = f"rank 0 at {maker.service.addresses[0]}"
-        return bool(told) and all(who in str(each) for each in told) and all(
-            isinstance(each, PeerFailed) or each in told for each in failed
-        )  # fmt: skip
+        return bool(told) and all(
+            isinstance(e, ServiceLost | DeadlineExceeded) and who in str(e) for e in told
+        )
 
 
 class Reader:
@@ -152,6 +153,11 @@ class Reader:
             assert set(outcome.outcome.timing.traffic) == {self.name}
         self.good_calls += 1
         return None
+
+    def wait_for_calls(self, count: int) -> None:
+        """Returns once so many more calls have gone well."""
+        wanted = self.good_calls + count
+        wait_until(lambda: self.good_calls >= wanted, DEADLINE_S, f"{count} transfers by {self.name}")
 
     def read_until_it_fails(self, rows: Batch) -> Report:
         for _ in range(10_000):
@@ -236,8 +242,7 @@ def play(
     for reader, report in sorted(reports.items(), key=lambda item: item[0].maps):
         if reader.maps and number == signal.SIGSTOP:
             # Memory stays good while its owner is stopped: only the owner's end is an error.
-            calls = reader.good_calls
-            wait_until(lambda: reader.good_calls > calls + 1, DEADLINE_S, f"{reader.name} of a stopped rank")  # noqa: B023
+            reader.wait_for_calls(2)
             struck = maker.strike(signal.SIGKILL)
         said = report.result(DEADLINE_S + 10)
         assert said.names(maker), f"{reader.name}: {said.outcomes}"

@@ -20,6 +20,13 @@ def made(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.float64)
 
 
+def numbers(rows: Rows, name: str) -> np.ndarray:
+    """All entries of a column of lists, end to end."""
+    column = rows[name]
+    assert isinstance(column, Jagged)
+    return column.values
+
+
 class Maker(Worker):
     """Stores long rows: of each row given, `made` of its first prompt id and its first response id."""
 
@@ -27,7 +34,7 @@ class Maker(Worker):
 
     @register("3D_PROTO")
     def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        starts, counts = (rows[name].values for name in ("prompt_ids", "response_ids"))
+        starts, counts = numbers(rows, "prompt_ids"), numbers(rows, "response_ids")
         values = [made(int(start), int(count)) for start, count in zip(starts, counts, strict=True)]
         return Result({"ref_log_probs": Jagged(np.concatenate(values), counts)})
 
@@ -39,7 +46,7 @@ class Reader(Worker):
 
     @register("3D_PROTO")
     def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(metrics={"sum": (float(rows["response_ids"].values.sum()), rows.count)})
+        return Result(metrics={"sum": (float(numbers(rows, "response_ids").sum()), rows.count)})
 
 
 if __name__ == "__main__":
