@@ -30,6 +30,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import torch
+import uvloop
 from rich.table import Table
 
 from benchmarks.report import circumstances, console, json_option, write_json
@@ -210,13 +211,15 @@ def run_socket(nbytes: int, parent: Connection) -> None:
 
 
 class Reader:
-    """A rank that fetches its rows and reads every byte of them, behind a gRPC method."""
+    """A rank that fetches its rows and reads every byte of them, for each message of a stream, as ranks get calls."""
 
     def __init__(self) -> None:
         self.fetcher = Fetcher(host_id(), create_transports(["memfd"]))
 
-    async def take(self, request: bytes, context: Any) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(None, self._take, request)
+    async def take(self, requests: Any, context: Any) -> None:
+        loop = asyncio.get_running_loop()
+        while isinstance(request := await context.read(), bytes):
+            await context.write(await loop.run_in_executor(None, self._take, request))
 
     def _take(self, request: bytes) -> bytes:
         batch = from_proto(common_pb2.Batch.FromString(request))
@@ -237,7 +240,7 @@ def run_reader(argument: None, parent: Connection) -> None:
 
     async def serve() -> None:
         server, reader = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))), Reader()
-        handler = grpc.unary_unary_rpc_method_handler(reader.take)
+        handler = grpc.stream_stream_rpc_method_handler(reader.take)
         service, method = _TAKE[1:].split("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         parent.send(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
@@ -248,7 +251,7 @@ def run_reader(argument: None, parent: Connection) -> None:
         reader.fetcher.close()
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+        uvloop.run(serve())
 
 
 @contextmanager
@@ -371,20 +374,21 @@ def our_ranks(message: bytes, ranks: int) -> Iterator[Callable[[], object]]:
         addresses = [receive(pipe) for pipe in pipes]
         loop = stack.enter_context(contextlib.closing(Loop()))
 
-        async def connect() -> list[grpc.aio.Channel]:
-            return [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+        async def connect() -> tuple[list[grpc.aio.Channel], list[Any]]:
+            channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+            return channels, [channel.stream_stream(_TAKE)() for channel in channels]
 
-        channels = loop.run(connect(), TIMEOUT_S)
-        stubs = [channel.unary_unary(_TAKE) for channel in channels]
+        channels, streams = loop.run(connect(), TIMEOUT_S)
         batch = from_proto(common_pb2.Batch.FromString(message))
         protocol, mesh = get_protocol("DP_PROTO"), Mesh(data=ranks)
 
+        async def ask(stream: Any, part: np.ndarray) -> bytes:
+            await stream.write(to_proto(batch.take(part), part).SerializeToString())
+            return await stream.read()
+
         async def fan_out() -> None:
-            rows = protocol.distribute(batch.rows, mesh)
-            requests = [to_proto(batch.take(part), part).SerializeToString() for part in rows]
-            await asyncio.gather(
-                *(stub(r, timeout=TIMEOUT_S) for stub, r in zip(stubs, requests, strict=True))
-            )
+            parts = protocol.distribute(batch.rows, mesh)
+            await asyncio.gather(*(ask(stream, part) for stream, part in zip(streams, parts, strict=True)))
 
         yield lambda: loop.run(fan_out(), TIMEOUT_S)
         for channel in channels:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.rpc import status_pb2
 
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
-from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
+from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, from_rpc_error, from_status
+from rlhf.v1 import worker_pb2
+
+CLOSE_S = 1.0
+"""How long a rank that does not read may hold up the end of its stream of calls."""
 
 
 class RankClient:
@@ -20,9 +29,12 @@ class RankClient:
         rank: Rank within it.
         address: host:port.
         is_ours: Whether a server of this package answers there, which expects pings.
+        dispatches: Whether it serves WorkerService.Dispatch, over which calls that run on the group then go.
     """
 
-    def __init__(self, service: str, rank: int, address: str, *, is_ours: bool = False) -> None:
+    def __init__(
+        self, service: str, rank: int, address: str, *, is_ours: bool = False, dispatches: bool = False
+    ) -> None:
         self.service = service
         self.rank = rank
         self.address = address
@@ -30,20 +42,29 @@ class RankClient:
             address, options=CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS
         )
         self._callables: dict[str, Any] = {}
+        self._dispatches = dispatches
+        self._stream: DispatchStream | None = None
 
     def __str__(self) -> str:
         return f"{self.service} rank {self.rank} ({self.address})"
 
-    async def call(
-        self, method: Method, request: Any, timeout_s: float, *, wait_for_ready: bool = False
-    ) -> Any:
+    def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
+        """Begins a call; errors of its future are those of `call`. Cancelling the future forgets the answer, and does
+        not stop what the rank does."""
+        if not self._dispatches or method.spec is None:
+            return asyncio.ensure_future(self.call(method, request, timeout_s))
+        if self._stream is None or self._stream.closed:
+            self._stream = DispatchStream(str(self), self._callable(WORKER["Dispatch"])())
+        return self._stream.start(method, request, timeout_s)
+
+    async def call(self, method: Method, request: Any, timeout_s: float) -> Any:
         """One unary call.
 
         Raises:
             RlhfError: As the service says, or ServiceLost, DeadlineExceeded.
         """
         try:
-            return await self._callable(method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            return await self._callable(method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explain(error, method, timeout_s) from error
 
@@ -56,24 +77,126 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
         await self._channel.close()
 
     def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
         explained = from_rpc_error(error, f"{self} {method.name}")
         if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
             # The rank has said nothing; this is gRPC's own clock.
-            return DeadlineExceeded(f"{self} {method.name}: no answer within {timeout_s:g} s")
+            return _unanswered(str(self), method, timeout_s)
         return explained
 
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:
             kind = self._channel.unary_stream if method.streams else self._channel.unary_unary
+            if method.takes_stream:
+                kind = self._channel.stream_stream
             self._callables[method.path] = kind(
                 method.path,
                 request_serializer=method.request.SerializeToString,  # type: ignore[attr-defined]
                 response_deserializer=method.response.FromString,  # type: ignore[attr-defined]
             )
         return self._callables[method.path]
+
+
+@dataclass
+class _Call:
+    """A call whose answer has not come."""
+
+    method: Method
+    answer: asyncio.Future[Any]
+    timer: asyncio.TimerHandle
+
+
+class DispatchStream:
+    """Calls to one rank over one stream of WorkerService.Dispatch. Used from the event loop.
+
+    Args:
+        who: Service, rank and address, for messages.
+        stream: gRPC's call, just begun.
+
+    Attributes:
+        closed: Whether it takes no more calls: the rank is gone, or has ended it.
+    """
+
+    def __init__(self, who: str, stream: Any) -> None:
+        self.closed = False
+        self._who = who
+        self._stream = stream
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._outgoing: asyncio.Queue[worker_pb2.DispatchRequest | None] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
+        self._reader = asyncio.create_task(self._read())
+
+    def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
+        """Begins a call of a method that runs on a group."""
+        loop = asyncio.get_running_loop()
+        number = next(self._numbers)
+        timer = loop.call_later(timeout_s, self._expire, number, timeout_s)
+        call = self._calls[number] = _Call(method, loop.create_future(), timer)
+        self._outgoing.put_nowait(
+            worker_pb2.DispatchRequest(
+                number=number, method=method.path, request=request.SerializeToString(), timeout_s=timeout_s
+            )
+        )
+        return call.answer
+
+    async def close(self) -> None:
+        """Tells the rank that no more calls come."""
+        self.closed = True
+        self._outgoing.put_nowait(None)
+        await asyncio.wait([self._writer], timeout=CLOSE_S)
+
+    async def _write(self) -> None:
+        # Where this fails, so does the reader, and it tells all who wait.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while message := await self._outgoing.get():
+                await self._stream.write(message)
+            await self._stream.done_writing()
+
+    async def _read(self) -> None:
+        lost: grpc.RpcError | None = None
+        try:
+            while isinstance(message := await self._stream.read(), worker_pb2.DispatchResponse):
+                self._take(message)
+        except grpc.RpcError as error:
+            lost = error
+        self.closed = True
+        for number, call in list(self._calls.items()):
+            where = f"{self._who} {call.method.name}"
+            ended = ServiceLost(f"{where}: the rank has ended the stream of calls")
+            self._fail(number, from_rpc_error(lost, where) if lost else ended)
+
+    def _take(self, message: worker_pb2.DispatchResponse) -> None:
+        call = self._calls.get(message.number)
+        if call is None:
+            return
+        if message.WhichOneof("result") == "status":
+            status = status_pb2.Status.FromString(message.status)
+            return self._fail(message.number, from_status(status, f"{self._who} {call.method.name}"))
+        self._forget(message.number)
+        if not call.answer.done():
+            call.answer.set_result(call.method.response.FromString(message.response))  # type: ignore[attr-defined]
+
+    def _fail(self, number: int, error: RlhfError) -> None:
+        call = self._forget(number)
+        if not call.answer.done():
+            call.answer.set_exception(error)
+
+    def _expire(self, number: int, timeout_s: float) -> None:
+        self._fail(number, _unanswered(self._who, self._calls[number].method, timeout_s))
+
+    def _forget(self, number: int) -> _Call:
+        call = self._calls.pop(number)
+        call.timer.cancel()
+        return call
+
+
+def _unanswered(who: str, method: Method, timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{who} {method.name}: no answer within {timeout_s:g} s")
 
 
 WORKER = SERVICES["worker"]

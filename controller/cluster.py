@@ -155,7 +155,13 @@ class Cluster:
 
     async def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         clients = [
-            RankClient(name, rank, info.endpoint.address, is_ours=bool(description.epoch))
+            RankClient(
+                name,
+                rank,
+                info.endpoint.address,
+                is_ours=bool(description.epoch),
+                dispatches=description.dispatches,
+            )
             for rank, info in enumerate(description.ranks)
         ]
         kind = GROUPS[description.role]

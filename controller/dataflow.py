@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import uvloop
 
 from nccl_transfer.batch import Batch, Column, concat_columns
 from nccl_transfer.columns import Jagged
@@ -27,7 +28,7 @@ class Loop:
     """The controller's one event loop, on a thread of its own, so that algorithms are plain blocking code."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
 

@@ -264,14 +264,11 @@ class RoleGroup:
         """Sends each rank its request; if one fails, stops the others and raises what the culprit said."""
         timeout_s = self.session.timeout_s
         calls = [
-            asyncio.ensure_future(client.call(method, request, timeout_s))
+            client.start(method, request, timeout_s)
             for client, request in zip(self.clients, requests, strict=True)
         ]
-        ended: list[asyncio.Future[Any]] = []
-        for call in calls:
-            call.add_done_callback(ended.append)
         try:
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if not any(call.exception() for call in done):
                 return [call.result() for call in calls]
             silent = await self._cancel(requests[0].call.call_id)
@@ -283,6 +280,7 @@ class RoleGroup:
             for call in calls:
                 call.cancel()
         # Of two that are equally close to the cause, the one that failed first.
+        ended = (call for call in (*done, *pending) if call.done() and not call.cancelled())
         error = min((e for call in ended if (e := call.exception())), key=_blame)
         if silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
             raise DeadlineExceeded(

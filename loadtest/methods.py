@@ -13,6 +13,7 @@ HEALTH_CHECK = Method(
     request=health_pb2.HealthCheckRequest,
     response=health_pb2.HealthCheckResponse,
     streams=False,
+    takes_stream=False,
     spec=None,
 )
 

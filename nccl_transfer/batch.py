@@ -8,6 +8,8 @@ A column is one of
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -90,7 +92,7 @@ class RemoteColumn:
 
     @property
     def element_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * int(np.prod(self.row_shape, dtype=np.int64))
+        return ITEM_BYTES[self.dtype] * math.prod(self.row_shape)
 
     @property
     def elements(self) -> np.ndarray:
@@ -108,8 +110,12 @@ class RemoteColumn:
             self.dtype, self.row_shape, lengths, self.shards, self.shard[rows], self.element[rows]
         )
 
-    def runs(self) -> Iterator[Run]:
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
         """Maximal runs, in row order. Empty rows join the run they stand in."""
+        return tuple(self._runs())
+
+    def _runs(self) -> Iterator[Run]:
         if self.rows == 0:
             return
         elements, size = self.elements, self.element_bytes

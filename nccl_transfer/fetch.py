@@ -156,7 +156,7 @@ class Fetcher:
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
-                runs = [ByteRange(run.shard, run.start, run.nbytes) for run in column.runs() if run.nbytes]
+                runs = [ByteRange(run.shard, run.start, run.nbytes) for run in column.runs if run.nbytes]
                 values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs])
             else:
                 values[name] = column.values

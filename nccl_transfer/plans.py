@@ -29,7 +29,7 @@ def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
     wanted: dict[Endpoint, list[ByteRange]] = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
-            for run in column.runs():
+            for run in column.runs:
                 if run.nbytes:
                     r = ByteRange(run.shard, run.start, run.nbytes, name, column.dtype).whole_blocks()
                     wanted.setdefault(run.shard.endpoint, []).append(r)

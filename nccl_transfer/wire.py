@@ -113,7 +113,7 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> Non
         _encode_lengths(message, column.lengths)
         message.runs.SetInParent()
         size = max(column.element_bytes, 1)
-        for run in column.runs():
+        for run in column.runs:
             number = shards.setdefault(run.shard, len(shards))
             message.runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
     elif isinstance(column.values, list):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import sys
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,6 +45,10 @@ REMEMBERED_CALLS = 256
 
 GRACE_S = 5.0
 """How long a call past its deadline, or a call in a drain, may take to notice."""
+
+ABSENCE_S = 10.0
+"""How long a session may be without any stream of its controller before it is ended: a connection that broke is
+made again sooner."""
 
 ANSWER_S = 0.5
 """Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
@@ -96,17 +99,22 @@ class CallQueue:
         self._calls: OrderedDict[str, Running] = OrderedDict()
         self._session = ""
         self._session_started = 0
+        self._streams: Counter[str] = Counter()
+        self._absences: dict[str, asyncio.TimerHandle] = {}
         self._next = 1
         self._busy = False
         self._waiting: dict[asyncio.Future[None], common_pb2.Call] = {}
         self._abandoned: set[int] = set()
         self._draining = False
 
-    async def submit(self, method: Method, registration: Registration, request: Any, timeout_s: float) -> Any:
-        """Runs a call, or joins the one with its id, and returns its response.
+    def start(
+        self, method: Method, registration: Registration, request: Any, timeout_s: float
+    ) -> asyncio.Future[Any]:
+        """Runs a call, or joins the one with its id; the future is of the call's response, and whoever awaits it
+        shields it: others may.
 
         Raises:
-            RlhfError: As in the proto of the method.
+            RlhfError: As in the proto of the method, here or from the future.
         """
         call = request.call
         if not call.call_id:
@@ -117,7 +125,27 @@ class CallQueue:
         if known is None:
             known = self._admit(method, registration, request, timeout_s)
         assert known.response is not None
-        return await asyncio.shield(known.response)
+        return known.response
+
+    def opened_stream(self, session: str) -> None:
+        """A session's controller has a stream here, which tells that it is there."""
+        self._streams[session] += 1
+        if absence := self._absences.pop(session, None):
+            absence.cancel()
+
+    def closed_stream(self, session: str) -> None:
+        """One of them closed. After the last the session ends, unless there soon is a new one."""
+        self._streams[session] -= 1
+        if not self._streams[session]:
+            loop = asyncio.get_running_loop()
+            self._absences[session] = loop.call_later(ABSENCE_S, self._end_session, session)
+
+    def _end_session(self, session: str) -> None:
+        del self._streams[session], self._absences[session]
+        for known in self._calls.values():
+            if known.context.call.session == session:
+                self._stop(known)
+        self.store.end(session)
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
@@ -178,14 +206,11 @@ class CallQueue:
         return known
 
     def _forget_old_calls(self) -> None:
-        over = max(len(self._calls) - REMEMBERED_CALLS, 0)
-        ended = (
-            call_id
-            for call_id, known in self._calls.items()
-            if known.response is not None and known.response.done()
-        )
-        for call_id in list(itertools.islice(ended, over)):
-            del self._calls[call_id]
+        while len(self._calls) > REMEMBERED_CALLS:
+            oldest = next(iter(self._calls.values()))
+            if oldest.response is None or not oldest.response.done():
+                break
+            self._calls.popitem(last=False)
 
     def _open_session(self, call: common_pb2.Call) -> None:
         if call.session_started_unix_ns < self._session_started:
@@ -413,10 +438,14 @@ class CallQueue:
         if not done:
             self._leave(f"{known.method.name} ({call_id}) is stuck {GRACE_S:g} s past its deadline")
         error = work.exception()
-        if isinstance(error, CallCancelled):
+        # A rank that was asked to stop may hear it from a peer first.
+        was_stopped = type(error) is PeerFailed and known.context.cancelled.is_set()
+        if was_stopped or isinstance(error, CallCancelled):
             self._check_session(known.context.call)
-        if isinstance(error, CallCancelled) and time.monotonic() > known.context.deadline:
-            raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
+            if time.monotonic() > known.context.deadline:
+                raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
+        if was_stopped:
+            raise CallCancelled(f"call {call_id} was cancelled") from error
         if isinstance(error, OutOfStep):
             asyncio.get_running_loop().call_later(ANSWER_S, self._leave, str(error))
         return work.result()
@@ -430,6 +459,11 @@ class CallQueue:
         self.phase, self.running = phase, running
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def time_to_answer(remaining_s: float) -> float:
+    """How long a call may take, of what its caller waits, so that the caller hears what was late."""
+    return remaining_s - min(ANSWER_S, remaining_s / 10)
 
 
 async def _without_frames(run: Awaitable[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib
 import logging
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import click
+import uvloop
 
 from nccl_transfer.mesh import Mesh
 from rlhf import meshes
@@ -111,7 +111,7 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
     worker = worker_class(table, ranks)
-    asyncio.run(_run(worker, name))
+    uvloop.run(_run(worker, name))
     ranks.leave()
     logging.info("left")
     sys.stdout.flush()

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import psutil
+from google.rpc import status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -40,7 +41,8 @@ from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
 from rlhf.v1 import transfer_pb2, worker_pb2
-from services.execution import ANSWER_S, CallQueue
+from services.dispatch import DispatchStream
+from services.execution import CallQueue, time_to_answer
 from services.hosts import check_reachable, place
 from services.worker import Registration, Worker, registered_methods
 
@@ -77,6 +79,7 @@ class RankServer:
         self.unavailable = unavailable()
         self._place = place(table)
         self._stop = asyncio.Event()
+        self._drained = asyncio.Event()
         self._process = psutil.Process()
         self._ranks_info: list[worker_pb2.RankInfo] = []
 
@@ -105,6 +108,7 @@ class RankServer:
             await self._stop.wait()
             await serving.enter_graceful_shutdown()
             await self.queue.drain()
+            self._drained.set()
             self.sources.close()
             await server.stop(grace=1.0)
         finally:
@@ -152,6 +156,7 @@ class RankServer:
     def _add_services(self, server: grpc.aio.Server, serving: Any) -> None:
         worker = {
             "Describe": self._describe,
+            "Dispatch": self._dispatch,
             "Watch": self._watch,
             "Cancel": self._cancel,
             "Release": self._release,
@@ -181,7 +186,7 @@ class RankServer:
         assert registration is not None, f"{method.path} is neither direct nor registered"
 
         async def run(request: Any, context: Any) -> Any:
-            return await self.queue.submit(method, registration, request, _timeout_s(context))
+            return await asyncio.shield(self.queue.start(method, registration, request, _timeout_s(context)))
 
         return run
 
@@ -190,9 +195,7 @@ class RankServer:
 
         async def fail(error: Exception, request: Any, context: Any) -> None:
             call = getattr(request, "call", None)
-            where = {"service": self.name, "role": self.worker.role, "rank": str(self.worker.ranks.rank),
-                     "method": method.name, "call_id": call.call_id if call is not None else ""}  # fmt: skip
-            status = to_status(error, where)
+            status = self._status_of(error, method.name, call.call_id if call is not None else "")
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
             code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
             await context.abort(code, status.message)
@@ -210,7 +213,11 @@ class RankServer:
             except Exception as error:  # noqa: BLE001 - mapped to a status, with its traceback
                 await fail(error, request, context)
 
-        return stream if method.streams else unary
+        return stream if method.streams and not method.takes_stream else unary
+
+    def _status_of(self, error: Exception, method: str, call_id: str) -> status_pb2.Status:
+        where = {"service": self.name, "role": self.worker.role, "rank": str(self.worker.ranks.rank)}
+        return to_status(error, {**where, "method": method, "call_id": call_id})
 
     async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         ranks, mesh = self.worker.ranks, self.worker.ranks.mesh
@@ -230,6 +237,7 @@ class RankServer:
                 threads=self.worker.table.threads,
                 policy_version=self.worker.policy_version,
                 version=importlib.metadata.version("rlhf-cluster"),
+                dispatches=True,
             )
         )
         return answer
@@ -259,6 +267,20 @@ class RankServer:
             status.done, status.done_of = running.context.done, running.context.done_of
         return status
 
+    async def _dispatch(self, requests: Any, context: Any) -> None:
+        methods = {method.path: (method, registration) for method, registration in self.methods.values()}
+        stream = DispatchStream(self.queue, methods, self._status_of, context)
+        serving = asyncio.ensure_future(stream.serve())
+        stopping = asyncio.ensure_future(self._drained.wait())
+        try:
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise ServiceLost("the service is shutting down")
+            await serving
+        finally:
+            serving.cancel()
+            stopping.cancel()
+
     async def _cancel(self, request: Any, context: Any) -> worker_pb2.CancelResponse:
         return worker_pb2.CancelResponse(found=self.queue.cancel(request.call_id))
 
@@ -282,11 +304,16 @@ class RankServer:
 def _timeout_s(context: Any) -> float:
     """Time to answer in, so that the caller hears what was late."""
     remaining = context.time_remaining()
-    return DEFAULT_TIMEOUT_S if remaining is None else remaining - min(ANSWER_S, remaining / 10)
+    return DEFAULT_TIMEOUT_S if remaining is None else time_to_answer(remaining)
 
 
 def _rpc_handler(method: Method, function: Callable[..., Any]) -> grpc.RpcMethodHandler:
-    make = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
+    if method.takes_stream:
+        make = grpc.stream_stream_rpc_method_handler
+    elif method.streams:
+        make = grpc.unary_stream_rpc_method_handler
+    else:
+        make = grpc.unary_unary_rpc_method_handler
     return make(
         function,
         request_deserializer=method.request.FromString,  # type: ignore[attr-defined]

@@ -37,13 +37,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One rpc: how it is called, and what it declares about its batch."""
+    """One rpc: how it is called, and what it declares about its batch. `streams` is whether its responses do, and
+    `takes_stream` whether its requests do."""
 
     service: str
     name: str
     request: type
     response: type
     streams: bool
+    takes_stream: bool
     spec: Any | None
 
     @property
@@ -85,6 +87,7 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
             request=message_factory.GetMessageClass(method.input_type),
             response=message_factory.GetMessageClass(method.output_type),
             streams=method.server_streaming,
+            takes_stream=method.client_streaming,
             spec=spec,
         )
     return found

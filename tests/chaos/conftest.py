@@ -174,7 +174,8 @@ class Site:
         assert not left, "processes are left behind"
 
     def _environment(self) -> dict[str, str]:
-        own = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": str(HERE)}
+        python_path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        own = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": python_path}
         return {**os.environ, **own}
 
 

@@ -304,6 +304,14 @@ def test_a_run_that_is_told_to_stop_stops_its_calls_and_frees_its_rows(
     watch_until(client.address("actor"), lambda s: s.phase == worker_pb2.PHASE_IDLE and not s.arena_bytes)
 
 
+def test_a_killed_controller_leaves_neither_calls_nor_rows(client: Site) -> None:
+    run = client.controller()
+    wait_for_call(run, client.address("actor"), "UpdateActor")
+    run.send(signal.SIGKILL)
+    for name in ("actor", "critic", "reference"):
+        watch_until(client.address(name), lambda s: s.phase == worker_pb2.PHASE_IDLE and not s.arena_bytes)
+
+
 def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
     client: Site, cluster: Services
 ) -> None:

@@ -58,7 +58,7 @@ class World:
     def rows_of(self, column: LocalColumn | RemoteColumn) -> list[Row]:
         """What the rows of a column are, read through its runs as a transport would."""
         if isinstance(column, RemoteColumn):
-            data = b"".join(self.memory[r.shard.id][r.start : r.start + r.nbytes] for r in column.runs())
+            data = b"".join(self.memory[r.shard.id][r.start : r.start + r.nbytes] for r in column.runs)
             sizes = (column.elements * column.element_bytes).tolist()
             ends = list(itertools.accumulate(sizes))
             assert len(data) == sum(sizes) == column.nbytes
@@ -135,7 +135,7 @@ def test_rows_that_lie_side_by_side_are_one_run(made, data):
     parts = [batch.take(np.arange(a, b)) for a, b in itertools.pairwise(edges)]
     whole = Batch.concat(parts)
     for name in ("remote", "remote jagged", "remote matrix"):
-        assert len(list(remote(whole, name).runs())) == 1
+        assert len(list(remote(whole, name).runs)) == 1
 
 
 @pytest.mark.parametrize("kind", ["remote", "remote jagged"])
@@ -202,9 +202,9 @@ def test_the_wire_keeps_rows_types_and_places(made, data):
         if isinstance(column, RemoteColumn):
             returned = remote(back, name)
             assert (returned.dtype, returned.row_shape) == (column.dtype, column.row_shape)
-            assert list(returned.runs()) == list(column.runs())
+            assert list(returned.runs) == list(column.runs)
     assert {shard.id for shard in message.shards} == {
-        run.shard.id for c in batch.columns.values() if isinstance(c, RemoteColumn) for run in c.runs()
+        run.shard.id for c in batch.columns.values() if isinstance(c, RemoteColumn) for run in c.runs
     }
 
 

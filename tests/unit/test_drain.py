@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -77,3 +78,26 @@ def test_a_sandbox_reward_closes_its_grader() -> None:
     worker = RewardWorker(table, NOTHING)
     worker.close()
     assert cast(Any, worker.scorer)._grader._pool._shutdown
+
+
+def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "ABSENCE_S", 0.05)
+    ended: list[str] = []
+
+    async def main() -> None:
+        store = cast(Any, SimpleNamespace(end=ended.append))
+        queue = CallQueue(Closing(TABLE, NOTHING), store, NOTHING)
+        queue.opened_stream("run")
+        queue.opened_stream("run")
+        queue.closed_stream("run")
+        await asyncio.sleep(0.1)
+        assert not ended, "one stream is open"
+        queue.closed_stream("run")
+        queue.opened_stream("run")
+        await asyncio.sleep(0.1)
+        assert not ended, "a stream was opened in time"
+        queue.closed_stream("run")
+        await asyncio.sleep(0.1)
+        assert ended == ["run"]
+
+    asyncio.run(main())

@@ -1,0 +1,110 @@
+"""Calls over one stream, on the side of the rank: begun as they come, answered as they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc.aio
+from google.rpc import status_pb2
+
+from rlhf.contract import Method
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import worker_pb2
+from services.execution import CallQueue, time_to_answer
+from services.worker import Registration
+
+StatusOf = Callable[[Exception, str, str], status_pb2.Status]
+"""The status of an error, by the names of its method and its call."""
+
+
+class DispatchStream:
+    """One stream of WorkerService.Dispatch.
+
+    Args:
+        queue: Runs the calls.
+        methods: What may be called, by path.
+        status_of: Tells what became of a call that failed.
+        context: gRPC's, of the stream.
+    """
+
+    def __init__(
+        self,
+        queue: CallQueue,
+        methods: Mapping[str, tuple[Method, Registration]],
+        status_of: StatusOf,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        self._queue = queue
+        self._methods = methods
+        self._status_of = status_of
+        self._context = context
+        self._writing = asyncio.Lock()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._sessions: set[str] = set()
+
+    async def serve(self) -> None:
+        """Serves until the caller is done and all is answered, or the connection is lost."""
+        try:
+            while isinstance(message := await self._context.read(), worker_pb2.DispatchRequest):
+                await self._take(message)
+            await asyncio.gather(*self._answering)
+        finally:
+            for answer in self._answering:
+                answer.cancel()
+            for session in self._sessions:
+                self._queue.closed_stream(session)
+
+    async def _take(self, message: worker_pb2.DispatchRequest) -> None:
+        """Begins a call. One that is over at once is answered at once."""
+        response, call_id = self._start(message)
+        if response.done():
+            await self._answer(message, response, call_id)
+        else:
+            answer = asyncio.create_task(self._answer(message, response, call_id))
+            self._answering.add(answer)
+            answer.add_done_callback(self._answering.discard)
+
+    def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
+        """The response to be, and the name of the call, as far as it has one."""
+        call_id = ""
+        try:
+            if message.method not in self._methods:
+                raise InvalidRequest(
+                    f"Dispatch has no method {message.method!r}; it has {sorted(self._methods)}"
+                )
+            if message.timeout_s <= 0:
+                raise InvalidRequest(
+                    f"{message.method}: timeout_s is {message.timeout_s:g}; it must be above 0"
+                )
+            method, registration = self._methods[message.method]
+            request: Any = method.request.FromString(message.request)  # type: ignore[attr-defined]
+            call_id = request.call.call_id
+            self._belongs_to(request.call.session)
+            return self._queue.start(
+                method, registration, request, time_to_answer(message.timeout_s)
+            ), call_id
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            refused = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused, call_id
+
+    def _belongs_to(self, session: str) -> None:
+        if session not in self._sessions:
+            self._sessions.add(session)
+            self._queue.opened_stream(session)
+
+    async def _answer(
+        self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
+    ) -> None:
+        answer = worker_pb2.DispatchResponse(number=message.number)
+        try:
+            answer.response = (
+                response.result() if response.done() else await asyncio.shield(response)
+            ).SerializeToString()
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            method = message.method.rpartition("/")[2]
+            answer.status = self._status_of(error, method, call_id).SerializeToString()
+        async with self._writing:
+            await self._context.write(answer)
