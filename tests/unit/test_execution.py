@@ -56,7 +56,7 @@ async def call(queue: CallQueue, call_id: str, number: int) -> Any:
     request = cast(Any, method.request)(
         call=common_pb2.Call(call_id=call_id), batch=wire.to_proto(batch), temperature=1.0
     )
-    return await queue.submit(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
+    return await queue.start(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
 
 
 def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
