@@ -39,9 +39,11 @@ FAST = {
         ((2, 2, 1, 1, 2), "hybridflow"),
         ((2, 2, 1, 2, 1), "hybridflow"),
         ((2, 1, 2, 1, 1), "hybridflow"),
+        ((4, 1, 1, 1, 1), "hybridflow"),
         ((1, 2, 2, 1, 1), "hybridflow_v"),
         ((2, 2, 1, 1, 2), "hybridflow_v"),
         ((2, 2, 1, 2, 1), "hybridflow_v"),
+        ((4, 1, 1, 1, 1), "hybridflow_v"),
         ((1, 2, 2, 1, 1), "gather_all"),
         ((1, 2, 2, 1, 1), "hybridflow sharded"),
     ]
