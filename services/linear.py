@@ -55,8 +55,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x = _product(gradients[0], weight.t()) if ctx.needs_input_grad[0] else None
-        columns = [each.flatten(0, -2).t() for each in (gradients[0], x)]
-        return of_x, _product(*columns) if ctx.needs_input_grad[1] else None
+        return of_x, _outer(gradients[0], x) if ctx.needs_input_grad[1] else None
+
+
+def _outer(of_y: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight [out, in]. oneDNN lays out anew what comes first, so the narrower of the two does."""
+    of_y_T, x_T = of_y.flatten(0, -2).t(), x.flatten(0, -2).t()
+    return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie end to end in one row, so that layers compute on no padding.
+"""Attention over sequences that lie end to end in one row, so that layers compute on no padding; and of one new token.
 
 Transformers would attend over the whole row under a mask of [T, T]. Here the sequences are laid side by side again for
 attention alone, those of like length together: no token is compared with one of another sequence, no mask is made, and
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -94,6 +95,8 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it, [1, H, T, D] to [1, T, H, D]; of any rows where no groups are given."""
+    if sequence_groups is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
+        return _attend_with_one_token(query, key, value, attention_mask, options["scaling"]), None
     if sequence_groups is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **options
@@ -105,6 +108,19 @@ def attend(
         attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
         parts.append(group.end_to_end(attended_STHD))
     return torch.cat(parts)[None], None
+
+
+def _attend_with_one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Attention of one token per row to all before it, [B, H, 1, D] to [B, 1, H, D].
+
+    The query heads that share a key head stand in the place of its tokens, so that keys and values are read once and
+    not repeated for each of them.
+    """
+    own_query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    attended = F.scaled_dot_product_attention(own_query, key, value, attn_mask=mask, scale=scaling)
+    return attended.flatten(1, 2).unsqueeze(1)
 
 
 def _window_mask(positions_ST: Tensor, sliding_window: int | None) -> Tensor | None:

@@ -26,9 +26,11 @@ def gradients(function, *inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(7, 48), (2, 5, 48), (1, 1, 48)])
+@pytest.mark.parametrize("num_outputs", [20, 60])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients_are_those_of_float64(shape: tuple[int, ...], has_bias: bool):
-    inputs = [make(*shape), make(20, 48, seed=1), *([make(20, seed=2)] if has_bias else [])]
+def test_values_and_gradients_are_those_of_float64(shape: tuple[int, ...], num_outputs: int, has_bias: bool):
+    bias = [make(num_outputs, seed=2)] if has_bias else []
+    inputs = [make(*shape), make(num_outputs, 48, seed=1), *bias]
     ours = gradients(linear, *inputs)
     expected = gradients(F.linear, *(x.double() for x in inputs))
     assert len(ours) == len(expected) == len(inputs) + 1

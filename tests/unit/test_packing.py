@@ -1,5 +1,6 @@
 """Sequences end to end in one row: the numbers of each alone, in every family, and nothing seen of a neighbour."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,7 +27,7 @@ from nccl_transfer.mesh import Mesh
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.packing import LIKE, Packing
+from services.engines.packing import LIKE, Packing, attend
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import ValueModel
 
@@ -145,3 +146,17 @@ def test_groups_hold_every_token_once_in_order_and_only_sequences_of_like_length
         assert max(own) == group.positions_ST.shape[1] <= LIKE * min(own)
     assert torch.equal(torch.cat(parts), row)
     assert sizes == lengths
+
+
+def test_one_new_token_attends_as_float64_does_to_what_its_mask_shows():
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(3, 8, 1, 16), torch.randn(3, 2, 9, 16), torch.randn(3, 2, 9, 16)
+    mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., :4] = False
+    attended, _ = attend(nn.Module(), query, keys, values, mask, scaling=0.3)
+    assert attended.shape == (3, 1, 8, 16)
+    for row, head in itertools.product(range(3), range(8)):
+        seen = mask[row, 0, 0]
+        own_keys, own_values = (x[row, head // 4, seen].double() for x in (keys, values))
+        weights = (0.3 * own_keys @ query[row, head, 0].double()).softmax(0)
+        torch.testing.assert_close(attended[row, 0, head].double(), weights @ own_values, atol=1e-6, rtol=0)
