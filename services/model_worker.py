@@ -23,6 +23,7 @@ from services.engines.agreement import PeerRankFailed
 from services.engines.base import InferenceStopped, LossFn, NonFiniteGradient, OptimizerOptions, TrainEngine
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
+from services.engines.loading import Load, load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.engines.three_d import ThreeDParallelEngine
 from services.minibatch import deal
@@ -96,7 +97,7 @@ class ModelWorker(Worker):
         self,
         table: ModelTable,
         ranks: Ranks,
-        load: Callable[[Path, torch.dtype], PreTrainedModel | ValueModel],
+        load: Load,
         optimizer: OptimizerTable | None,
     ) -> None:
         super().__init__(table, ranks)
@@ -118,7 +119,7 @@ class ModelWorker(Worker):
 
     def _load(
         self,
-        load: Callable[[Path, torch.dtype], PreTrainedModel | ValueModel],
+        load: Load,
         optimizer: OptimizerTable | None,
     ) -> tuple[TrainEngine, Any]:
         """The engine that the table names, and the configuration of its model."""
@@ -157,7 +158,7 @@ class ModelWorker(Worker):
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config
-        model = load(table.model, dtype)
+        model = load_to_share(load, table.model, dtype)
         check_tokenizer(self.tokenizer, model)
         engine = FSDPEngine(
             model,
@@ -165,6 +166,7 @@ class ModelWorker(Worker):
             optimizer=options,
             compute_dtype=compute_dtype,
             activation_checkpointing=table.activation_checkpointing,
+            directory=table.model,
         )
         return engine, _config_of(model)
 

@@ -2,7 +2,8 @@
 
 Everything is read from local directories; nothing is downloaded and no code that comes with a model is run. Models
 are in eval mode: dropout would make the log-probabilities of the policy that sampled differ from those it trains
-on.
+on. Asked for `on_meta`, they have shapes in place of weights, which are on the meta device; what is computed from the
+configuration and heads that are new have values. `services.engines.weights` reads the rest, part by part.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.engines.microbatch import cut
 from services.linear import speed_up
@@ -43,14 +47,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 
-def load_causal_lm(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_causal_lm(
+    directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> PreTrainedModel:
     """Any causal language model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
-    return _load(AutoModelForCausalLM, directory, dtype)
+    return _load(AutoModelForCausalLM, directory, dtype, on_meta=on_meta)
 
 
 class ValueModel(nn.Module):
@@ -73,20 +79,24 @@ class ValueModel(nn.Module):
         return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]
 
 
-def load_value_model(directory: Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+def load_value_model(
+    directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> ValueModel:
     """A value model from a directory that `write_model` made of one, or a new one on top of a causal LM.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
-    model = ValueModel(_load(AutoModel, directory, dtype))
+    model = ValueModel(_load(AutoModel, directory, dtype, on_meta=on_meta))
     if (directory / VALUE_HEAD_FILE).exists():
         model.value_head.load_state_dict(load_file(directory / VALUE_HEAD_FILE))
     return model.eval()
 
 
-def load_classifier(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_classifier(
+    directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> PreTrainedModel:
     """A sequence-classification model with one label, or a new one on the backbone of a causal language model: its head
     begins at zero, so that it scores everything 0 and its first update moves the head alone.
 
@@ -97,13 +107,26 @@ def load_classifier(directory: Path, dtype: torch.dtype = torch.float32) -> PreT
     _require_model_directory(directory)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        return _load(AutoModelForSequenceClassification, directory, dtype)
+        return _load(AutoModelForSequenceClassification, directory, dtype, on_meta=on_meta)
     if config.get_text_config().pad_token_id is None:
         config.pad_token_id = config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
     config.num_labels = 1
-    model = _load(AutoModelForSequenceClassification, directory, dtype, {"score.weight"}, config=config)
-    nn.init.zeros_(model.score.weight)  # type: ignore[arg-type]
+    model: Any = _load(
+        AutoModelForSequenceClassification, directory, dtype, {"score.weight"}, on_meta=on_meta, config=config
+    )
+    model.score.weight = nn.Parameter(torch.zeros_like(model.score.weight, device="cpu"))
     return model
+
+
+def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
+    """Whether files have a model's tensors as they are in memory. Those of others (most mixtures of experts, quantized
+    models) transformers converts when it reads and writes."""
+    transformer = model.backbone if isinstance(model, ValueModel) else model
+    return not (
+        get_model_conversion_mapping(transformer, add_legacy=False)
+        or transformer._get_dtype_plan(transformer.dtype)
+        or getattr(transformer.config, "quantization_config", None)
+    )
 
 
 class SequenceScorer:
@@ -280,11 +303,15 @@ def _load(
     directory: Path,
     dtype: torch.dtype,
     new: Set[str] = frozenset(),
+    *,
+    on_meta: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a model whose weights are all there, but those that are `new`."""
     _require_model_directory(directory)
     try:
+        if on_meta:
+            return _on_meta(auto_class, directory, dtype, **options)
         model, report = auto_class.from_pretrained(
             directory,
             dtype=dtype,
@@ -302,3 +329,25 @@ def _load(
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     speed_up(model)
     return model.eval()
+
+
+def _on_meta(auto_class: Any, directory: Path, dtype: torch.dtype, config: Any = None) -> PreTrainedModel:
+    """A model that has shapes in place of weights."""
+    config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    for module in model.modules():
+        _compute_buffers(model, module)
+    speed_up(model)
+    return model.eval()
+
+
+def _compute_buffers(model: Any, module: nn.Module) -> None:
+    """Give values to those buffers of a module that are computed from the configuration and not in files."""
+    computed = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+    for name in computed:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    if computed:
+        model._init_weights(module)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rlhf.config import ActorTable, LoraTable, OptimizerTable
 from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
+from services.engines.loading import Load, load_to_share
 from services.engines.lora import AdapterOptions, LoRAEngine
 from services.frozen import ref_log_probs
 from services.model_worker import optimizer_options
@@ -26,13 +24,11 @@ class LoRAActorWorker(ActorWorker):
     table: ActorTable
     engine: LoRAEngine
 
-    def _load(
-        self, load: Callable[[Path, torch.dtype], PreTrainedModel], optimizer: OptimizerTable
-    ) -> tuple[LoRAEngine, Any]:
+    def _load(self, load: Load, optimizer: OptimizerTable) -> tuple[LoRAEngine, Any]:
         assert self.table.lora is not None, "an actor without adapters is another worker"
         # What never learns needs no more than the type it is computed in.
         dtype = getattr(torch, self.table.dtype)
-        model = load(self.table.model, dtype)
+        model: Any = load_to_share(load, self.table.model, dtype)
         check_tokenizer(self.tokenizer, model)
         engine = LoRAEngine(
             model,
@@ -41,6 +37,7 @@ class LoRAActorWorker(ActorWorker):
             optimizer=optimizer_options(optimizer),
             compute_dtype=dtype,
             activation_checkpointing=self.table.activation_checkpointing,
+            directory=self.table.model,
         )
         return engine, model.config
 

@@ -103,6 +103,8 @@ class Snapshot:
 class TrainEngine(ABC):
     """A model spread over the ranks of a service, and its optimizer.
 
+    Between `offload` and `onload` all other methods raise RuntimeError.
+
     Attributes:
         device: where this rank computes.
         data_rank: which share of the rows is this rank's.

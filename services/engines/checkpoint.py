@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +36,16 @@ class Shard:
     tensor: Tensor
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Self:
+        """A box that is all of its tensor."""
+        return cls(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it lies in the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
 def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> None:

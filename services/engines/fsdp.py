@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,29 +14,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from services.engines.agreement import new_directory
-from services.engines.base import LossFn, OptimizerOptions
+from services.engines.base import OptimizerOptions
 from services.engines.checkpoint import Shard
+from services.engines.data_parallel import DataParallelEngine
 from services.engines.heads import Head, unread
+from services.engines.loading import give_memory, read_parts
 from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.packing import ATTENTION
 from services.engines.recompute import recompute_in_backward
-from services.engines.sharded import ShardedEngine
 from services.engines.stage import FAMILIES
 from services.linear import Linear
-from services.models import ValueModel, tensors_sha256, write_model
+from services.models import ValueModel
 
 Output = TypeVar("Output")
 
 
-class FSDPEngine(ShardedEngine):
+class FSDPEngine(DataParallelEngine):
     """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
 
     Args:
-        model: whole, in float32 where it is trained, with the same weights on every rank.
+        model: in float32 where it is trained; whole, with the same weights on every rank, or of `load_to_share`.
         device: where this rank computes; the current device, if CUDA.
         optimizer: None for a model that is never trained: it has no optimizer state.
         compute_dtype: of forward and backward, default that of the model; weights, gradients and moments keep
@@ -45,6 +44,10 @@ class FSDPEngine(ShardedEngine):
         reshard_after_forward: gather the weights of a block again for its backward, so that a rank never holds more
             than a few blocks whole. False keeps them from forward to backward: more memory, less communication.
         activation_checkpointing: compute each block again in the backward pass, and keep its input alone.
+        directory: where a model on the meta device has its weights; each rank reads the parts it keeps.
+
+    Raises:
+        ValueError: the directory lacks some weights, or has them in other shapes.
     """
 
     def __init__(
@@ -56,26 +59,27 @@ class FSDPEngine(ShardedEngine):
         compute_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
+        directory: Path | None = None,
     ) -> None:
-        self.data_rank = dist.get_rank()
-        self.data_size = dist.get_world_size()
-        self._model = model
         self.packs = _know_packed_rows(model)
         self._reader = _Reader(model)
         if activation_checkpointing:
             recompute_in_backward(_blocks(model))
         casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
-        if self.data_size > 1 or casts:
+        is_sharded = dist.get_world_size() > 1 or casts
+        if is_sharded:
             # Each transformer block on its own, and embeddings, norm and head together as the root.
             shard_modules(
                 [*_blocks(model), self._reader],
-                init_device_mesh(device.type, (self.data_size,)),
+                init_device_mesh(device.type, (dist.get_world_size(),)),
                 dtype=next(model.parameters()).dtype,
                 compute_dtype=compute_dtype,
                 reshard_after_forward=reshard_after_forward,
             )
+        self._fill({name: _box(local_part(x), x) for name, x in give_memory(model, device)}, directory)
+        if is_sharded:
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
-            with torch.no_grad(), self._resharding():
+            with torch.no_grad(), self._computing():
                 self._reader(blank().to(device), unread)
         else:
             nn.Module.to(model, device)
@@ -84,82 +88,33 @@ class FSDPEngine(ShardedEngine):
         trained = [name for name, p in self._parameters.items() if p.requires_grad]
         # AdamW works element by element, so it may as well see the local shards: DTensors would only slow it down.
         shards = {name: local_part(p) for name, p in self._parameters.items()}
-        super().__init__(device, shards, trained, optimizer)
+        super().__init__(model, device, shards, trained, optimizer)
 
-    @torch.no_grad()
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[int], None] = lambda num_done: None,
-    ) -> list[Output]:
-        self._check_onloaded()
-        with self._resharding():
-            outputs = []
-            for micro_batch, is_ours in self._evened(micro_batches):
-                self._stop_together(should_stop())
-                output = self._reader(micro_batch, head if is_ours else unread)
-                if is_ours:
-                    outputs.append(output)
-                    progress(len(outputs))
-            return outputs
+    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+        """Gives values to what has none yet of this rank's tensors."""
+        if empty:
+            assert directory is not None, "a model on the meta device has its weights in files"
+            read_parts(directory, empty.items())
 
-    @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in sorted(self._model.state_dict().items()):
-            yield name, whole(tensor)
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if isinstance(self._reader, FSDPModule):
+                self._reader.reset_iter_state()
 
-    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-        tied = self._tied_names()
-        is_writer = self.data_rank == 0
-        weights = {name: x.cpu() for name, x in self.full_tensors() if is_writer and name not in tied}
-        write_companions = self._gather_companions()
-        with new_directory(directory, self.device) as partial:
-            if is_writer:
-                write_model(self._model, weights, partial, tokenizer)
-                write_companions(partial)
-        return self._from_rank_0(tensors_sha256(weights.items()) if is_writer else "")
+    def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        return self._reader(micro_batch, head)
 
-    def _gather_companions(self) -> Callable[[Path], None]:
-        """Gathers, on all ranks, what an export holds beside the model; returns what writes it into a directory."""
-        return lambda directory: None
-
-    def _evened(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """The micro-batches on the device, and blank ones that are not ours until no rank has more.
-
-        Forward and backward gather weights from all ranks, so all ranks must run them equally often.
-        """
-        most = self._most(len(micro_batches))
-        for micro_batch in micro_batches:
-            yield micro_batch.to(self.device), True
-        for _ in range(most - len(micro_batches)):
-            yield blank().to(self.device), False
-
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        stats: dict[str, Tensor] = defaultdict(
-            lambda: torch.zeros((), dtype=torch.float64, device=self.device)
-        )
-        with self._resharding():
-            for micro_batch, is_ours in self._evened(micro_batches):
-                output = self._reader(micro_batch, head if is_ours else unread)
-                if is_ours:
-                    loss, counts = loss_fn(output, micro_batch)
-                    for name, count in counts.items():
-                        stats[name] += count
-                else:
-                    loss = output * 0
-                loss.backward()
-                total += loss.detach()
+    def _hand_over_gradients(self) -> None:
         for name in self._trained_names:
             gradient, shard = self._parameters[name].grad, self._kept[name]
             shard.grad = local_part(gradient) if gradient is not None else torch.zeros_like(shard)
-        dist.all_reduce(total)
-        return float(total), stats
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, whole(tensor)
 
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return _box(kept, self._parameters[name])
@@ -168,20 +123,6 @@ class FSDPEngine(ShardedEngine):
         super()._drop_gradients()
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _tied_names(self) -> set[str]:
-        """Names under which a weight appears again: a checkpoint holds it once, under its first name."""
-        first = {name for name, _ in self._model.named_parameters()}
-        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - first
-
-    @contextmanager
-    def _resharding(self) -> Iterator[None]:
-        """Leave nothing of the weights but the shards, so that no forward computes with gathered, older ones."""
-        try:
-            yield
-        finally:
-            if isinstance(self._reader, FSDPModule):
-                self._reader.reset_iter_state()
 
 
 class _Reader(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,8 @@ from transformers import PreTrainedModel
 
 from services.engines.agreement import all_or_none
 from services.engines.base import OptimizerOptions
-from services.engines.checkpoint import NO_SCALARS, Scalars, read_manifest
+from services.engines.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
 from services.engines.fsdp import FSDPEngine, whole
-from services.engines.logits import at_least_float32
 
 ADAPTER_DIRECTORY = "adapter"
 """Of an export: what peft loads, beside the merged model."""
@@ -57,9 +57,9 @@ class LoRAEngine(FSDPEngine):
     `full_tensors` are of the merged model, in its own dtype, and a hash of an export is that of the merged weights.
 
     Args:
-        model: whole, with the same weights on every rank; adapters are put into it.
+        model: as of `FSDPEngine`; adapters are put into it.
         adapters: the same on every rank.
-        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing: as `FSDPEngine`.
+        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory: as `FSDPEngine`.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -75,6 +75,7 @@ class LoRAEngine(FSDPEngine):
         compute_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
+        directory: Path | None = None,
     ) -> None:
         self._adapters = adapters
         self._layers = add_adapters(model, adapters)
@@ -86,6 +87,7 @@ class LoRAEngine(FSDPEngine):
             compute_dtype=compute_dtype,
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
+            directory=directory,
         )
 
     @contextmanager
@@ -98,15 +100,6 @@ class LoRAEngine(FSDPEngine):
         finally:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
-
-    @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        learned = set(self._trained_names)
-        state = self._model.state_dict()
-        weights = {_plain_name(name): tensor for name, tensor in state.items() if name not in learned}
-        for name, tensor in sorted(weights.items()):
-            layer = self._layers.get(name.removesuffix(".weight"))
-            yield name, whole(tensor) if layer is None else _merged(whole(tensor), layer)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
@@ -121,6 +114,26 @@ class LoRAEngine(FSDPEngine):
                 )
         return {name: value for name, value in super().load(directory).items() if name != ALPHA}
 
+    @torch.no_grad()
+    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+        weights = dict(empty)
+        for name, first in _first_values(self._layers, self._adapters):
+            part = weights.pop(name)
+            part.tensor.copy_(first[part.box])
+        super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Without adapters, under the names that the checkpoint has."""
+        learned = set(self._trained_names)
+        return dict(
+            sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
+        )
+
+    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super()._gather(tensors):
+            layer = self._layers.get(name.removesuffix(".weight"))
+            yield name, weight if layer is None else _merged(weight, layer)
+
     def _state(self) -> dict[str, Tensor]:
         """Without what never changes."""
         frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
@@ -130,7 +143,8 @@ class LoRAEngine(FSDPEngine):
         return [*super()._resident(), *(x.detach() for x in self._kept.values())]
 
     def _gather_companions(self) -> Callable[[Path], None]:
-        gathered = {name: whole(self._parameters[name]).cpu() for name in self._trained_names}
+        adapters = ((name, whole(self._parameters[name])) for name in self._trained_names)
+        gathered = {name: x.cpu() for name, x in adapters if self.data_rank == 0}
         config = _config(self._adapters)
         config.inference_mode, config.base_model_name_or_path = True, self._base
         # Given to peft at once, they would become a set, and their order in the file chance.
@@ -139,15 +153,13 @@ class LoRAEngine(FSDPEngine):
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
-    """Puts adapters into a model and freezes all else; returns the layers that have one, by their names.
+    """Puts adapters, without values yet, into a model and freezes all else; returns the layers that have one, by name.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
     """
     tied = _tied_names(model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        inject_adapter_in_model(_config(options), model, _NAME)
+    inject_adapter_in_model(_config(options), model, _NAME, low_cpu_mem_usage=True)
     layers = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -157,11 +169,25 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
         if f"{name}.weight" in tied:
             raise ValueError(f"lora.target_modules: {name} shares its weight, which merging would take apart")
         layers[name] = layer
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = at_least_float32(parameter.data)
+    for layer in layers.values():
+        for adapter in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
+            adapter.to(torch.promote_types(layer.weight.dtype, torch.float32))
     model.eval()
     return layers
+
+
+@torch.no_grad()
+def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
+    """What adapters begin with, one tensor at a time, by its name in the model: the numbers that peft draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        for name, layer in layers.items():
+            # Both draw numbers of their own when they are made.
+            a = nn.Linear(layer.in_features, options.rank, bias=False)
+            b = nn.Linear(options.rank, layer.out_features, bias=False)
+            nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+            yield f"{name}.lora_A.{_NAME}.weight", a.weight.to(layer.weight.dtype)
+            yield f"{name}.lora_B.{_NAME}.weight", torch.zeros_like(b.weight)
 
 
 def _tied_names(model: nn.Module) -> set[str]:

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
 
 # Read by the import below.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -33,13 +31,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
-from services.engines.checkpoint import Shard
 from services.engines.flat import Piece, cut_each, cut_together
-from services.engines.weights import WeightsReader
+from services.engines.loading import Model, give_memory, load_to_share
 from services.linear import Linear, is_faster, linear, speed_up
 from services.models import ValueModel, load_causal_lm, load_value_model
-
-Model = PreTrainedModel | ValueModel
 
 BUCKET_NUMEL = 1 << 24
 """Most gradient elements that are reduced at a time, and weights gathered, where a single tensor is not larger."""
@@ -315,32 +310,34 @@ class FrozenStage3(Partitions):
 
 def load(
     directory: Path, stage: int, device: torch.device, dtype: torch.dtype, *, with_value_head: bool
-) -> Model:
-    """A model from a Hugging Face directory: whole at stages 1 and 2, at stage 3 no more than a tensor at a time.
+) -> tuple[Model, dict[str, Tensor]]:
+    """A model of a Hugging Face directory: of memory for all its weights at stages 1 and 2, at stage 3 for a rank's
+    parts, and for no more than one whole weight meanwhile.
+
+    Returns:
+        The model, and those of its tensors, by name, that have no values yet.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
+    model = load_to_share(load_value_model if with_value_head else load_causal_lm, directory, dtype)
     if stage < 3:
-        model = (load_value_model if with_value_head else load_causal_lm)(directory, dtype)
+        empty = dict(give_memory(model, device))
         nn.Module.to(model, device)
-        return model
-    model = _on_meta(directory, dtype, with_value_head)
-    _compute_buffers(model.backbone if isinstance(model, ValueModel) else model, device)
+        return model, empty
     init = deepspeed.zero.Init(config_dict_or_path=_STAGE_3, dtype=dtype)
-    loaded: dict[nn.Parameter, nn.Parameter] = {}
-    with torch.no_grad(), WeightsReader(directory) as reader:
-        for path, owner in model.named_modules():
-            for name, on_meta in list(owner.named_parameters(recurse=False)):
-                if on_meta not in loaded:
-                    weight = torch.empty_like(on_meta, device=device)
-                    reader.fill(f"{path}.{name}" if path else name, _as_shard(weight))
-                    loaded[on_meta] = nn.Parameter(weight)
-                    init._convert_to_zero_parameters([loaded[on_meta]])
-                owner.register_parameter(name, loaded[on_meta])
+    empty = {}
+    for name, tensor in give_memory(model, device):
+        empty[name] = tensor
+        if isinstance(tensor, nn.Parameter):
+            init._convert_to_zero_parameters([tensor])
+    init._convert_to_zero_parameters(list(model.parameters()))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
     speed_up(model, _GatheredLinear)
-    return model.eval()
+    return model, empty
 
 
 class _GatheredLinear(Linear):
@@ -419,29 +416,3 @@ def _forget_backward(zero: Any) -> None:
     while zero._backward_active_depth:
         zero.exit_backward()
     zero.clear_backward_seen_flag()
-
-
-def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> Model:
-    """The model without memory."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    with torch.device("meta"):
-        if with_value_head:
-            return ValueModel(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    if (directory / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model
-
-
-def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give memory to what is computed from the configuration and not in the checkpoint."""
-    for module in model.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        for name, on_meta in buffers.items():
-            module._buffers[name] = torch.empty_like(on_meta, device=device)
-        if buffers:
-            model._init_weights(module)
-
-
-def _as_shard(tensor: Tensor) -> Shard:
-    return Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))

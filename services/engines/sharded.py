@@ -116,12 +116,14 @@ class ShardedEngine(TrainEngine):
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
+        self._check_onloaded()
         for name, x in self._state().items():
             x.copy_(snapshot.tensors[name])
         self._weights_changed()
         self._set_num_steps(snapshot.num_steps)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        self._check_onloaded()
         own = {name: x for name, x in self._state().items() if self._counts(_weight_name(name))}
         with new_directory(directory, self.device) as partial:
             write_shards(partial, dist.get_rank(), self._shards(own))
@@ -129,6 +131,7 @@ class ShardedEngine(TrainEngine):
                 write_manifest(partial, dist.get_world_size(), {**scalars, NUM_STEPS: self._num_steps})
 
     def load(self, directory: Path) -> Scalars:
+        self._check_onloaded()
         with all_or_none(f"reading {directory}", self.device):
             num_ranks, scalars = read_manifest(directory)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from services.engines.over_data import OverData, ReplicatedOverData, ShardedOver
 from services.engines.pipeline import run_forward, run_forward_backward
 from services.engines.sharded import ShardedEngine
 from services.engines.stage import ModelStage
+from services.engines.tally import Tally
 from services.engines.transition import Kind, Transition
 from services.engines.weights import write_weights
 
@@ -142,14 +142,17 @@ class ThreeDParallelEngine(ShardedEngine):
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_onloaded()
         yield from self._gather(self._over_data.weights, [*self._stage.layouts, *self._stage.aliases])
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_onloaded()
         if self.transition is None:
             return self.full_tensors()
         return self.transition.gather(self._over_data.parts(self._over_data.weights))
 
     def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+        self._check_onloaded()
         with new_directory(directory, self.device) as partial:
             sha256 = self._write(partial, tokenizer) if dist.get_rank() == 0 else self._only_gather()
         return self._from_rank_0(sha256)
@@ -157,10 +160,7 @@ class ThreeDParallelEngine(ShardedEngine):
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        stats: dict[str, Tensor] = defaultdict(
-            lambda: torch.zeros((), dtype=torch.float64, device=self.device)
-        )
+        tally = Tally(self.device)
         failures: list[Exception] = []
 
         def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
@@ -170,9 +170,7 @@ class ThreeDParallelEngine(ShardedEngine):
                 except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
                     failures.append(error)
                 else:
-                    for name, count in counts.items():
-                        stats[name] += count
-                    total.add_(loss.detach())
+                    tally.add(loss, counts)
                     return loss
             return unread(raw, micro_batch) * 0
 
@@ -183,10 +181,7 @@ class ThreeDParallelEngine(ShardedEngine):
             for error in failures:
                 raise error
         self._sum_gradients()
-        if not self.sees_outputs or self._groups.tensor_index > 0:
-            total.zero_()
-        dist.all_reduce(total)
-        return float(total), stats
+        return tally.over_ranks(counts=self.sees_outputs and self._groups.tensor_index == 0)
 
     def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, and blank ones where data ranks must run equally many."""

@@ -50,6 +50,11 @@ class WeightsReader:
     def __exit__(self, *error: object) -> None:
         self._open_files.close()
 
+    def holds(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is such a tensor."""
+        stored = self._stored(name)
+        return stored is not None and tuple(stored.get_shape()) == shape
+
     @torch.no_grad()
     def fill(self, name: str, shard: Shard) -> None:
         """Read the box of a tensor that `shard` is, in the type of its tensor.
@@ -57,7 +62,7 @@ class WeightsReader:
         Raises:
             ValueError: The directory lacks the tensor, or has it in another shape.
         """
-        stored = next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
+        stored = self._stored(name)
         if stored is None and name.startswith(_VALUE_HEAD):
             shard.tensor.zero_()
             return
@@ -67,8 +72,10 @@ class WeightsReader:
             raise ValueError(
                 f"{self._directory} holds {name} as {stored.get_shape()}, expected {[*shard.whole]}"
             )
-        box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
-        shard.tensor.copy_(stored[box])
+        shard.tensor.copy_(stored[shard.box])
+
+    def _stored(self, name: str) -> Any:
+        return next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
 
     def _found(self) -> Iterator[tuple[str, Any]]:
         index = self._directory / INDEX_FILE
@@ -137,7 +144,7 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
     Raises:
         OSError: A file could not be written.
     """
-    writer = WeightsWriter(directory, sizes)
+    writer = WeightsWriter(directory, sizes, MAX_FILE_BYTES)
     failure: OSError | None = None
 
     def written() -> Iterator[tuple[str, Tensor]]:

@@ -5,35 +5,31 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from services.engines import partitions
-from services.engines.agreement import new_directory
-from services.engines.base import LossFn, NonFiniteGradient, OptimizerOptions, Snapshot
+from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.checkpoint import PART, Shard
+from services.engines.data_parallel import DataParallelEngine
 from services.engines.flat import boxes
 from services.engines.heads import Head
-from services.engines.logits import DeferredLogits
-from services.engines.microbatch import MicroBatch, blank
+from services.engines.loading import Model, read_parts
+from services.engines.microbatch import MicroBatch
 from services.engines.modules import Pass, nothing
 from services.engines.partitions import Partitions, TrainedPartitions
-from services.engines.sharded import ShardedEngine
-from services.engines.weights import write_weights
-from services.models import ValueModel, write_config
+from services.models import ValueModel
 
 Output = TypeVar("Output")
 
 
-class ZeROEngine(ShardedEngine):
+class ZeROEngine(DataParallelEngine):
     """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
 
     What a rank keeps of a weight is an interval of its elements in row-major order. A box of it, at most three for a
@@ -66,13 +62,12 @@ class ZeROEngine(ShardedEngine):
         with_value_head: bool = False,
     ) -> None:
         partitions.prepare()
-        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
-        model = partitions.load(directory, stage, device, dtype, with_value_head=with_value_head)
-        self._model, self._pass = model, Pass(model, compute_dtype)
+        model, empty = partitions.load(directory, stage, device, dtype, with_value_head=with_value_head)
+        self._pass = Pass(model, compute_dtype)
         self.config = (model.backbone if isinstance(model, ValueModel) else model).config
-        self._partitions = self._share_out(stage, optimizer, offloads)
+        self._partitions = self._share_out(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
             f"{name}{PART}{number}" if number else name: (name, box)
@@ -81,30 +76,18 @@ class ZeROEngine(ShardedEngine):
         }
         self.num_parameters = sum(math.prod(shape) for shape in self._partitions.shapes.values())
         kept = self._as_boxes(self._partitions.kept)
-        super().__init__(device, kept, list(kept) if optimizer else [], optimizer)
+        super().__init__(model, device, kept, list(kept) if optimizer else [], optimizer)
+        if empty:
+            self._fill(empty, directory)
 
-    @torch.no_grad()
-    def infer(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[int], None] = lambda num_done: None,
-    ) -> list[Output]:
-        self._check_onloaded()
+    def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
+        """Read what this rank keeps of tensors that have no values yet. Collective."""
+        kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
+        parts = [(name, part) for name, part in kept if name in empty]
+        buffers = [(name, Shard.of_whole(x)) for name, x in empty.items() if not isinstance(x, nn.Parameter)]
+        read_parts(directory, parts + buffers)
+        self._is_published = False
         self._publish()
-        with self._releasing():
-            outputs = []
-            for micro_batch, is_ours, _ in self._evened(micro_batches):
-                self._stop_together(should_stop())
-                raw = self._forward(micro_batch)
-                if is_ours:
-                    outputs.append(head(raw, micro_batch))
-                    progress(len(outputs))
-                else:
-                    nothing(raw, micro_batch)
-            return outputs
 
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)
@@ -118,34 +101,33 @@ class ZeROEngine(ShardedEngine):
             self._partitions.publish()
         self._is_published = True
 
-    @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._gather(self._tensors())
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._publish()
+        try:
+            yield
+        finally:
+            self._partitions.release()
 
-    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-        tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        tied -= self._partitions.shapes.keys()
-        tensors = {name: x for name, x in self._tensors().items() if name not in tied}
-        sizes = {
-            name: math.prod(getattr(x, "ds_shape", x.shape)) * x.element_size() for name, x in tensors.items()
-        }
-        sha256 = ""
-        with new_directory(directory, self.device) as partial_directory:
-            if self.data_rank == 0:
-                sha256 = write_weights(partial_directory, sizes, self._gather(tensors))
-                write_config(self._model, partial_directory, tokenizer)
-            else:
-                for _ in self._gather(tensors):
-                    pass
-        return self._from_rank_0(sha256)
+    def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        assert micro_batch.packing is None, "this engine does not pack"
+        with self._autocast():
+            raw = self._pass.read(micro_batch)
+        return head(raw, micro_batch)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The model's parameters and what else is in a checkpoint, in the order of their names."""
-        return dict(sorted(self._model.state_dict(keep_vars=True).items()))
+    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
+        return self._read(micro_batch, nothing)
+
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self._learning.backward(loss, is_last=is_last)
+
+    def _hand_over_gradients(self) -> None:
+        gradients = self._learning.cut(self._learning.gradient())
+        for name, gradient in self._as_boxes(gradients).items():
+            self._kept[name].grad = gradient
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, whole on every rank, one at a time. Collective."""
         self._publish()
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
@@ -154,8 +136,13 @@ class ZeROEngine(ShardedEngine):
             with self._partitions.whole(tensor) as whole:
                 yield name, whole
 
-    def _share_out(self, stage: int, optimizer: OptimizerOptions | None, offloads: bool) -> Partitions:
-        model = self._model.requires_grad_(optimizer is not None)
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        return self._partitions.shapes.get(name, tuple(tensor.shape))
+
+    def _share_out(
+        self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
+    ) -> Partitions:
+        model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
             return partitions.FrozenStage3(model, self._pass) if stage == 3 else partitions.Replicas(model)
         adamw = torch.optim.AdamW(
@@ -169,49 +156,6 @@ class ZeROEngine(ShardedEngine):
         if stage == 3:
             return partitions.Stage3Partitions(model, self._pass, adamw, offloads)
         return partitions.Stage12Partitions(model, adamw, stage, offloads)
-
-    def _forward(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
-        assert micro_batch.packing is None, "this engine does not pack"
-        with self._autocast():
-            return self._pass.read(micro_batch)
-
-    def _evened(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool, bool]]:
-        """The micro-batches on the device, and blank ones that are not ours until no rank has more, which is 1 at
-        least; whether each is ours, and the last.
-
-        Forward gathers weights from all ranks and backward reduces gradients, so all ranks must run them equally
-        often.
-        """
-        most = max(self._most(len(micro_batches)), 1)
-        for number in range(most):
-            is_ours = number < len(micro_batches)
-            micro_batch = micro_batches[number] if is_ours else blank()
-            yield micro_batch.to(self.device), is_ours, number == most - 1
-
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        stats: dict[str, Tensor] = defaultdict(
-            lambda: torch.zeros((), dtype=torch.float64, device=self.device)
-        )
-        learning = self._learning
-        self._publish()
-        with self._releasing():
-            for micro_batch, is_ours, is_last in self._evened(micro_batches):
-                raw = self._forward(micro_batch)
-                if is_ours:
-                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
-                    for name, count in counts.items():
-                        stats[name] += count
-                else:
-                    loss = nothing(raw, micro_batch)
-                learning.backward(loss, is_last=is_last)
-                total += loss.detach()
-        for name, gradient in self._as_boxes(learning.cut(learning.gradient())).items():
-            self._kept[name].grad = gradient
-        dist.all_reduce(total)
-        return float(total), stats
 
     def _take_step(self, lr: float) -> None:
         zero = self._learning.zero
@@ -265,11 +209,3 @@ class ZeROEngine(ShardedEngine):
     def _learning(self) -> TrainedPartitions:
         assert isinstance(self._partitions, TrainedPartitions), "the engine has an optimizer"
         return self._partitions
-
-    @contextmanager
-    def _releasing(self) -> Iterator[None]:
-        """Leave nothing of the weights but what is kept."""
-        try:
-            yield
-        finally:
-            self._partitions.release()

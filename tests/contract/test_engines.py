@@ -26,8 +26,9 @@ from services.engines.base import OptimizerOptions, Snapshot, TrainEngine
 from services.engines.checkpoint import Shard, read_shards
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
+from services.engines.loading import load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.offload import num_bytes, park, unpark
+from services.engines.offload import num_bytes, park
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import load_causal_lm
@@ -163,7 +164,8 @@ def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.
 def make_engine(name: str, directory: Path, device: torch.device) -> ShardedEngine:
     """An engine that learns, on one rank, computing in bfloat16."""
     if name == "fsdp":
-        return FSDPEngine(load_causal_lm(directory), device, optimizer=OPTIONS, compute_dtype=torch.bfloat16)
+        model = load_to_share(load_causal_lm, directory, torch.float32)
+        return FSDPEngine(model, device, optimizer=OPTIONS, compute_dtype=torch.bfloat16, directory=directory)
     if name == "3d":
         return ThreeDParallelEngine(
             directory, Mesh(), device, dtype=torch.bfloat16, optimizer=OPTIONS, transition="hybridflow"
@@ -222,9 +224,9 @@ def offloaded(engine: ShardedEngine) -> Iterator[int]:
     tensors that it would move are parked all the same."""
     if engine.device.type == "cpu":
         assert engine.offload() == engine.onload() == 0
-        parked = park(engine._resident())
-        yield num_bytes(parked)
-        unpark(parked)
+        engine._parked = park(engine._resident())
+        yield num_bytes(engine._parked)
+        engine.onload()
     else:
         moved = engine.offload()
         yield moved
@@ -295,6 +297,32 @@ def test_an_offloaded_engine_leaves_the_device_and_comes_back_bit_for_bit(
     loss = task.step(engine)
     engine.restore(state)
     assert task.step(engine) == loss
+
+
+@every_engine
+def test_an_offloaded_engine_refuses_what_needs_its_weights(
+    name: str, task: Task, device: torch.device, tmp_path: Path
+):
+    engine = make_engine(name, task.directory, device)
+    engine.save(tmp_path / "checkpoint")
+    before = engine.snapshot()
+    uses: list[Callable[[], object]] = [
+        lambda: task.log_probs(engine),
+        lambda: task.step(engine),
+        engine.snapshot,
+        lambda: engine.restore(before),
+        lambda: next(engine.full_tensors()),
+        lambda: next(engine.rollout_weights()),
+        lambda: engine.export(tmp_path / "export"),
+        lambda: engine.save(tmp_path / "save"),
+        lambda: engine.load(tmp_path / "checkpoint"),
+    ]
+    with offloaded(engine):
+        for use in uses:
+            with pytest.raises(RuntimeError, match="the engine is offloaded; bring it back first"):
+                use()
+    assert same_bits(engine.snapshot(), before)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
 
 
 @every_engine

@@ -1,0 +1,166 @@
+"""What engines share whose ranks all compute the whole model, each on rows of its own: a rank keeps parts of weights,
+and has the others only while it computes with them."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from services.engines.agreement import new_directory
+from services.engines.base import LossFn, OptimizerOptions
+from services.engines.heads import Head, unread
+from services.engines.loading import Model, repeated_names
+from services.engines.microbatch import MicroBatch, blank
+from services.engines.sharded import ShardedEngine
+from services.engines.tally import Tally
+from services.engines.weights import write_weights
+from services.models import stored_as_computed, tensors_sha256, write_config, write_model
+
+Output = TypeVar("Output")
+
+
+class DataParallelEngine(ShardedEngine):
+    """An engine on all ranks of the default process group, with a model that computes on each of them.
+
+    Args:
+        model: what computes.
+        device, kept, trained, optimizer: as of `ShardedEngine`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        kept: Mapping[str, Tensor],
+        trained: Sequence[str],
+        optimizer: OptimizerOptions | None,
+    ) -> None:
+        super().__init__(device, kept, trained, optimizer)
+        self._model = model
+        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
+
+    @abstractmethod
+    def _computing(self) -> AbstractContextManager[None]:
+        """Within, forward and backward passes compute with what is kept. Afterwards nothing else of the weights is
+        left, so that no forward pass computes with gathered, older ones. Collective."""
+
+    @abstractmethod
+    def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        """A forward pass: what a head reads off the model."""
+
+    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
+        """A forward pass of which nothing counts, because other ranks have more to do; a scalar that backward passes
+        can begin at."""
+        return self._read(micro_batch, unread)
+
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a micro-batch, the last one of a step or not, to those before it."""
+        loss.backward()
+
+    @abstractmethod
+    def _hand_over_gradients(self) -> None:
+        """Leave in `.grad` of what is kept what backward passes have added up."""
+
+    @abstractmethod
+    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model, whole on every rank, one at a time. Collective."""
+
+    @torch.no_grad()
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda num_done: None,
+    ) -> list[Output]:
+        self._check_onloaded()
+        outputs = []
+        with self._computing():
+            for micro_batch in self._evened(micro_batches):
+                self._stop_together(should_stop())
+                if micro_batch.is_blank:
+                    self._run_along(micro_batch)
+                else:
+                    outputs.append(self._read(micro_batch, head))
+                    progress(len(outputs))
+        return outputs
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_onloaded()
+        yield from self._gather(self._tensors())
+
+    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+        self._check_onloaded()
+        repeated = repeated_names(self._model)
+        tensors = {name: x for name, x in self._tensors().items() if name not in repeated}
+        write_companions = self._gather_companions()
+        sha256 = ""
+        with new_directory(directory, self.device) as partial:
+            if self.data_rank == 0:
+                sha256 = self._write(partial, tensors, tokenizer)
+                write_companions(partial)
+            else:
+                for _ in self._gather(tensors):
+                    pass
+        return self._from_rank_0(sha256)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and what else is in a checkpoint, as the model has them, by name and in the order of names."""
+        return dict(sorted(self._model.state_dict(keep_vars=True).items()))
+
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """Of such a tensor when it is whole."""
+        return tuple(tensor.shape)
+
+    def _gather_companions(self) -> Callable[[Path], None]:
+        """Gathers, on all ranks, what an export holds beside the model; returns what writes it into a directory."""
+        return lambda directory: None
+
+    def _write(
+        self, directory: Path, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
+    ) -> str:
+        """Gather tensors and write them as a Hugging Face directory, file by file; returns their sha256."""
+        if not stored_as_computed(self._model):
+            # transformers converts these tensors, and wants all of them for it.
+            weights = {name: x.to("cpu", copy=True) for name, x in self._gather(tensors)}
+            write_model(self._model, weights, directory, tokenizer)
+            return tensors_sha256(weights.items())
+        sizes = {name: math.prod(self._shape(name, x)) * x.element_size() for name, x in tensors.items()}
+        sha256 = write_weights(directory, sizes, self._gather(tensors))
+        write_config(self._model, directory, tokenizer)
+        return sha256
+
+    def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches on the device, and blank ones until no rank has more, which is 1 at least.
+
+        Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run them
+        equally often.
+        """
+        missing = max(self._most(len(micro_batches)), 1) - len(micro_batches)
+        return [each.to(self.device) for each in (*micro_batches, *(blank() for _ in range(missing)))]
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> tuple[float, dict[str, Tensor]]:
+        tally, evened = Tally(self.device), self._evened(micro_batches)
+        with self._computing():
+            for micro_batch in evened:
+                if micro_batch.is_blank:
+                    loss, counts = self._run_along(micro_batch) * 0, {}
+                else:
+                    loss, counts = loss_fn(self._read(micro_batch, head), micro_batch)
+                self._backward(loss, is_last=micro_batch is evened[-1])
+                tally.add(loss, counts)
+        self._hand_over_gradients()
+        return tally.over_ranks()

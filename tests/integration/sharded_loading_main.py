@@ -1,0 +1,96 @@
+"""One rank of test_sharded_loading.py: an engine that reads its parts of a model from files, beside one that is given
+the whole."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from integration.three_d_main import HEAD, OPTIONS, Rows, rows_of
+from nccl_transfer.mesh import Mesh
+from services.engines import weights
+from services.engines.base import Snapshot
+from services.engines.fsdp import FSDPEngine
+from services.engines.heads import Head, value_head
+from services.engines.loading import Model, load_to_share
+from services.engines.lora import AdapterOptions, LoRAEngine
+from services.engines.microbatch import MicroBatch
+from services.models import load_causal_lm, load_classifier, load_value_model
+from services.reward.model import last_score
+
+CPU = torch.device("cpu")
+LOADS = {
+    "policy": load_causal_lm,
+    "lora": load_causal_lm,
+    "value": load_value_model,
+    "score": load_classifier,
+}
+
+
+def make_engine(kind: str, model: Any, dtype: torch.dtype, directory: Path | None) -> FSDPEngine:
+    if kind == "lora":
+        adapters = AdapterOptions(rank=4, seed=3)
+        return LoRAEngine(
+            model, CPU, adapters=adapters, optimizer=OPTIONS, compute_dtype=dtype, directory=directory
+        )
+    return FSDPEngine(model, CPU, optimizer=OPTIONS, compute_dtype=dtype, directory=directory)
+
+
+def read_off(kind: str, rows: Rows) -> tuple[Head[Any], Any]:
+    """What an engine learns from a model of this kind."""
+    if kind == "value":
+        return value_head, rows.value_loss
+    if kind == "score":
+        return last_score, score_loss
+    return HEAD, rows.loss
+
+
+def score_loss(scores_S: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return (scores_S - 1).square().sum() / 11, {}
+
+
+def same(a: Snapshot, b: Snapshot) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
+    )
+
+
+def bytes_on_meta(model: Model) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.is_meta)
+
+
+def run(kind: str, directory: Path, dtype: torch.dtype, out: Path) -> dict:
+    rows = rows_of(Mesh(data=dist.get_world_size()), dist.get_rank())
+    micro_batches = rows.micro_batches()
+    stored = dtype if kind == "lora" else torch.float32
+    model = load_to_share(LOADS[kind], directory, stored)
+    report: dict = {"bytes read by parts": bytes_on_meta(model)}
+    engine = make_engine(kind, model, dtype, directory)
+    other = make_engine(kind, LOADS[kind](directory, stored), dtype, None)
+    report["weights"] = same(engine.snapshot(), other.snapshot())
+    learned = [each.step(micro_batches, *read_off(kind, rows)) for each in (engine, other)]
+    report["step"] = learned[0] == learned[1] and same(engine.snapshot(), other.snapshot())
+    hashes = [each.export(out / name) for each, name in ((engine, "export"), (other, "other"))]
+    report["export"] = hashes[0] == hashes[1]
+    return report
+
+
+def main(rank: int, world_size: int, out: Path, job: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+    # Less than these models have.
+    weights.MAX_FILE_BYTES = 20_000
+    reports = {}
+    for name, (kind, directory, dtype) in json.loads(job.read_text()).items():
+        reports[name] = run(kind, Path(directory), getattr(torch, dtype), out / name)
+    (out / f"report-{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

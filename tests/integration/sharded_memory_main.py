@@ -1,0 +1,76 @@
+"""One rank of test_sharded_memory.py: how much memory of its own it takes to load its part of a model and to export."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from three_d_memory_main import Peak
+
+from services.engines import weights
+from services.engines.base import OptimizerOptions
+from services.engines.fsdp import FSDPEngine
+from services.engines.loading import load_to_share
+from services.engines.sharded import ShardedEngine
+from services.engines.zero import ZeROEngine
+from services.models import load_causal_lm
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {"frozen": None, "trained": OptimizerOptions()}
+
+
+def fsdp(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
+    model = load_to_share(load_causal_lm, directory, torch.float32)
+    return FSDPEngine(model, CPU, optimizer=optimizer, directory=directory)
+
+
+def fsdp_of_whole(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
+    """What no service does: it shows that the test can fail."""
+    return FSDPEngine(load_causal_lm(directory), CPU, optimizer=optimizer)
+
+
+def zero(stage: int) -> Callable[[Path, OptimizerOptions | None], ZeROEngine]:
+    return lambda directory, optimizer: ZeROEngine(directory, stage, CPU, optimizer=optimizer)
+
+
+ENGINES: dict[str, Callable[[Path, OptimizerOptions | None], ShardedEngine]] = {
+    "fsdp": fsdp,
+    "zero-3": zero(3),
+    "zero-2": zero(2),
+    "fsdp of a whole model": fsdp_of_whole,
+}
+
+
+def resident_bytes(engine: ShardedEngine) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in engine._resident()}
+    return sum(storages.values())
+
+
+def main(rank: int, world_size: int, out: Path, small: Path, large: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+    weights.MAX_FILE_BYTES = 8 << 20
+    report = {}
+    for name, make in ENGINES.items():
+        for use, optimizer in OPTIMIZERS.items():
+            # What libraries take once is not the model's.
+            make(small, optimizer).export(out / "warmed")
+            with Peak() as loading:
+                engine = make(large, optimizer)
+            with Peak() as exporting:
+                engine.export(out / f"{name}-{use}")
+            report[f"{name}, {use}"] = {
+                "resident": resident_bytes(engine),
+                "loading": loading.bytes,
+                "exporting": exporting.bytes,
+            }
+            del engine
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:6]))

@@ -1,0 +1,139 @@
+"""Ranks that read their parts of a model from files have the bits of those that were given the whole."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from services.engines.weights import INDEX_FILE, WHOLE_FILE
+from services.models import ValueModel, write_model
+
+TESTS = Path(__file__).parents[1]
+DEADLINE_S = 110
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 47,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+}
+QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True)
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=8)),
+    "qwen2": lambda: Qwen2ForCausalLM(QWEN2).to(torch.bfloat16),  # pyright: ignore[reportArgumentType]
+    "reward": lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, head_dim=8, num_labels=1)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**{**SIZES, "intermediate_size": 48}, num_local_experts=3)
+    ),
+}
+CASES = {
+    "untied, several files": ("policy", "llama", "float32"),
+    "tied": ("policy", "qwen2", "float32"),
+    "bfloat16": ("policy", "qwen2", "bfloat16"),
+    "adapters": ("lora", "llama", "bfloat16"),
+    "new value head": ("value", "llama", "float32"),
+    "stored value head": ("value", "critic", "float32"),
+    "new score": ("score", "llama", "float32"),
+    "stored score": ("score", "reward", "float32"),
+    "converted": ("policy", "mixtral", "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What two ranks left behind: a directory for each case, and per rank a report."""
+
+    directory: Path
+    reports: list[dict[str, dict]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models."""
+    root = tmp_path_factory.mktemp("models")
+    for name, make in MODELS.items():
+        torch.manual_seed(7)
+        make().save_pretrained(root / name, max_shard_size="20KB" if name == "llama" else "1GB")
+    critic = ValueModel(AutoModel.from_pretrained(root / "llama"))
+    torch.nn.init.normal_(critic.value_head.weight)
+    (root / "critic").mkdir()
+    write_model(critic, critic.state_dict(), root / "critic")
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("ranks")
+    job = out / "job.json"
+    job.write_text(
+        json.dumps({name: (kind, str(models / model), dtype) for name, (kind, model, dtype) in CASES.items()})
+    )
+    for name in CASES:
+        (out / name).mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "integration.sharded_loading_main", str(rank), "2", out, job], cwd=TESTS
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return Run(out, [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)])
+
+
+@pytest.mark.parametrize("what", ["weights", "step", "export"])
+def test_ranks_have_the_bits_of_those_that_were_given_the_whole_model(run: Run, what: str):
+    found = {(name, rank): report[name][what] for rank, report in enumerate(run.reports) for name in CASES}
+    assert [where for where, same in found.items() if not same] == []
+
+
+def test_all_but_what_transformers_must_convert_is_read_by_parts(run: Run):
+    for report in run.reports:
+        assert {name for name in CASES if not report[name]["bytes read by parts"]} == {"converted"}
+
+
+def test_transformers_loads_what_was_exported_in_several_files(run: Run):
+    loads: dict[str, Any] = {"value": AutoModel, "score": AutoModelForSequenceClassification}
+    for name, (kind, _, _) in CASES.items():
+        exported = run.directory / name / "export"
+        load = loads.get(kind, AutoModelForCausalLM)
+        _, found = load.from_pretrained(exported, output_loading_info=True)
+        assert not any(found.values()), name
+        assert (exported / INDEX_FILE).is_file() == (name != "converted")
+
+
+def test_a_mixture_of_experts_is_exported_as_its_family_stores_it(run: Run, models: Path):
+    keys = []
+    for directory in (models / "mixtral", run.directory / "converted" / "export"):
+        with safe_open(directory / WHOLE_FILE, framework="pt") as file:
+            keys.append(set(file.keys()))
+    assert keys[0] == keys[1]
+    assert any(".experts.2.w3." in key for key in keys[0])
