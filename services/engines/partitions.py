@@ -70,6 +70,8 @@ class Partitions(ABC):
     kept: dict[str, Tensor]
     is_cut = True
     """Whether ranks keep different parts."""
+    has_all = True
+    """Whether the model has all weights on every rank."""
 
     def resident(self) -> Iterable[Tensor]:
         """What is on the device beside what is kept."""
@@ -215,6 +217,8 @@ class Stage3Partitions(TrainedPartitions):
         root: what is called first in every forward pass, and has all modules in it.
     """
 
+    has_all = False
+
     def __init__(self, model: Model, root: nn.Module, adamw: torch.optim.AdamW, offloads: bool) -> None:
         self.model, self.offloads = model, offloads
         self.shapes = _shapes(model)
@@ -281,6 +285,8 @@ class Stage3Partitions(TrainedPartitions):
 class FrozenStage3(Partitions):
     """A model without optimizer at stage 3; `root` as of `Stage3Partitions`."""
 
+    has_all = False
+
     def __init__(self, model: Model, root: nn.Module) -> None:
         self.model = model
         self.shapes = _shapes(model)
@@ -311,8 +317,8 @@ class FrozenStage3(Partitions):
 def load(
     directory: Path, stage: int, device: torch.device, dtype: torch.dtype, *, with_value_head: bool
 ) -> tuple[Model, dict[str, Tensor]]:
-    """A model of a Hugging Face directory: of memory for all its weights at stages 1 and 2, at stage 3 for a rank's
-    parts, and for no more than one whole weight meanwhile.
+    """A model of a Hugging Face directory, with memory for all its weights at stages 1 and 2, at stage 3 for a rank's
+    parts, and for one whole weight meanwhile.
 
     Returns:
         The model, and those of its tensors, by name, that have no values yet.

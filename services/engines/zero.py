@@ -81,12 +81,17 @@ class ZeROEngine(DataParallelEngine):
             self._fill(empty, directory)
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
-        """Read what this rank keeps of tensors that have no values yet. Collective."""
+        """Read what this rank has of tensors that have no values yet. Collective."""
+        has_all = self._partitions.has_all
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
-        parts = [(name, part) for name, part in kept if name in empty]
-        buffers = [(name, Shard.of_whole(x)) for name, x in empty.items() if not isinstance(x, nn.Parameter)]
-        read_parts(directory, parts + buffers)
-        self._is_published = False
+        parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
+        wholes = [
+            (name, Shard.of_whole(x))
+            for name, x in empty.items()
+            if has_all or not isinstance(x, nn.Parameter)
+        ]
+        read_parts(directory, [*parts, *wholes])
+        self._is_published = has_all
         self._publish()
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from three_d_memory_main import Peak
 
+from integration.three_d_memory_main import Peak
 from services.engines import weights
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp import FSDPEngine
@@ -18,7 +18,7 @@ from services.engines.zero import ZeROEngine
 from services.models import load_causal_lm
 
 CPU = torch.device("cpu")
-OPTIMIZERS = {"frozen": None, "trained": OptimizerOptions()}
+SEVERAL_FILES, ONE_FILE = 8 << 20, 1 << 40
 
 
 def fsdp(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
@@ -27,7 +27,6 @@ def fsdp(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
 
 
 def fsdp_of_whole(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
-    """What no service does: it shows that the test can fail."""
     return FSDPEngine(load_causal_lm(directory), CPU, optimizer=optimizer)
 
 
@@ -35,15 +34,20 @@ def zero(stage: int) -> Callable[[Path, OptimizerOptions | None], ZeROEngine]:
     return lambda directory, optimizer: ZeROEngine(directory, stage, CPU, optimizer=optimizer)
 
 
-ENGINES: dict[str, Callable[[Path, OptimizerOptions | None], ShardedEngine]] = {
-    "fsdp": fsdp,
-    "zero-3": zero(3),
-    "zero-2": zero(2),
-    "fsdp of a whole model": fsdp_of_whole,
+LEARNS = OptimizerOptions()
+CASES: dict[str, tuple[Callable[..., ShardedEngine], OptimizerOptions | None, int]] = {
+    "fsdp": (fsdp, None, SEVERAL_FILES),
+    "fsdp that learns": (fsdp, LEARNS, SEVERAL_FILES),
+    "zero-3": (zero(3), None, SEVERAL_FILES),
+    "zero-3 that learns": (zero(3), LEARNS, SEVERAL_FILES),
+    "zero-2 that learns": (zero(2), LEARNS, SEVERAL_FILES),
+    # What no service does: it must be seen.
+    "whole": (fsdp_of_whole, None, ONE_FILE),
 }
 
 
 def resident_bytes(engine: ShardedEngine) -> int:
+    """Of weights and optimizer state that the engine has on this rank for life."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in engine._resident()}
     return sum(storages.values())
 
@@ -51,22 +55,20 @@ def resident_bytes(engine: ShardedEngine) -> int:
 def main(rank: int, world_size: int, out: Path, small: Path, large: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
-    weights.MAX_FILE_BYTES = 8 << 20
     report = {}
-    for name, make in ENGINES.items():
-        for use, optimizer in OPTIMIZERS.items():
-            # What libraries take once is not the model's.
-            make(small, optimizer).export(out / "warmed")
-            with Peak() as loading:
-                engine = make(large, optimizer)
-            with Peak() as exporting:
-                engine.export(out / f"{name}-{use}")
-            report[f"{name}, {use}"] = {
-                "resident": resident_bytes(engine),
-                "loading": loading.bytes,
-                "exporting": exporting.bytes,
-            }
-            del engine
+    for name, (make, optimizer, weights.MAX_FILE_BYTES) in CASES.items():
+        # What libraries take once is not the model's.
+        make(small, optimizer).export(out / "warmed")
+        with Peak() as loading:
+            engine = make(large, optimizer)
+        with Peak() as exporting:
+            engine.export(out / "exported")
+        report[name] = {
+            "resident": resident_bytes(engine),
+            "loading": loading.bytes,
+            "exporting": exporting.bytes,
+        }
+        del engine
     (out / f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from transformers import (
 
 from services.models import (
     SequenceScorer,
+    ValueModel,
     check_tokenizer,
     load_causal_lm,
+    load_classifier,
     load_tokenizer,
     load_value_model,
     tensors_sha256,
@@ -153,6 +156,38 @@ def reward_dir(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("load", "new"),
+    [
+        (load_causal_lm, set()),
+        (load_value_model, {"value_head.weight", "value_head.bias"}),
+        (load_classifier, {"score.weight"}),
+    ],
+)
+def test_a_model_on_meta_lacks_nothing_but_the_values_of_stored_weights(
+    tiny_llama_dir: Path, load: Any, new: set[str]
+):
+    whole, outline = load(tiny_llama_dir, torch.bfloat16), load(tiny_llama_dir, torch.bfloat16, on_meta=True)
+    described = [{n: (x.shape, x.dtype) for n, x in m.state_dict().items()} for m in (whole, outline)]
+    assert described[0] == described[1]
+    with_values = {name: x for name, x in outline.named_parameters() if not x.is_meta}
+    assert with_values.keys() == new
+    assert not any(x.any() for x in with_values.values())
+    computed = dict(whole.named_buffers())
+    assert computed
+    assert all(torch.equal(x, computed[name]) for name, x in outline.named_buffers())
+    ours, theirs = (m.backbone if isinstance(m, ValueModel) else m for m in (outline, whole))
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.name_or_path == theirs.name_or_path == str(tiny_llama_dir)
+    assert [type(each) for each in outline.modules()] == [type(each) for each in whole.modules()]
+    assert not outline.training
+
+
+def test_a_model_on_meta_keeps_its_tied_weights_tied(tiny_tied_llama_dir: Path):
+    model: Any = load_causal_lm(tiny_tied_llama_dir, on_meta=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_rows_score_the_same_together_as_alone(reward_dir: Path):
