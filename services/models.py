@@ -346,8 +346,8 @@ def _on_meta(auto_class: Any, directory: Path, dtype: torch.dtype, config: Any =
 
 def _compute_buffers(model: Any, module: nn.Module) -> None:
     """Give values to those buffers of a module that are computed from the configuration and not in files."""
-    computed = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
-    for name in computed:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+    computed = {name: torch.empty_like(x, device="cpu") for name, x in buffers.items() if x is not None}
+    module._buffers.update(computed)
     if computed:
         model._init_weights(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
     """
     made: dict[Tensor, Tensor] = {}
     for path, owner in model.named_modules():
-        for tensors in (owner._parameters, owner._buffers):
+        kinds: Any = (owner._parameters, owner._buffers)
+        for tensors in kinds:
             for name, on_meta in tensors.items():
                 if on_meta is None or not on_meta.is_meta:
                     continue

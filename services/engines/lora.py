@@ -182,9 +182,10 @@ def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, layer in layers.items():
+            assert isinstance(layer.base_layer, nn.Linear), "other layers are refused"
             # Both draw numbers of their own when they are made.
-            a = nn.Linear(layer.in_features, options.rank, bias=False)
-            b = nn.Linear(options.rank, layer.out_features, bias=False)
+            a = nn.Linear(layer.base_layer.in_features, options.rank, bias=False)
+            b = nn.Linear(options.rank, layer.base_layer.out_features, bias=False)
             nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
             yield f"{name}.lora_A.{_NAME}.weight", a.weight.to(layer.weight.dtype)
             yield f"{name}.lora_B.{_NAME}.weight", torch.zeros_like(b.weight)

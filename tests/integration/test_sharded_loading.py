@@ -45,7 +45,7 @@ QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=8)),
     "qwen2": lambda: Qwen2ForCausalLM(QWEN2).to(torch.bfloat16),  # pyright: ignore[reportArgumentType]
-    "reward": lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, head_dim=8, num_labels=1)),
+    "reward": lambda: LlamaForSequenceClassification(LlamaConfig(**{**SIZES, "num_labels": 1}, head_dim=8)),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**{**SIZES, "intermediate_size": 48}, num_local_experts=3)
     ),
