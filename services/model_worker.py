@@ -17,10 +17,25 @@ from transformers import PreTrainedModel
 from nccl_transfer.columns import Jagged
 from nccl_transfer.tensors import to_torch
 from rlhf.config import ActorTable, ModelTable, OptimizerTable, ServiceTable
-from rlhf.errors import CallCancelled, ConfigError, InvalidRequest, PeerFailed, RlhfError, UpdateRejected
+from rlhf.errors import (
+    CallCancelled,
+    ConfigError,
+    InvalidRequest,
+    PeerFailed,
+    Refused,
+    RlhfError,
+    UpdateRejected,
+)
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.engines.agreement import PeerRankFailed
-from services.engines.base import InferenceStopped, LossFn, NonFiniteGradient, OptimizerOptions, TrainEngine
+from services.engines.base import (
+    EngineOffloaded,
+    InferenceStopped,
+    LossFn,
+    NonFiniteGradient,
+    OptimizerOptions,
+    TrainEngine,
+)
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
 from services.engines.loading import Load, load_to_share
@@ -35,7 +50,7 @@ from services.models import (
     load_value_model,
     vocabulary_hash,
 )
-from services.ranks import Ranks
+from services.ranks import Ranks, known_to_all
 from services.rollout.base import GenerationStopped
 from services.worker import CallContext, Result, Rows, Worker, register, require
 
@@ -219,6 +234,8 @@ class ModelWorker(Worker):
             raise PeerFailed(str(error)) from error
         except (GenerationStopped, InferenceStopped) as error:
             raise CallCancelled(str(error)) from error
+        except EngineOffloaded as error:
+            raise known_to_all(Refused(str(error))) from error
         except (ValueError, FileNotFoundError) as error:
             raise InvalidRequest(str(error)) from error
         except OSError as error:

@@ -34,6 +34,11 @@ class InferenceStopped(RuntimeError):
     """`should_stop` said so on some rank. Raised on every rank alike."""
 
 
+class EngineOffloaded(RuntimeError):
+    """What a call needs is not on the device: bring the engine back first. Raised on every rank alike, before any
+    collective."""
+
+
 @dataclass(frozen=True)
 class OptimizerOptions:
     """AdamW (Loshchilov and Hutter 2019) on all parameters, and its learning rate: linear warm-up, then a schedule.
@@ -103,7 +108,7 @@ class Snapshot:
 class TrainEngine(ABC):
     """A model spread over the ranks of a service, and its optimizer.
 
-    Between `offload` and `onload` all other methods raise RuntimeError.
+    Between `offload` and `onload` all other methods raise EngineOffloaded.
 
     Attributes:
         device: where this rank computes.

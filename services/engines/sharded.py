@@ -15,6 +15,7 @@ from torch.utils import deterministic
 
 from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import (
+    EngineOffloaded,
     InferenceStopped,
     LossFn,
     NonFiniteGradient,
@@ -154,7 +155,7 @@ class ShardedEngine(TrainEngine):
 
     def _check_onloaded(self) -> None:
         if self._parked:
-            raise RuntimeError("the engine is offloaded; bring it back first")
+            raise EngineOffloaded("the engine is offloaded; bring it back first")
 
     def _stop_together(self, stop: bool) -> None:
         """Raises InferenceStopped where any rank wants to stop."""

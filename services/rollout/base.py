@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
+from services.engines.base import EngineOffloaded
 from services.rollout.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]
@@ -125,10 +126,10 @@ class RolloutEngine(ABC):
             GenerationStopped: `should_stop` returned True.
             ValueError: a prompt that is empty, or too long for the model or the memory together with its response.
             FloatingPointError: the model's output is not finite.
-            RuntimeError: the engine is asleep.
+            EngineOffloaded: the engine is asleep.
         """
         if self._is_asleep:
-            raise RuntimeError("the rollout engine is asleep; wake it first")
+            raise EngineOffloaded("the rollout engine is asleep; wake it first")
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
         check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
         return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
@@ -145,13 +146,19 @@ class RolloutEngine(ABC):
 
     def sleep(self) -> int:
         """Free the device memory of the engine until `wake`; returns the bytes freed, 0 where none can be."""
-        was_asleep, self._is_asleep = self._is_asleep, True
-        return 0 if was_asleep else self._free_memory()
+        if self._is_asleep:
+            return 0
+        freed = self._free_memory()
+        self._is_asleep = True
+        return freed
 
     def wake(self) -> int:
         """Take the memory back; returns the bytes taken. Weights that were kept are as before `sleep`."""
-        was_asleep, self._is_asleep = self._is_asleep, False
-        return self._take_memory() if was_asleep else 0
+        if not self._is_asleep:
+            return 0
+        taken = self._take_memory()
+        self._is_asleep = False
+        return taken
 
     @abstractmethod
     def _free_memory(self) -> int:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
-from services.engines.base import OptimizerOptions, Snapshot, TrainEngine
+from services.engines.base import EngineOffloaded, OptimizerOptions, Snapshot, TrainEngine
 from services.engines.checkpoint import Shard, read_shards
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
@@ -319,7 +319,7 @@ def test_an_offloaded_engine_refuses_what_needs_its_weights(
     ]
     with offloaded(engine):
         for use in uses:
-            with pytest.raises(RuntimeError, match="the engine is offloaded; bring it back first"):
+            with pytest.raises(EngineOffloaded, match="the engine is offloaded; bring it back first"):
                 use()
     assert same_bits(engine.snapshot(), before)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}

@@ -19,7 +19,7 @@ from nccl_transfer.columns import Jagged
 from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
-from services.engines.base import OptimizerOptions
+from services.engines.base import EngineOffloaded, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.lora import AdapterOptions, LoRAEngine
@@ -350,7 +350,7 @@ def test_a_model_that_is_not_finite_is_an_error_and_no_text(
 def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(engine: RolloutEngine) -> None:
     expected = engine.generate(PROMPTS, SAMPLED, SEEDS)
     freed = engine.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
+    with pytest.raises(EngineOffloaded, match="asleep"):
         engine.generate(PROMPTS, SAMPLED, SEEDS)
     assert engine.wake() == freed
     assert freed or any("Offload frees nothing" in limit for limit in engine.limits)

@@ -1,4 +1,4 @@
-"""What a rank keeps of calls that have ended."""
+"""What a rank keeps of calls that have ended, and how they fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from nccl_transfer import fetch, wire
 from nccl_transfer.batch import Batch, Endpoint, LocalColumn
@@ -17,9 +18,11 @@ from nccl_transfer.columns import Jagged
 from nccl_transfer.store import TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2
+from services.engines.base import EngineOffloaded
 from services.execution import CallQueue
+from services.model_worker import ModelWorker, Traces
 from services.ranks import Ranks
 from services.worker import CallContext, Result, Rows, Worker, register
 
@@ -37,6 +40,34 @@ class Reference(Worker):
         return Result(metrics={"sum": (float(values.sum()), 1.0)})
 
 
+class OffloadedReference(ModelWorker):
+    """Its engine is not on the device, on any rank."""
+
+    role = "reference"
+
+    def __init__(self, table: ReferenceTable, ranks: Ranks) -> None:
+        Worker.__init__(self, table, ranks)
+        self.torch_device = torch.device("cpu")
+        self._traces = Traces(self)
+
+    def prepare_thread(self) -> None:
+        """As it is."""
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        raise EngineOffloaded("the engine is offloaded; bring it back first")
+
+
+class MetRanks(Ranks):
+    """Ranks whose peers are always at the same call."""
+
+    def agree(
+        self, mine: Exception | None, deadline: float, call_id: str = "", session_started_us: int = 0
+    ) -> None:
+        if mine is not None:
+            raise mine
+
+
 class WatchedFetcher(fetch.Fetcher):
     """Knows whether the rows of its last fetch are still there."""
 
@@ -49,12 +80,12 @@ class WatchedFetcher(fetch.Fetcher):
         return rows
 
 
-async def call(queue: CallQueue, call_id: str, number: int) -> Any:
+async def call(queue: CallQueue, call_id: str, number: int, *, sequence: int = 0) -> Any:
     """The response to a call with one row of one number; raises what the call fails with."""
     method = group_methods("reference")["compute_ref_log_prob"]
     batch = Batch(1, {"prompt_ids": LocalColumn(Jagged(np.array([number]), np.array([1])))})
     request = cast(Any, method.request)(
-        call=common_pb2.Call(call_id=call_id), batch=wire.to_proto(batch), temperature=1.0
+        call=common_pb2.Call(call_id=call_id, sequence=sequence), batch=wire.to_proto(batch), temperature=1.0
     )
     return await queue.start(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
 
@@ -75,6 +106,22 @@ def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
                 await call(queue, "bad", -7)
             gc.collect()
             assert fetcher.last() is None
+        await queue.drain()
+
+    asyncio.run(main())
+    fetcher.close()
+    store.close()
+
+
+def test_a_call_to_an_offloaded_engine_is_refused_by_ranks_that_stay() -> None:
+    store, fetcher = TensorStore(1 << 16), WatchedFetcher()
+    store.endpoint = Endpoint("here")
+    table = ReferenceTable(role="reference", address="127.0.0.1:1", ranks=2, model=Path())
+
+    async def main() -> None:
+        queue = CallQueue(OffloadedReference(table, MetRanks(0, 2, 1)), store, fetcher)
+        with pytest.raises(Refused, match="the engine is offloaded; bring it back first"):
+            await call(queue, "early", 7, sequence=1)
         await queue.drain()
 
     asyncio.run(main())

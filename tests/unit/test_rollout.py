@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from nccl_transfer.columns import Jagged
+from services.engines.base import EngineOffloaded
 from services.models import load_causal_lm
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
@@ -200,10 +201,30 @@ def test_a_model_that_is_not_finite_is_an_error_and_no_text(engine: HFRollout, m
 
 def test_sleep_on_cpu_frees_nothing_and_says_so(engine: HFRollout):
     assert engine.sleep() == 0
-    with pytest.raises(RuntimeError, match="asleep"):
+    with pytest.raises(EngineOffloaded, match="asleep"):
         engine.generate(PROMPTS, SAMPLED, SEEDS)
     assert engine.wake() == 0
     assert engine.generate(PROMPTS, SAMPLED, SEEDS).responses.rows == len(PROMPTS)
+
+
+def test_an_engine_that_could_not_fall_asleep_is_awake_and_one_that_could_not_wake_sleeps(
+    engine: HFRollout, monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> int:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_free_memory", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            engine.sleep()
+    engine.generate(PROMPTS, SAMPLED, SEEDS)
+    engine.sleep()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_take_memory", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            engine.wake()
+    with pytest.raises(EngineOffloaded, match="asleep"):
+        engine.generate(PROMPTS, SAMPLED, SEEDS)
 
 
 def test_row_seeds_are_a_function_of_seed_step_call_and_row_alone():
