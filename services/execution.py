@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -56,7 +57,8 @@ ANSWER_S = 0.5
 
 @dataclass
 class Running:
-    """A call from its arrival to its response.
+    """A call from its arrival to its response. What is remembered of it after that is the response alone, and not
+    the rows it fetched.
 
     Attributes:
         fetch: Its rows, on their way since it arrived.
@@ -66,16 +68,8 @@ class Running:
     method: Method
     context: CallContext
     timing: common_pb2.Timing
-    response: asyncio.Future[Any] | None = None
     fetch: asyncio.Future[Rows] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def forget_rows(self, response: asyncio.Future[Any]) -> None:
-        """An ended call is remembered for retries, but not the rows it fetched. (Also marks its error as seen: a caller
-        that gave up leaves nobody to look at it.)"""
-        self.fetch = None
-        if not response.cancelled():
-            response.exception()
 
 
 class CallQueue:
@@ -96,7 +90,8 @@ class CallQueue:
         self.changed = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
         self._transfer = ThreadPoolExecutor(1, "transfer")
-        self._calls: OrderedDict[str, Running] = OrderedDict()
+        self._calls: dict[str, Running] = {}
+        self._responses: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._session = ""
         self._session_started = 0
         self._streams: Counter[str] = Counter()
@@ -121,11 +116,7 @@ class CallQueue:
             if self.worker.ranks.size > 1:
                 raise InvalidRequest(f"{method.name}: call.call_id is missing")
             call.call_id = uuid.uuid4().hex
-        known = self._calls.get(call.call_id)
-        if known is None:
-            known = self._admit(method, registration, request, timeout_s)
-        assert known.response is not None
-        return known.response
+        return self._responses.get(call.call_id) or self._admit(method, registration, request, timeout_s)
 
     def opened_stream(self, session: str) -> None:
         """A session's controller has a stream here, which tells that it is there."""
@@ -150,7 +141,7 @@ class CallQueue:
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
         known = self._calls.get(call_id)
-        if known is None or known.response is None or known.response.done():
+        if known is None or self._responses[call_id].done():
             return False
         self._stop(known)
         return True
@@ -168,7 +159,7 @@ class CallQueue:
         """Lets the running call end, refuses all others, closes the worker, and frees the threads."""
         self._draining = True
         self._set_phase(worker_pb2.PHASE_DRAINING, self.running)
-        awaited = [known.response for known in self._calls.values() if known.response is not None]
+        awaited = [self._responses[call_id] for call_id in self._calls]
         if awaited:
             await asyncio.wait(awaited, timeout=GRACE_S)
         closing = asyncio.get_running_loop().run_in_executor(self._compute, self.worker.close)
@@ -177,7 +168,9 @@ class CallQueue:
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._transfer.shutdown(wait=False, cancel_futures=True)
 
-    def _admit(self, method: Method, registration: Registration, request: Any, timeout_s: float) -> Running:
+    def _admit(
+        self, method: Method, registration: Registration, request: Any, timeout_s: float
+    ) -> asyncio.Future[Any]:
         call = request.call
         ranks = self.worker.ranks
         if self._draining:
@@ -196,21 +189,24 @@ class CallQueue:
             raise Refused(f"call {call.call_id} has sequence {call.sequence}, but {self._next} is next")
         timing = common_pb2.Timing(arrived_unix_s=time.time())
         known = Running(method, CallContext(call, time.monotonic() + timeout_s), timing)
-        self._calls[call.call_id] = known
-        self._forget_old_calls()
         if registration.instant and self._has_turn(call):
-            known.response = self._answer(known, request)
+            response = self._answer(known, request)
         else:
-            known.response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
-            known.response.add_done_callback(known.forget_rows)
-        return known
+            response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
+            self._calls[call.call_id] = known
+            response.add_done_callback(partial(self._end, call.call_id))
+        self._remember(call.call_id, response)
+        return response
 
-    def _forget_old_calls(self) -> None:
-        while len(self._calls) > REMEMBERED_CALLS:
-            oldest = next(iter(self._calls.values()))
-            if oldest.response is None or not oldest.response.done():
-                break
-            self._calls.popitem(last=False)
+    def _end(self, call_id: str, response: asyncio.Future[Any]) -> None:
+        del self._calls[call_id]
+        if not response.cancelled():
+            response.exception()  # now it is seen: a caller that gave up leaves nobody to look at it
+
+    def _remember(self, call_id: str, response: asyncio.Future[Any]) -> None:
+        self._responses[call_id] = response
+        while len(self._responses) > REMEMBERED_CALLS and next(iter(self._responses.values())).done():
+            self._responses.popitem(last=False)
 
     def _open_session(self, call: common_pb2.Call) -> None:
         if call.session_started_unix_ns < self._session_started:
