@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, from_rpc_error, from_status
 from rlhf.v1 import worker_pb2
 
+REOPEN_S = 1.0
+"""Pause before a stream that broke is made anew: far below what a rank waits for it."""
 CLOSE_S = 1.0
 """How long a rank that does not read may hold up the end of its stream of calls."""
 
@@ -29,11 +33,12 @@ class RankClient:
         rank: Rank within it.
         address: host:port.
         is_ours: Whether a server of this package answers there, which expects pings.
-        dispatches: Whether it serves WorkerService.Dispatch, over which calls that run on the group then go.
+        session: Where given, the rank serves WorkerService.Dispatch: calls that run on the group go over one stream,
+            which is made anew whenever it breaks, and tells the rank that the session's controller is there.
     """
 
     def __init__(
-        self, service: str, rank: int, address: str, *, is_ours: bool = False, dispatches: bool = False
+        self, service: str, rank: int, address: str, *, is_ours: bool = False, session: str = ""
     ) -> None:
         self.service = service
         self.rank = rank
@@ -42,20 +47,23 @@ class RankClient:
             address, options=CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS
         )
         self._callables: dict[str, Any] = {}
-        self._dispatches = dispatches
+        self._session = session
         self._stream: DispatchStream | None = None
+        self._is_closing = False
 
     def __str__(self) -> str:
         return f"{self.service} rank {self.rank} ({self.address})"
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call; errors of its future are those of `call`. Cancelling the future forgets the answer, and does
-        not stop what the rank does."""
-        if not self._dispatches or method.spec is None:
+        """Begins a call, to be answered within `timeout_s` seconds; errors of its future are those of `call`.
+        Cancelling the future forgets the answer, and does not stop what the rank does.
+
+        Raises:
+            ValueError: The request cannot be serialized.
+        """
+        if not self._session or method.spec is None:
             return asyncio.ensure_future(self.call(method, request, timeout_s))
-        if self._stream is None or self._stream.closed:
-            self._stream = DispatchStream(str(self), self._callable(WORKER["Dispatch"])())
-        return self._stream.start(method, request, timeout_s)
+        return self._open_stream().start(method, request, timeout_s)
 
     async def call(self, method: Method, request: Any, timeout_s: float) -> Any:
         """One unary call.
@@ -77,9 +85,26 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
+        self._is_closing = True
         if self._stream is not None:
             await self._stream.close()
         await self._channel.close()
+
+    def _open_stream(self) -> DispatchStream:
+        """The stream of calls, a new one where there is none or it has ended."""
+        if self._stream is None or self._stream.ended.done():
+            self._stream = DispatchStream(str(self), self._callable(WORKER["Dispatch"])(), self._session)
+            self._stream.ended.add_done_callback(self._open_stream_later)
+        return self._stream
+
+    def _open_stream_later(self, _: object) -> None:
+        """Also while no call is made, a rank is to know that its controller lives."""
+        if not self._is_closing:
+            asyncio.get_running_loop().call_later(REOPEN_S, self._open_stream_again)
+
+    def _open_stream_again(self) -> None:
+        if not self._is_closing:
+            self._open_stream()
 
     def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
         explained = from_rpc_error(error, f"{self} {method.name}")
@@ -116,37 +141,36 @@ class DispatchStream:
     Args:
         who: Service, rank and address, for messages.
         stream: gRPC's call, just begun.
+        session: Whose controller the stream tells of.
 
     Attributes:
-        closed: Whether it takes no more calls: the rank is gone, or has ended it.
+        ended: Done once the stream takes no more calls: the rank is gone, or has ended it.
     """
 
-    def __init__(self, who: str, stream: Any) -> None:
-        self.closed = False
+    def __init__(self, who: str, stream: Any, session: str) -> None:
         self._who = who
         self._stream = stream
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._outgoing: asyncio.Queue[worker_pb2.DispatchRequest | None] = asyncio.Queue()
+        self._outgoing.put_nowait(worker_pb2.DispatchRequest(session=session))
         self._writer = asyncio.create_task(self._write())
-        self._reader = asyncio.create_task(self._read())
+        self.ended = asyncio.create_task(self._read())
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call of a method that runs on a group."""
+        """Begins a call of a method that runs on a group. Errors as of `RankClient.start`."""
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
+        message = worker_pb2.DispatchRequest(
+            number=number, method=method.path, request=request.SerializeToString(), timeout_s=timeout_s
+        )
         timer = loop.call_later(timeout_s, self._expire, number, timeout_s)
         call = self._calls[number] = _Call(method, loop.create_future(), timer)
-        self._outgoing.put_nowait(
-            worker_pb2.DispatchRequest(
-                number=number, method=method.path, request=request.SerializeToString(), timeout_s=timeout_s
-            )
-        )
+        self._outgoing.put_nowait(message)
         return call.answer
 
     async def close(self) -> None:
         """Tells the rank that no more calls come."""
-        self.closed = True
         self._outgoing.put_nowait(None)
         await asyncio.wait([self._writer], timeout=CLOSE_S)
 
@@ -158,17 +182,20 @@ class DispatchStream:
             await self._stream.done_writing()
 
     async def _read(self) -> None:
-        lost: grpc.RpcError | None = None
+        """Hands out answers until the stream ends; then every call that waits hears why."""
+        why: Callable[[str], RlhfError] = _closed
         try:
             while isinstance(message := await self._stream.read(), worker_pb2.DispatchResponse):
                 self._take(message)
         except grpc.RpcError as error:
-            lost = error
-        self.closed = True
-        for number, call in list(self._calls.items()):
-            where = f"{self._who} {call.method.name}"
-            ended = ServiceLost(f"{where}: the rank has ended the stream of calls")
-            self._fail(number, from_rpc_error(lost, where) if lost else ended)
+            why = partial(from_rpc_error, error)
+        except DecodeError as error:
+            self._stream.cancel()
+            why = partial(_unreadable, error)
+        finally:
+            self._outgoing.put_nowait(None)  # ends the writer
+            for number, call in list(self._calls.items()):
+                self._fail(number, why(f"{self._who} {call.method.name}"))
 
     def _take(self, message: worker_pb2.DispatchResponse) -> None:
         call = self._calls.get(message.number)
@@ -177,9 +204,10 @@ class DispatchStream:
         if message.WhichOneof("result") == "status":
             status = status_pb2.Status.FromString(message.status)
             return self._fail(message.number, from_status(status, f"{self._who} {call.method.name}"))
+        response = call.method.response.FromString(message.response)  # type: ignore[attr-defined]
         self._forget(message.number)
         if not call.answer.done():
-            call.answer.set_result(call.method.response.FromString(message.response))  # type: ignore[attr-defined]
+            call.answer.set_result(response)
 
     def _fail(self, number: int, error: RlhfError) -> None:
         call = self._forget(number)
@@ -193,6 +221,14 @@ class DispatchStream:
         call = self._calls.pop(number)
         call.timer.cancel()
         return call
+
+
+def _closed(where: str) -> ServiceLost:
+    return ServiceLost(f"{where}: the stream of calls was closed")
+
+
+def _unreadable(error: DecodeError, where: str) -> RlhfError:
+    return RlhfError(f"{where}: the answer cannot be read: {error}")
 
 
 def _unanswered(who: str, method: Method, timeout_s: float) -> DeadlineExceeded:

@@ -160,7 +160,7 @@ class Cluster:
                 rank,
                 info.endpoint.address,
                 is_ours=bool(description.epoch),
-                dispatches=description.dispatches,
+                session=self.session.name if description.dispatches else "",
             )
             for rank, info in enumerate(description.ranks)
         ]

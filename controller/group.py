@@ -263,24 +263,24 @@ class RoleGroup:
     async def _send(self, method: Method, requests: list[Any]) -> list[Any]:
         """Sends each rank its request; if one fails, stops the others and raises what the culprit said."""
         timeout_s = self.session.timeout_s
-        calls = [
-            client.start(method, request, timeout_s)
-            for client, request in zip(self.clients, requests, strict=True)
-        ]
+        calls: list[asyncio.Future[Any]] = []
         try:
+            for client, request in zip(self.clients, requests, strict=True):
+                calls.append(client.start(method, request, timeout_s))
             done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if not any(call.exception() for call in done):
                 return [call.result() for call in calls]
             silent = await self._cancel(requests[0].call.call_id)
             await asyncio.wait(calls, timeout=SETTLE_S)
-        except asyncio.CancelledError:
+        except BaseException:
             await self._cancel(requests[0].call.call_id)
             raise
         finally:
             for call in calls:
                 call.cancel()
-        # Of two that are equally close to the cause, the one that failed first.
-        ended = (call for call in (*done, *pending) if call.done() and not call.cancelled())
+        # Of those that are equally close to the cause, one that failed first; of these, the lowest rank.
+        in_order = sorted(calls, key=lambda call: call in pending)
+        ended = [call for call in in_order if call.done() and not call.cancelled()]
         error = min((e for call in ended if (e := call.exception())), key=_blame)
         if silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
             raise DeadlineExceeded(

@@ -57,9 +57,14 @@ class DispatchStream:
                 self._queue.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
-        """Begins a call. One that is over at once is answered at once."""
+        """Begins a call. One that is over at once is answered at once, where nothing else is being written."""
+        if message.session and message.session not in self._sessions:
+            self._sessions.add(message.session)
+            self._queue.opened_stream(message.session)
+        if not message.method:
+            return
         response, call_id = self._start(message)
-        if response.done():
+        if response.done() and not self._writing.locked():
             await self._answer(message, response, call_id)
         else:
             answer = asyncio.create_task(self._answer(message, response, call_id))
@@ -81,7 +86,6 @@ class DispatchStream:
             method, registration = self._methods[message.method]
             request: Any = method.request.FromString(message.request)  # type: ignore[attr-defined]
             call_id = request.call.call_id
-            self._belongs_to(request.call.session)
             return self._queue.start(
                 method, registration, request, time_to_answer(message.timeout_s)
             ), call_id
@@ -89,11 +93,6 @@ class DispatchStream:
             refused = asyncio.get_running_loop().create_future()
             refused.set_exception(error)
             return refused, call_id
-
-    def _belongs_to(self, session: str) -> None:
-        if session not in self._sessions:
-            self._sessions.add(session)
-            self._queue.opened_stream(session)
 
     async def _answer(
         self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str

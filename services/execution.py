@@ -48,8 +48,8 @@ GRACE_S = 5.0
 """How long a call past its deadline, or a call in a drain, may take to notice."""
 
 ABSENCE_S = 10.0
-"""How long a session may be without any stream of its controller before it is ended: a connection that broke is
-made again sooner."""
+"""How long a session may be without any stream of its controller before it is ended: a controller that lives makes one
+that broke anew, sooner than that."""
 
 ANSWER_S = 0.5
 """Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
@@ -137,6 +137,9 @@ class CallQueue:
             if known.context.call.session == session:
                 self._stop(known)
         self.store.end(session)
+        if session == self._session:
+            self._session = ""
+            self._wake()
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
@@ -212,10 +215,12 @@ class CallQueue:
         if call.session_started_unix_ns < self._session_started:
             raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
         if call.sequence != 1:
-            raise Refused(f"session {call.session!r} is not the current one ({self._session!r})")
+            current = repr(self._session) if self._session else "there is none"
+            raise Refused(f"session {call.session!r} is not the current one ({current})")
         for known in self._calls.values():
             self._stop(known)
-        self.store.end(self._session)
+        if self._session:
+            self.store.end(self._session)
         self._session, self._next = call.session, 1
         self._session_started = call.session_started_unix_ns
         self._abandoned.clear()
@@ -287,7 +292,8 @@ class CallQueue:
 
     def _check_session(self, call: common_pb2.Call) -> None:
         if call.sequence and call.session != self._session:
-            raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
+            how = f"was superseded by {self._session!r}" if self._session else "has ended"
+            raise Refused(f"session {call.session!r} {how}")
 
     def _abandon(self, call: common_pb2.Call) -> None:
         """The call will not take its turn: later ones do not wait for it."""

@@ -280,6 +280,7 @@ class RankServer:
         finally:
             serving.cancel()
             stopping.cancel()
+            await asyncio.wait([serving])
 
     async def _cancel(self, request: Any, context: Any) -> worker_pb2.CancelResponse:
         return worker_pb2.CancelResponse(found=self.queue.cancel(request.call_id))

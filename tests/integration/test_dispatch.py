@@ -39,7 +39,7 @@ LONG = actor_pb2.Sampling(temperature=50.0, max_new_tokens=56)
 @contextlib.asynccontextmanager
 async def clients(service: Service) -> AsyncIterator[list[RankClient]]:
     made = [
-        RankClient(service.name, rank, address, is_ours=True, dispatches=True)
+        RankClient(service.name, rank, address, is_ours=True, session=service.session)
         for rank, address in enumerate(service.addresses)
     ]
     try:

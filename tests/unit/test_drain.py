@@ -11,10 +11,14 @@ from typing import Any, cast
 import pytest
 
 from rlhf.config import JudgeTable, RewardTable
+from rlhf.contract import group_methods
+from rlhf.errors import Refused
+from rlhf.v1 import common_pb2, worker_pb2
 from services import execution
 from services.execution import CallQueue
+from services.ranks import Ranks
 from services.reward.worker import RewardWorker
-from services.worker import Worker
+from services.worker import CallContext, Result, Rows, Worker, register
 
 NOTHING = cast(Any, None)
 TABLE = RewardTable(role="reward", address="127.0.0.1:1")
@@ -28,6 +32,18 @@ class Closing(Worker):
 
     def close(self) -> None:
         self.closed_on = threading.current_thread().name
+
+
+class Waiting(Worker):
+    """Computes until it is asked to stop."""
+
+    role = "reward"
+
+    @register("ONE_TO_ALL")
+    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        call.cancelled.wait(30)
+        call.check()
+        return Result()
 
 
 async def drain(worker: Worker) -> None:
@@ -82,22 +98,31 @@ def test_a_sandbox_reward_closes_its_grader() -> None:
 
 def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "ABSENCE_S", 0.05)
-    ended: list[str] = []
 
     async def main() -> None:
-        store = cast(Any, SimpleNamespace(end=ended.append))
-        queue = CallQueue(Closing(TABLE, NOTHING), store, NOTHING)
+        ended: asyncio.Queue[str] = asyncio.Queue()
+        store = cast(Any, SimpleNamespace(end=ended.put_nowait, release=lambda session: 0))
+        worker = Waiting(TABLE, cast(Any, Ranks(0, 1, 1)))
+        queue = CallQueue(worker, store, NOTHING)
+        method = group_methods("reward")["save_checkpoint"]
+        registration = cast(Any, Waiting.save_checkpoint).registration
+        call = common_pb2.Call(call_id="a", session="run", sequence=1)
+        request = worker_pb2.SaveCheckpointRequest(call=call)
+        running = queue.start(method, registration, request, timeout_s=30)
         queue.opened_stream("run")
         queue.opened_stream("run")
         queue.closed_stream("run")
-        await asyncio.sleep(0.1)
-        assert not ended, "one stream is open"
         queue.closed_stream("run")
         queue.opened_stream("run")
         await asyncio.sleep(0.1)
-        assert not ended, "a stream was opened in time"
+        assert ended.empty(), "a stream is open"
         queue.closed_stream("run")
-        await asyncio.sleep(0.1)
-        assert ended == ["run"]
+        assert await asyncio.wait_for(ended.get(), 5) == "run"
+        with pytest.raises(Refused, match="session 'run' has ended"):
+            await running
+        late = worker_pb2.SaveCheckpointRequest(call=common_pb2.Call(call_id="b", session="run", sequence=2))
+        with pytest.raises(Refused, match="session 'run' is not the current one"):
+            queue.start(method, registration, late, timeout_s=30)
+        await queue.drain()
 
     asyncio.run(main())
