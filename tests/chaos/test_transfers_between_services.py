@@ -157,7 +157,7 @@ class Reader:
     def wait_for_calls(self, count: int) -> None:
         """Returns once so many more calls have gone well."""
         wanted = self.good_calls + count
-        wait_until(lambda: self.good_calls >= wanted, DEADLINE_S, f"{count} transfers by {self.name}")
+        wait_until(lambda: self.good_calls >= wanted, 15 * DEADLINE_S, f"{count} transfers by {self.name}")
 
     def read_until_it_fails(self, rows: Batch) -> Report:
         for _ in range(10_000):
