@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import os
-import socket
 from pathlib import Path
 
 from controller.config import Config
+from rlhf import addresses
 from rlhf.config import ActorTable, ModelTable, Service
 from rlhf.errors import ConfigError
 
@@ -26,7 +25,7 @@ def check(config: Config, names: list[str]) -> None:
     for name in names:
         check_model(name, config.services[name])
     for name in names:
-        check_address(name, config.services[name].bind_address)
+        check_address(name, config.services[name])
 
 
 def check_torch() -> None:
@@ -60,21 +59,12 @@ def check_model(name: str, table: Service) -> None:
     raise ConfigError(f"services.{name}.model: {problem}{relative}")
 
 
-def check_address(name: str, address: str) -> None:
-    """Raises ConfigError where the address is in use or is not this host's."""
-    host, _, port = address.rpartition(":")
+def check_address(name: str, table: Service) -> None:
+    """Raises ConfigError where the service's address is in use or is not this host's."""
     try:
-        candidates = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        addresses.probe(table.bind_address)
     except OSError as error:
-        raise ConfigError(f"services.{name}.address: {address}: {error.strerror}") from None
-    for family, kind, protocol, _, target in candidates:
-        with socket.socket(family, kind, protocol) as probe:
-            # As the server does it: a port whose last connections are still dying is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(target)
-            except OSError as error:
-                raise ConfigError(f"services.{name}.address: {address} {_why(error)}") from None
+        raise ConfigError(f"services.{name}.{table.bind_key}: {table.bind_address} {_why(error)}") from None
 
 
 def _is_installed(package: str) -> bool:
@@ -86,4 +76,4 @@ def _why(error: OSError) -> str:
         return "is in use"
     if error.errno == errno.EADDRNOTAVAIL:
         return "is not an address of this host; start the services of this host with --only"
-    return f"cannot be served: {os.strerror(error.errno or 0)}"
+    return f"cannot be served: {error.strerror}"

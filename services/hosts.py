@@ -64,24 +64,42 @@ def source_host(target: str) -> str:
 
 def interface_of(host: str) -> str | None:
     """The network interface that has a host's address; None where it is not an interface's of this host."""
-    try:
-        address = socket.getaddrinfo(host.strip("[]"), None)[0][4][0]
-    except OSError:
-        return None
+    address = _address_of(host)
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, has in interfaces if address in {each.address for each in has}), None)
 
 
-def check_reachable(endpoints: Sequence[Endpoint]) -> None:
-    """Raises ConfigError where ranks are on several hosts and one is found only on its own."""
+def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
+    """Raises ConfigError where ranks are on several hosts and one is found only on its own.
+
+    Args:
+        listen: Host that this rank listens on.
+    """
     # Without the user, who has to be the same to share memory and not to connect.
     hosts = {endpoint.host_id.rpartition(":")[0] for endpoint in endpoints}
+    if len(hosts) == 1:
+        return
     for endpoint in endpoints:
-        if len(hosts) > 1 and _is_loopback(endpoint.address.rpartition(":")[0]):
+        if _is_loopback(endpoint.address.rpartition(":")[0]):
             raise ConfigError(
                 f"services.{endpoint.service}.address: ranks are on {len(hosts)} hosts, and rank {endpoint.rank} is at "
                 f"{endpoint.address}, where only its own host reaches it"
             )
+    # Many a host has its own name on loopback (Debian: 127.0.1.1), and others know better.
+    address = _address_of(listen)
+    if address is not None and _is_loopback(address):
+        raise ConfigError(
+            f"services.{endpoints[0].service}.bind_host: ranks are on {len(hosts)} hosts, and {listen}, where they "
+            f"listen on this one, is {address} here; name an address that others reach"
+        )
+
+
+def _address_of(host: str) -> str | None:
+    """What a host is looked up as; None where it is unknown."""
+    try:
+        return str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
+    except OSError:
+        return None
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import click
 import uvloop
 
 from nccl_transfer.mesh import Mesh
-from rlhf import meshes
+from rlhf import addresses, meshes
 from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service
 from rlhf.errors import ConfigError, RlhfError
 from services.hosts import interface_of, place
@@ -83,15 +82,12 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
         what = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"services.{name}.model: directory {model} {what}")
     if int(os.environ.get("RANK", "0")) == 0:
-        host, _, port = table.bind_address.rpartition(":")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, int(port)))
-            except OSError as error:
-                raise ConfigError(
-                    f"services.{name}.address: {table.bind_address}: {error.strerror}"
-                ) from None
+        try:
+            addresses.probe(table.bind_address)
+        except OSError as error:
+            raise ConfigError(
+                f"services.{name}.{table.bind_key}: {table.bind_address}: {error.strerror}"
+            ) from None
 
 
 def _serve(table: ServiceTable, name: str, worker_path: str) -> None:

@@ -119,12 +119,13 @@ class RankServer:
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._place.listen}:0"
+        key = f"services.{self.name}.{table.bind_key}"
         try:
             port = server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(f"services.{self.name}.address: cannot listen on {address}: {error}") from None
+            raise ConfigError(f"{key}: cannot listen on {address}: {error}") from None
         if port == 0:
-            raise ConfigError(f"services.{self.name}.address: {address} is in use")
+            raise ConfigError(f"{key}: {address} is in use")
         return port
 
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> None:
@@ -142,7 +143,7 @@ class RankServer:
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
-        check_reachable(ranks.endpoints)
+        check_reachable(ranks.endpoints, self._place.listen)
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
             pipeline, tensor, data = ranks.mesh.position(rank)
             self._ranks_info.append(

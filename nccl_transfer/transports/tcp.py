@@ -252,7 +252,9 @@ class ByteServer:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self.key = self._key.hex()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        # [::] is all addresses, those of IPv4 too, as it is to gRPC.
+        both = family == socket.AF_INET6
+        self._listener = socket.create_server((host, 0), family=family, backlog=128, dualstack_ipv6=both)
         self.port: int = self._listener.getsockname()[1]
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf import meshes
+from rlhf import addresses, meshes
 from rlhf.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
@@ -69,17 +69,14 @@ class OptimizerTable(Strict):
         return self
 
 
-WILDCARDS = ("0.0.0.0", "[::]", "*")
-"""Hosts that stand for all addresses of this one, to listen on."""
-
-
 class ServiceTable(Strict):
     """What services of every role have in common."""
 
     address: str
     """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
     bind_host: str = ""
-    """Where ranks listen: an address of their host, or 0.0.0.0 for all it has. Empty: where they are reached."""
+    """Where ranks listen: an address of their host, IPv6 in brackets, or 0.0.0.0 or [::] for all it has. Empty:
+    where they are reached."""
     advertise_host: str = ""
     """Where the ranks of one host are reached by others; for a service over several hosts, given on each by `--set`.
     Empty: on rank 0's host the host of `address`, on another the address that it reaches rank 0 from."""
@@ -108,17 +105,25 @@ class ServiceTable(Strict):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
-        if host in WILDCARDS:
+        addresses.check_host(host)
+        if addresses.is_wildcard(host):
             raise ValueError(
                 f"{address!r}: the address is also where other ranks connect to; name one of this host, and listen on "
                 "all with bind_host"
             )
         return address
 
+    @field_validator("bind_host", "advertise_host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if host:
+            addresses.check_host(host)
+        return host
+
     @field_validator("advertise_host")
     @classmethod
     def _check_advertise_host(cls, host: str) -> str:
-        if host in WILDCARDS:
+        if addresses.is_wildcard(host):
             raise ValueError(f"{host!r} is no address that others can connect to")
         return host
 
@@ -127,6 +132,11 @@ class ServiceTable(Strict):
         """host:port that rank 0 listens on."""
         host, _, port = self.address.rpartition(":")
         return f"{self.bind_host or host}:{port}"
+
+    @property
+    def bind_key(self) -> str:
+        """The key that says on which host that is."""
+        return "bind_host" if self.bind_host else "address"
 
 
 class ZeroTable(Strict):
@@ -174,6 +184,8 @@ class ModelTable(ServiceTable):
     def _check_mesh(self) -> Self:
         if self.engine == "3d":
             meshes.check(self.mesh, self.ranks, self.model)
+            if self.shards_over_data and self.data_ranks == 1:
+                raise ValueError(f"shards_over_data needs more than one data rank, and mesh is {self.mesh}")
         elif self.mesh:
             raise ValueError(f"mesh is for engine 3d, and engine is {self.engine}")
         elif self.shards_over_data:

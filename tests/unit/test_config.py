@@ -62,6 +62,10 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             "services.actor.shards_over_data=true",
             r"services\.actor: shards_over_data is for engine 3d, and engine is fsdp",
         ),
+        (
+            "services.actor.engine='3d'\nservices.actor.mesh='1-2-1'\nservices.actor.shards_over_data=true",
+            r"services\.actor: shards_over_data needs more than one data rank, and mesh is 1-2-1",
+        ),
         ("services.actor.zero.stage=3", r"services\.actor: zero is for engine zero, and engine is fsdp"),
         (
             "services.actor.zero.offload_optimizer=true",
@@ -124,6 +128,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("algorithm.kl_target=1\nalgorithm.kl_horizon=100", r"kl_horizon: 100 is too short for 512 rows"),
         ("rollout.top_k=5\nalgorithm.recompute_log_probs=false", r"recompute_log_probs: must be true with"),
         ("services.actor.address='0.0.0.0:7101'", r"services\.actor\.address: .*name one of this host"),
+        ("services.actor.address='::1:7101'", r"services\.actor\.address: .*IPv6 address is in brackets"),
+        ("services.actor.address='*:7101'", r"services\.actor\.address: '\*' is no host"),
+        ("services.actor.address='[::1%]:7101'", r"services\.actor\.address: .* is no IPv6 address"),
+        ("services.actor.bind_host='*'", r"services\.actor\.bind_host: '\*' is no host"),
+        ("services.actor.bind_host='::'", r"services\.actor\.bind_host: .*IPv6 address is in brackets"),
+        ("services.actor.bind_host='0.0.0.0:1'", r"services\.actor\.bind_host: .*host alone; it has no port"),
+        ("services.actor.advertise_host='[::]'", r"services\.actor\.advertise_host: .* can connect to"),
+        ("services.actor.advertise_host='n:1'", r"services\.actor\.advertise_host: .*host alone"),
         ("services.actor.advertise_host='0.0.0.0'", r"services\.actor\.advertise_host: .* can connect to"),
         ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 devices for 2 ranks"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from nccl_transfer.batch import Endpoint
@@ -56,8 +58,23 @@ def test_loopback_is_refused_for_ranks_on_several_hosts(loopback: str) -> None:
     with pytest.raises(
         ConfigError, match=r"services\.actor\.address: .* 2 hosts, and rank 1 is at .*only its own"
     ):
-        check_reachable(ranks)
+        check_reachable(ranks, "0.0.0.0")
+
+
+def test_a_name_that_is_loopback_on_its_own_host_is_no_place_to_listen_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looked_up(host: str, port: None) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        assert host == "node0"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    ranks = [endpoint(0, "node0", "boot:1:0"), endpoint(1, "10.0.0.2", "boot:2:0")]
+    with pytest.raises(
+        ConfigError, match=r"services\.actor\.bind_host: .* 2 hosts, and node0, .* 127\.0\.1\.1"
+    ):
+        check_reachable(ranks, "node0")
 
 
 def test_loopback_is_enough_on_one_host_whoever_its_users_are() -> None:
-    check_reachable([endpoint(0, "127.0.0.1", "boot:1:0"), endpoint(1, "127.0.0.1", "boot:1:7")])
+    check_reachable([endpoint(0, "127.0.0.1", "boot:1:0"), endpoint(1, "127.0.0.1", "boot:1:7")], "127.0.0.1")

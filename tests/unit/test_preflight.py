@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,30 @@ def test_a_package_that_is_missing_is_named_with_the_key_that_asks_for_it(
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ConfigError, match=expected):
         preflight.check(load(QUICKSTART, (setting,)), ["actor", "critic"])
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "address"), ("[::1]", "address"), ("[::]", "bind_host")]
+)
+def test_a_port_in_use_is_named_with_the_key_that_says_the_host(host: str, shown: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        keys = {"address": f"{host if shown == 'address' else '[::1]'}:{port}", "bind_host": ""}
+        if shown == "bind_host":
+            keys["bind_host"] = host
+        table = load(QUICKSTART).services["actor"].model_copy(update=keys)
+        with pytest.raises(ConfigError) as caught:
+            preflight.check_address("actor", table)
+    assert str(caught.value) == f"services.actor.{shown}: {host}:{port} is in use"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::]", "0.0.0.0", "localhost"])
+def test_a_port_that_is_free_can_be_served(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    keys = {"address": f"127.0.0.1:{port}", "bind_host": host}
+    preflight.check_address("actor", load(QUICKSTART).services["actor"].model_copy(update=keys))
 
 
 def test_a_service_that_asks_for_no_package_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,45 @@
+"""Addresses, host:port, as configurations write them. A host is a name, an IPv4 address, or an IPv6 address in
+brackets."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+
+def check_host(host: str) -> None:
+    """Raises ValueError where a text is not a host alone."""
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            ipaddress.IPv6Address(host[1:-1])
+        except ValueError as error:
+            raise ValueError(f"{host!r} is no IPv6 address: {error}") from None
+    elif ":" in host:
+        raise ValueError(f"{host!r} is not a host alone; it has no port, and an IPv6 address is in brackets")
+    elif not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"{host!r} is no host: neither a name nor an address")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host stands for all addresses of this one, to listen on."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def probe(address: str) -> None:
+    """Listens on an address for a moment, as a server is going to.
+
+    Raises:
+        OSError: It is in use, not of this host, or unknown.
+    """
+    host, _, port = address.rpartition(":")
+    for family, kind, protocol, _, target in socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as listener:
+            # As the server does it: a port whose last connections are still dying is free.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
