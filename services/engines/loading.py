@@ -44,7 +44,9 @@ def load_to_share(load: Load, directory: Path, dtype: torch.dtype) -> Model:
 def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Puts tensors with memory and without values in the place of those that are on the meta device, one at a time.
 
-    Returns:
+    It does so only as far as it is iterated over.
+
+    Yields:
         The new tensors, with their names; tied ones once, under their first.
     """
     made: dict[Tensor, Tensor] = {}

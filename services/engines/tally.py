@@ -31,6 +31,6 @@ class Tally:
         Args:
             counts: whether this rank's loss is no other's too.
         """
-        total = self._loss if counts else torch.zeros_like(self._loss)
+        total = self._loss.clone() if counts else torch.zeros_like(self._loss)
         dist.all_reduce(total)
-        return float(total), self._counts
+        return float(total), dict(self._counts)
