@@ -338,16 +338,32 @@ def _on_meta(auto_class: Any, directory: Path, dtype: torch.dtype, config: Any =
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    for module in model.modules():
-        _compute_buffers(model, module)
+    _compute_buffers(model, model)
     speed_up(model)
     return model.eval()
 
 
-def _compute_buffers(model: Any, module: nn.Module) -> None:
-    """Give values to those buffers of a module that are computed from the configuration and not in files."""
+def _compute_buffers(module: nn.Module, model: Any) -> None:
+    """Give values to those buffers of a module, and of what is in it, that are computed from the configuration and not
+    in files. The nearest model that a module is in knows how (transformers' `smart_apply`).
+
+    Raises:
+        ValueError: it does not; where the buffer is of floats, which begin as nan.
+    """
+    for child in module.children():
+        _compute_buffers(child, child if isinstance(child, PreTrainedModel) else model)
     buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-    computed = {name: torch.empty_like(x, device="cpu") for name, x in buffers.items() if x is not None}
+    computed = {name: _without_values(x) for name, x in buffers.items() if x is not None}
     module._buffers.update(computed)
     if computed:
         model._init_weights(module)
+    for name in computed:
+        if bool(torch.isnan(module._buffers[name]).any()):  # type: ignore[arg-type]
+            raise ValueError(f"{type(model).__name__} does not compute {name} of {type(module).__name__}")
+
+
+def _without_values(on_meta: Tensor) -> Tensor:
+    """In host memory, and nan where there is such a thing."""
+    if on_meta.is_floating_point():
+        return torch.full_like(on_meta, float("nan"), device="cpu")
+    return torch.empty_like(on_meta, device="cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,9 +16,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    SiglipVisionConfig,
+    SiglipVisionModel,
 )
 
+from services import models
 from services.models import (
     SequenceScorer,
     ValueModel,
@@ -183,6 +188,35 @@ def test_a_model_on_meta_lacks_nothing_but_the_values_of_stored_weights(
     assert ours.name_or_path == theirs.name_or_path == str(tiny_llama_dir)
     assert [type(each) for each in outline.modules()] == [type(each) for each in whole.modules()]
     assert not outline.training
+
+
+class Composite(PreTrainedModel):
+    """A model around one of another kind, or around a module that nothing gives values to."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, part: nn.Module):
+        super().__init__(LlamaConfig())
+        self.part = part
+
+
+def test_buffers_are_computed_by_the_nearest_model():
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config: Any = SiglipVisionConfig(image_size=8, patch_size=4, **sizes)
+    with torch.device("meta"):
+        model = Composite(SiglipVisionModel(config))
+    models._compute_buffers(model, model)
+    (position_ids,) = (x for name, x in model.named_buffers() if name.endswith("position_ids"))
+    assert position_ids.tolist() == [[0, 1, 2, 3]]
+
+
+def test_a_buffer_that_nobody_computes_is_an_error():
+    with torch.device("meta"):
+        part = nn.Module()
+        part.register_buffer("scale", torch.ones(3), persistent=False)
+        model = Composite(part)
+    with pytest.raises(ValueError, match="Composite does not compute scale of Module"):
+        models._compute_buffers(model, model)
 
 
 def test_a_model_on_meta_keeps_its_tied_weights_tied(tiny_tied_llama_dir: Path):
