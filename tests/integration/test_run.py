@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller import algorithms, cli
-from controller.client import RankClient
+from controller.client import DispatchStream, RankClient
 from controller.config import Config
 from controller.data import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
@@ -340,7 +340,7 @@ class Tap:
     fetched: Counter[str] = field(default_factory=Counter)
 
     def listen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        call, fetch = RankClient.call, Fetcher.fetch
+        call, start, fetch = RankClient.call, DispatchStream.start, Fetcher.fetch
 
         async def tapped_call(client: RankClient, method: Any, request: Any, timeout_s: float) -> Any:
             self._message(request)
@@ -348,12 +348,19 @@ class Tap:
             self._message(response)
             return response
 
+        def tapped_start(stream: DispatchStream, method: Any, request: Any, timeout_s: float) -> Any:
+            self._message(request)
+            answer = start(stream, method, request, timeout_s)
+            answer.add_done_callback(lambda answer: self._message(answer.result()))
+            return answer
+
         def tapped_fetch(fetcher: Fetcher, batch: Batch, deadline: float) -> Any:
             for name, column in batch.columns.items():
                 self.fetched[name] += column.nbytes if isinstance(column, RemoteColumn) else 0
             return fetch(fetcher, batch, deadline)
 
         monkeypatch.setattr(RankClient, "call", tapped_call)
+        monkeypatch.setattr(DispatchStream, "start", tapped_start)
         monkeypatch.setattr(Fetcher, "fetch", tapped_fetch)
 
     def _message(self, message: Any) -> None:
