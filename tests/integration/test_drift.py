@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         pytest.param(("hf", "1-2-2-1-1"), id="hf, tg 1"),
-        pytest.param(("vllm", "1-2-2-1-2"), id="vllm, tg 2", marks=needs_vllm),
+        pytest.param(("vllm", "1-2-2-1-2"), id="vllm, tg 2", marks=[needs_vllm, pytest.mark.full]),
     ],
 )
 def reports(

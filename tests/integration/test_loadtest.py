@@ -108,6 +108,7 @@ QUEUE_SEED = 97
 """Of arrivals whose waits, by Lindley's recursion, are within 2 % of those that theory says of very many."""
 
 
+@pytest.mark.full
 def test_waiting_is_that_of_these_very_arrivals_and_agrees_with_queueing_theory(
     start: Start, loadtest: Any
 ) -> None:

@@ -60,7 +60,7 @@ def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> P
     return run_directory
 
 
-@pytest.fixture(scope="module", params=CRITICS)
+@pytest.fixture(scope="module", params=[pytest.param("3d", marks=pytest.mark.full), "zero"])
 def finished(
     request: pytest.FixtureRequest, config: Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

@@ -232,6 +232,7 @@ def test_a_service_over_two_hosts_gives_the_numbers_of_one(
     assert set(traffic["reference"]) == set(traffic["critic"]) == {"memfd", "tcp"}
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_on_one_host_ends_the_service_on_both_with_the_next_call(
     hosts: TwoHosts, apart: Config, tmp_path: Path
 ) -> None:
