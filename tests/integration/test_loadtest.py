@@ -215,6 +215,7 @@ def test_objectives_that_are_met_are_no_failure(start: Start, loadtest: Any) -> 
     assert [verdict["met"] for verdict in result["steps"][0]["objectives"]] == [True, True, True]
 
 
+@pytest.mark.full
 def test_a_ramp_ends_at_what_the_server_cannot_do(start: Start, loadtest: Any) -> None:
     options = ("--ramp", "40:640:5", "--duration", "1", "--warmup", "0.5", "--arrivals", "constant")
     result, _ = loadtest(start("queueing"), *options)

@@ -31,10 +31,8 @@ pytestmark = pytest.mark.timeout(300)
 # Case, stage and whether the optimizer is offloaded.
 FAST = [
     ("llama-float64", 1, False),
-    ("llama-float64", 2, False),
     ("llama-float64", 3, False),
     ("qwen2-float32", 2, True),
-    ("qwen2-float32", 3, False),
     ("critic-value", 2, False),
 ]
 CASES = ("llama-float64", "llama-float32", "qwen2-float64", "qwen2-float32", "critic-value")
