@@ -94,15 +94,12 @@ class RankClient:
         """The stream of calls, a new one where there is none or it has ended."""
         if self._stream is None or self._stream.ended.done():
             self._stream = DispatchStream(str(self), self._callable(WORKER["Dispatch"])(), self._session)
-            self._stream.ended.add_done_callback(self._open_stream_later)
+            loop = asyncio.get_running_loop()
+            self._stream.ended.add_done_callback(lambda _: loop.call_later(REOPEN_S, self._reopen_stream))
         return self._stream
 
-    def _open_stream_later(self, _: object) -> None:
+    def _reopen_stream(self) -> None:
         """Also while no call is made, a rank is to know that its controller lives."""
-        if not self._is_closing:
-            asyncio.get_running_loop().call_later(REOPEN_S, self._open_stream_again)
-
-    def _open_stream_again(self) -> None:
         if not self._is_closing:
             self._open_stream()
 

@@ -6,15 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from integration.test_three_d import (
-    MODELS,
-    STEPS_TOLERANCE,
-    TOLERANCE,
-    write_reference,
-    write_value_reference,
-)
+from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
 
 MAIN, TESTS = "integration.fsdp_main", Path(__file__).parents[1]
 DEADLINE_S = 240
@@ -31,17 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
-    """Directory of a model, of its reference, and dtype, by case."""
-    root, found = tmp_path_factory.mktemp("models"), {}
-    for name in ("llama", "qwen2"):
-        torch.manual_seed(7)
-        MODELS[name]().double().save_pretrained(root / name)
-        for dtype in ("float64", "float32"):
-            reference = root / f"{name}-{dtype}"
-            write_reference(root / name, reference, getattr(torch, dtype))
-            found[reference.name] = (str(root / name), str(reference), dtype)
-    write_value_reference(root / "llama", root / "critic-value")
-    return found | {"critic-value": (str(root / "llama"), str(root / "critic-value"), "value")}
+    return write_data_parallel_cases(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)

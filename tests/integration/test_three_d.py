@@ -185,6 +185,20 @@ def write_value_reference(directory: Path, reference: Path) -> None:
     save_file({name: p.detach() for name, p in model.named_parameters()}, reference / "weights.safetensors")
 
 
+def write_data_parallel_cases(root: Path) -> dict[str, tuple[str, str, str]]:
+    """Directory of a model, of its reference, and dtype, by case: what engines without model parallelism train on."""
+    found = {}
+    for name in ("llama", "qwen2"):
+        torch.manual_seed(7)
+        MODELS[name]().double().save_pretrained(root / name)
+        for dtype in ("float64", "float32"):
+            reference = root / f"{name}-{dtype}"
+            write_reference(root / name, reference, getattr(torch, dtype))
+            found[reference.name] = (str(root / name), str(reference), dtype)
+    write_value_reference(root / "llama", root / "critic-value")
+    return found | {"critic-value": (str(root / "llama"), str(root / "critic-value"), "value")}
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
     """Directory of a model, of its reference, and dtype, by case."""

@@ -11,13 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from integration.test_three_d import (
-    MODELS,
-    STEPS_TOLERANCE,
-    TOLERANCE,
-    write_reference,
-    write_value_reference,
-)
+from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
 from services.models import load_value_model
 
 pytest.importorskip("deepspeed")
@@ -75,17 +69,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
-    """Directory of a model, of its reference, and dtype, by case."""
-    root, found = tmp_path_factory.mktemp("models"), {}
-    for name in ("llama", "qwen2"):
-        torch.manual_seed(7)
-        MODELS[name]().double().save_pretrained(root / name)
-        for dtype in ("float64", "float32"):
-            reference = root / f"{name}-{dtype}"
-            write_reference(root / name, reference, getattr(torch, dtype))
-            found[reference.name] = (str(root / name), str(reference), dtype)
-    write_value_reference(root / "llama", root / "critic-value")
-    return found | {"critic-value": (str(root / "llama"), str(root / "critic-value"), "value")}
+    return write_data_parallel_cases(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
