@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
@@ -81,9 +78,8 @@ def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[st
     return -output.log_probs_BR[micro_batch.response_mask_BR].sum() / 50, {}
 
 
-def main(rank: int, world_size: int, out: Path, directory: Path, kind: str, mesh: Mesh) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+def main(directory: Path, kind: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    mesh = Mesh(*sizes)
     engine = ThreeDParallelEngine(
         directory,
         mesh,
@@ -96,14 +92,4 @@ def main(rank: int, world_size: int, out: Path, directory: Path, kind: str, mesh
     # The rows of this rank's training replica.
     rows = np.arange(engine.data_rank, len(PROMPTS), engine.data_size)
     prompts, seeds = [PROMPTS[row] for row in rows], row_seeds(17, step=0, call="generate", rows=rows)
-    iterations = [iterate(engine, rollout, prompts, seeds) for _ in range(NUM_ITERATIONS)]
-    (out / f"report-{rank}.json").write_text(json.dumps(iterations))
-    dist.barrier()
-    dist.destroy_process_group()
-    # vLLM would look for its groups again at the end of the process.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    sizes = [int(size) for size in sys.argv[6].split("-")]
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5], Mesh(*sizes))
+    return [iterate(engine, rollout, prompts, seeds) for _ in range(NUM_ITERATIONS)]

@@ -3,8 +3,6 @@ with a whole model of plain transformers."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -172,20 +170,11 @@ def stopped(rollout: HFRollout) -> str:
     return ""
 
 
-def main(rank: int, world_size: int, out: Path, job: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
-    plan = json.loads(job.read_text())
+def main(meshes: list[tuple[tuple[int, ...], Any]], models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     reports = {}
-    for model, directory in plan["models"].items():
-        for sizes, way in plan["meshes"]:
+    for model, directory in models.items():
+        for sizes, way in meshes:
             kind, _, sharded = way.partition(" ")
             mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
-            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), Path(directory))
-    (out / f"report-{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), directory)
+    return reports

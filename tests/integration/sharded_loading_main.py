@@ -1,8 +1,6 @@
 """One rank of test_sharded_loading.py: an engine that reads its parts of a model from files, beside one that is given
 the whole."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +77,10 @@ def run(kind: str, directory: Path, dtype: torch.dtype, out: Path) -> dict:
     return report
 
 
-def main(rank: int, world_size: int, out: Path, job: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+def main(out: Path, cases: dict[str, tuple[str, Path, str]]) -> dict[str, dict]:
     # Less than these models have.
     weights.MAX_FILE_BYTES = 20_000
-    reports = {}
-    for name, (kind, directory, dtype) in json.loads(job.read_text()).items():
-        reports[name] = run(kind, Path(directory), getattr(torch, dtype), out / name)
-    (out / f"report-{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    return {
+        name: run(kind, directory, getattr(torch, dtype), out / name)
+        for name, (kind, directory, dtype) in cases.items()
+    }

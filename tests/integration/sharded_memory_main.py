@@ -1,12 +1,9 @@
 """One rank of test_sharded_memory.py: how much memory of its own it takes to load its part of a model and to export."""
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from integration.three_d_memory_main import Peak
 from services.engines import weights
@@ -52,9 +49,7 @@ def resident_bytes(engine: ShardedEngine) -> int:
     return sum(storages.values())
 
 
-def main(rank: int, world_size: int, out: Path, small: Path, large: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+def main(out: Path, small: Path, large: Path) -> dict[str, dict[str, int]]:
     report = {}
     for name, (make, optimizer, weights.MAX_FILE_BYTES) in CASES.items():
         # What libraries take once is not the model's.
@@ -69,10 +64,4 @@ def main(rank: int, world_size: int, out: Path, small: Path, large: Path) -> Non
             "exporting": exporting.bytes,
         }
         del engine
-    (out / f"report-{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:6]))
+    return report

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MAIN = Path(__file__).with_name("drift_main.py")
+from integration.ranks import launch
+
 NUM_RANKS, NUM_ITERATIONS = 4, 10
 DEADLINE_S = 240
 PARITY = 1e-4
@@ -47,29 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("hf", "1-2-2-1-1"), id="hf, tg 1"),
-        pytest.param(("vllm", "1-2-2-1-2"), id="vllm, tg 2", marks=[needs_vllm, pytest.mark.full]),
+        pytest.param(("hf", (1, 2, 2, 1, 1)), id="hf, tg 1"),
+        pytest.param(("vllm", (1, 2, 2, 1, 2)), id="vllm, tg 2", marks=[needs_vllm, pytest.mark.full]),
     ],
 )
-def reports(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[dict[str, Any]]]:
+def reports(request: pytest.FixtureRequest, model: Path) -> list[list[dict[str, Any]]]:
     """What each rank saw in each iteration."""
-    directory = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, MAIN, str(rank), str(NUM_RANKS), directory, model, *request.param],
-            cwd=MAIN.parents[2],
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * NUM_RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads((directory / f"report-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    return launch("integration.drift_main", NUM_RANKS, model, *request.param, deadline_s=DEADLINE_S)
 
 
 def test_without_a_learning_rate_nothing_drifts_over_ten_iterations(reports: list[list[dict[str, Any]]]):

@@ -1,8 +1,5 @@
 """Two ranks of the training engine compute what one does, and hold together when one of them fails."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from integration.ranks import launch
 from services.engines.checkpoint import Shard, read_manifest, read_shards
 
-MAIN = Path(__file__).with_name("engine_ranks_main.py")
 DEADLINE_S = 90
 MODELS = ["policy", "kept", "tied", "value"]
 
@@ -30,29 +27,16 @@ class Run:
         return load_file(self.directory / f"{name}.safetensors")
 
 
-def launch(num_ranks: int, directory: Path, other: Path) -> Run:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, MAIN, str(rank), str(num_ranks), directory, other], cwd=MAIN.parents[2]
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * num_ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return Run(
-        directory, [json.loads((directory / f"report-{i}.json").read_text()) for i in range(num_ranks)]
-    )
+def run(num_ranks: int, directory: Path, other: Path) -> Run:
+    reports = launch("integration.engine_ranks_main", num_ranks, directory, other, deadline_s=DEADLINE_S)
+    return Run(directory, reports)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """One rank, and two of which each also continues the checkpoint of the one."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    return launch(1, one, other=two), launch(2, two, other=one)
+    return run(1, one, other=two), run(2, two, other=one)
 
 
 def relative_distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -1,15 +1,10 @@
 """Ranks that shard every weight (FSDP2) compute what one process with plain transformers does."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from integration.ranks import launch
 from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
 
-MAIN, TESTS = "integration.fsdp_main", Path(__file__).parents[1]
 DEADLINE_S = 240
 FAST = ("llama-float64", "qwen2-float64", "qwen2-float32")
 EVERY = (*FAST, "llama-float32", "critic-value")
@@ -28,25 +23,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
-def reports(
-    request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, dict]]:
+def reports(request: pytest.FixtureRequest, cases: dict) -> list[dict[str, dict]]:
     """Of each rank, by case."""
     num_ranks, chosen = request.param
-    directory = tmp_path_factory.mktemp("ranks")
-    job = directory / "job.json"
-    job.write_text(json.dumps([[name, *cases[name]] for name in chosen]))
-    ranks = [
-        subprocess.Popen([sys.executable, "-m", MAIN, str(rank), str(num_ranks), directory, job], cwd=TESTS)
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * num_ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads((directory / f"report-{rank}.json").read_text()) for rank in range(num_ranks)]
+    of_these = {name: cases[name] for name in chosen}
+    return launch("integration.fsdp_main", num_ranks, of_these, deadline_s=DEADLINE_S)
 
 
 def beyond(tolerance: dict[str, float], reports: list[dict[str, dict]], *keys: str) -> dict[str, float]:

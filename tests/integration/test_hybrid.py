@@ -1,17 +1,15 @@
 """Ranks that train on one mesh generate on another, as one process with the whole model would."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-MAIN = Path(__file__).with_name("hybrid_main.py")
+from integration.ranks import launch
+
 DEADLINE_S = 240
 PARITY = 1e-4
 SIZES: dict[str, Any] = {
@@ -91,21 +89,9 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, make in MODELS.items():
         torch.manual_seed(7)
         make().save_pretrained(directory / name)
-    job = directory / "job.json"
-    job.write_text(json.dumps({"meshes": meshes, "models": {name: str(directory / name) for name in MODELS}}))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, MAIN, str(rank), str(num_ranks), directory, job], cwd=MAIN.parents[2]
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S * num_ranks / 4) for rank in ranks] == [0] * num_ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return Run([json.loads((directory / f"report-{i}.json").read_text()) for i in range(num_ranks)])
+    models = {name: directory / name for name in MODELS}
+    deadline_s = DEADLINE_S * num_ranks / 4
+    return Run(launch("integration.hybrid_main", num_ranks, meshes, models, deadline_s=deadline_s))
 
 
 def test_every_rank_gathers_the_parts_that_it_generates_with(launched: Run):

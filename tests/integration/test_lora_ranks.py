@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +22,9 @@ from transformers import (
 )
 
 from integration.lora_main import ADAPTERS
+from integration.ranks import launch
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
 
-TESTS = Path(__file__).parents[1]
 DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -148,23 +146,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def run(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("ranks")
-    job = directory / "job.json"
-    job.write_text(json.dumps(cases))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "integration.lora_main", str(rank), str(request.param), directory, job],
-            cwd=TESTS,
-        )
-        for rank in range(request.param)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0] * len(ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    reports = [json.loads((directory / f"report-{rank}.json").read_text()) for rank in range(request.param)]
-    return Run(directory, reports)
+    return Run(
+        directory,
+        launch("integration.lora_main", request.param, directory, cases, deadline_s=DEADLINE_S),
+    )
 
 
 def beyond(run: Run, key: str, tolerance: dict[str, float]) -> dict[str, float]:

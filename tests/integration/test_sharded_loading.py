@@ -1,8 +1,5 @@
 """Ranks that read their parts of a model from files have the bits of those that were given the whole."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +22,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from integration.ranks import launch
 from services.engines.weights import INDEX_FILE, WHOLE_FILE
 from services.models import ValueModel, write_model
 
-TESTS = Path(__file__).parents[1]
 DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -88,25 +85,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("ranks")
-    job = out / "job.json"
-    job.write_text(
-        json.dumps({name: (kind, str(models / model), dtype) for name, (kind, model, dtype) in CASES.items()})
-    )
-    for name in CASES:
+    cases = {name: (kind, models / model, dtype) for name, (kind, model, dtype) in CASES.items()}
+    for name in cases:
         (out / name).mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "integration.sharded_loading_main", str(rank), "2", out, job], cwd=TESTS
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return Run(out, [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)])
+    return Run(out, launch("integration.sharded_loading_main", 2, out, cases, deadline_s=DEADLINE_S))
 
 
 @pytest.mark.parametrize("what", ["weights", "step", "export"])

@@ -3,10 +3,6 @@
 Memory is that of the process, so modules and file headers are in it, and what allocators keep.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from integration.ranks import launch
 from integration.sharded_memory_main import CASES, SEVERAL_FILES
 from integration.test_three_d_memory import RETURN_FREED_MEMORY, SLACK_BYTES
 
 pytest.importorskip("services.engines.zero")
 
-TESTS = Path(__file__).parents[1]
 DEADLINE_S = 110
 BLOCKS_AT_A_TIME = 4
 """Of which FSDP2 has something while it computes: what it gathers, the same put in place, and the next one."""
@@ -61,24 +57,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.manual_seed(0)
     write_model(out / "small", 64, 2)
     model = write_model(out / "large", 640, 12)
-    arguments = ("2", out, out / "small", out / "large")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "integration.sharded_memory_main", str(rank), *arguments],
-            cwd=TESTS,
-            env={**os.environ, **RETURN_FREED_MEMORY},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    reports = launch(
+        "integration.sharded_memory_main",
+        2,
+        *(out, out / "small", out / "large"),
+        deadline_s=DEADLINE_S,
+        environment=RETURN_FREED_MEMORY,
+    )
     sizes = float32_bytes(model)
     return Run(
-        [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)],
+        reports,
         whole=sum(sizes),
         layer=sum(float32_bytes(model.model.layers[0])),
         largest=max(sizes),

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from integration.ranks import launch
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
 from services.models import ValueModel, load_value_model
 
-MAIN = Path(__file__).with_name("three_d_main.py")
 DEADLINE_S = {"fast": 240, "every mesh": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
@@ -219,32 +217,16 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
     return found | {"critic-value": (str(root / "critic"), str(root / "critic-value"), "value")}
 
 
-def launch(num_ranks: int, meshes: Meshes, cases: dict, directory: Path) -> Run:
-    job = directory / "job.json"
-    job.write_text(json.dumps({"meshes": meshes, "cases": [(name, *case) for name, case in cases.items()]}))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, MAIN, str(rank), str(num_ranks), directory, job], cwd=MAIN.parents[2]
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        deadline_s = DEADLINE_S["fast" if meshes == FAST.get(num_ranks) else "every mesh"]
-        assert [rank.wait(timeout=deadline_s) for rank in ranks] == [0] * num_ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return Run(
-        directory, [json.loads((directory / f"report-{i}.json").read_text()) for i in range(num_ranks)]
-    )
-
-
 @pytest.fixture(scope="module", params=LAUNCHES)
 def launched(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    size, meshes, names = request.param
+    num_ranks, meshes, names = request.param
     chosen = {name: case for name, case in cases.items() if names is None or name in names}
-    return launch(size, meshes, chosen, tmp_path_factory.mktemp("ranks"))
+    directory = tmp_path_factory.mktemp("ranks")
+    deadline_s = DEADLINE_S["every mesh" if names is None else "fast"]
+    return Run(
+        directory,
+        launch("integration.three_d_main", num_ranks, directory, meshes, chosen, deadline_s=deadline_s),
+    )
 
 
 def policies(run: Run) -> list[tuple[str, str, dict]]:

@@ -1,16 +1,13 @@
 """No rank of a mesh ever holds more of the model than its part and one tensor."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MAIN = Path(__file__).with_name("three_d_memory_main.py")
+from integration.ranks import launch
+
 DEADLINE_S = 110
 SLACK_BYTES = 12 << 20
 """Modules, file headers and what allocators keep."""
@@ -43,30 +40,14 @@ def test_a_rank_takes_the_memory_of_its_part_and_of_one_tensor(tmp_path: Path, m
     torch.manual_seed(0)
     write_model(tmp_path / "small", 64)
     whole, largest = write_model(tmp_path / "large", 1024)
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                MAIN,
-                str(rank),
-                json.dumps(mesh),
-                tmp_path,
-                tmp_path / "small",
-                tmp_path / "large",
-            ],
-            cwd=MAIN.parents[2],
-            env={**os.environ, **RETURN_FREED_MEMORY},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank in range(2):
-        report = json.loads((tmp_path / f"report-{rank}.json").read_text())
+    reports = launch(
+        "integration.three_d_memory_main",
+        2,
+        *(mesh, tmp_path / "small", tmp_path / "large"),
+        deadline_s=DEADLINE_S,
+        environment=RETURN_FREED_MEMORY,
+    )
+    for report in reports:
         assert 0.45 * whole < report["kept"] < 0.55 * whole
         assert report["loading"] < report["kept"] + largest + SLACK_BYTES < 0.8 * whole
         # The tensor, the one before it, and the copy that gloo gathers into.

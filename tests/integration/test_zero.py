@@ -1,8 +1,5 @@
 """Ranks that train on ZeRO compute what one process with plain transformers does, at every stage."""
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from integration.ranks import launch
 from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
 from services.models import load_value_model
 
 pytest.importorskip("deepspeed")
 
-MAIN, TESTS = "integration.zero_main", Path(__file__).parents[1]
 DEADLINE_S = {"fast": 240, "full": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
@@ -76,22 +73,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
 def launched(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory) -> Run:
     num_ranks, chosen = request.param
     directory = tmp_path_factory.mktemp("ranks")
-    job = directory / "job.json"
-    job.write_text(json.dumps([[name, stage, offloads, *cases[name]] for name, stage, offloads in chosen]))
-    ranks = [
-        subprocess.Popen([sys.executable, "-m", MAIN, str(rank), str(num_ranks), directory, job], cwd=TESTS)
-        for rank in range(num_ranks)
-    ]
-    try:
-        deadline_s = DEADLINE_S["fast" if chosen == FAST else "full"]
-        assert [rank.wait(timeout=deadline_s) for rank in ranks] == [0] * num_ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return Run(
-        directory, [json.loads((directory / f"report-{i}.json").read_text()) for i in range(num_ranks)]
-    )
+    plan = [(name, stage, offloads, *cases[name]) for name, stage, offloads in chosen]
+    deadline_s = DEADLINE_S["fast" if chosen == FAST else "full"]
+    return Run(directory, launch("integration.zero_main", num_ranks, directory, plan, deadline_s=deadline_s))
 
 
 def test_the_ranks_have_different_numbers_of_micro_batches(launched: Run):

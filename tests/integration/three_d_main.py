@@ -2,7 +2,6 @@
 torch's numbers, which the test wrote down."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -252,17 +251,16 @@ def run_values(mesh: Mesh, sharded: bool, directory: Path, reference: Path, out:
     return {"weights": distance({name: x.clone() for name, x in engine.full_tensors()}, expected)}
 
 
-def main(rank: int, world_size: int, out: Path, job: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
-    plan = json.loads(job.read_text())
+def main(
+    out: Path, meshes: list[tuple[tuple[int, ...], bool]], cases: dict[str, tuple[str, str, str]]
+) -> dict[str, dict]:
     reports: dict[str, dict] = {}
-    for case, directory, reference, dtype in plan["cases"]:
+    for case, (directory, reference, dtype) in cases.items():
         earlier: Path | None = None
-        for sizes, sharded in plan["meshes"]:
+        for sizes, sharded in meshes:
             mesh = Mesh(*sizes)
-            here = out / f"{case}-{_name(sizes)}{'-sharded' if sharded else ''}"
-            if rank == 0:
+            here = out / f"{case}-{'-'.join(map(str, sizes))}{'-sharded' if sharded else ''}"
+            if dist.get_rank() == 0:
                 here.mkdir()
             dist.barrier()
             if dtype == "value":
@@ -272,14 +270,4 @@ def main(rank: int, world_size: int, out: Path, job: Path) -> None:
                 paths = Path(directory), Path(reference)
                 reports[here.name] = run(mesh, sharded, *paths, torch_dtype, here, earlier)
                 earlier = here / "checkpoint"
-    (out / f"report-{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _name(sizes: list[int]) -> str:
-    return "-".join(map(str, sizes))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    return reports

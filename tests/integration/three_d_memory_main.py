@@ -1,14 +1,11 @@
 """One rank of test_three_d_memory.py: how much memory of its own it takes to load its part of a model, to gather the
 whole, tensor by tensor, and to gather what it generates with."""
 
-import json
 import re
-import sys
 import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from nccl_transfer.mesh import Mesh
 from services.engines.three_d import ThreeDParallelEngine
@@ -44,10 +41,8 @@ class Peak:
             self._most = max(self._most, anonymous_bytes())
 
 
-def main(rank: int, sizes: list[int], out: Path, small: Path, large: Path) -> None:
-    torch.set_num_threads(1)
+def main(sizes: tuple[int, ...], small: Path, large: Path) -> dict[str, int]:
     mesh = Mesh(*sizes)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=mesh.size)
     # What libraries take once is not the model's.
     warmed = ThreeDParallelEngine(small, mesh, CPU, transition="hybridflow")
     for _ in (*warmed.full_tensors(), *warmed.rollout_weights()):
@@ -59,18 +54,10 @@ def main(rank: int, sizes: list[int], out: Path, small: Path, large: Path) -> No
             pass
     with Peak() as transition:
         generated = sum(x.nbytes for _, x in engine.rollout_weights())
-    kept = sum(x.nbytes for x in engine._kept.values())
-    report = {
-        "kept": kept,
+    return {
+        "kept": sum(x.nbytes for x in engine._kept.values()),
         "generated": generated,
         "loading": loading.bytes,
         "gathering": gathering.bytes,
         "transition": transition.bytes,
     }
-    (out / f"report-{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]), *map(Path, sys.argv[3:6]))

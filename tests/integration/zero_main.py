@@ -2,7 +2,6 @@
 plain torch's numbers, which the test wrote down."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -224,13 +223,11 @@ def run_frozen(stage: int, directory: Path, reference: Path, dtype: torch.dtype)
     return {"log_probs": log_prob_distance(engine, rows, reference), "num_visible": num_visible(engine)}
 
 
-def main(rank: int, world_size: int, out: Path, job: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
+def main(out: Path, plan: list[tuple[str, int, bool, str, str, str]]) -> dict[str, dict]:
     reports: dict[str, dict] = {}
-    for case, stage, offloads, directory, reference, dtype in json.loads(job.read_text()):
+    for case, stage, offloads, directory, reference, dtype in plan:
         here = out / f"{case}-{stage}{'-offloaded' if offloads else ''}"
-        if rank == 0:
+        if dist.get_rank() == 0:
             here.mkdir()
         dist.barrier()
         paths = Path(directory), Path(reference)
@@ -240,10 +237,4 @@ def main(rank: int, world_size: int, out: Path, job: Path) -> None:
             torch_dtype = getattr(torch, dtype)
             reports[here.name] = run(stage, offloads, *paths, torch_dtype, here)
             reports[here.name]["frozen"] = run_frozen(stage, *paths, torch_dtype)
-    (out / f"report-{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    return reports
