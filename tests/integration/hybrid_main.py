@@ -21,7 +21,8 @@ from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.engines.three_d import ThreeDParallelEngine
 from services.engines.transition import Kind
-from services.rollout.base import GenerationStopped, SamplingOptions
+from services.models import tensors_sha256
+from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
@@ -32,7 +33,8 @@ PROMPTS = [[1, 10, 11], [1, 20], [1, 30, 31, 32, 33, 34], [1, 10, 11], [1, 40], 
 SAMPLING = SamplingOptions(max_new_tokens=9, eos_ids=(2, 3, 4))
 SEEDS = row_seeds(17, step=0, call="generate", rows=np.arange(len(PROMPTS)))
 TOKEN_BUDGET = 60
-NUM_STEPS = 3
+NUM_TURNS = 3
+"""Of generation, with a step of training between each two."""
 
 
 def generation_part(name: str, whole: Tensor, part: int, parts: int, padded: int) -> Tensor:
@@ -47,10 +49,11 @@ def generation_part(name: str, whole: Tensor, part: int, parts: int, padded: int
     return whole.chunk(parts)[part]
 
 
-def wrong_weights(engine: ThreeDParallelEngine, mesh: Mesh, weights: dict[str, Tensor]) -> list[str]:
+def wrong_weights(
+    engine: ThreeDParallelEngine, mesh: Mesh, weights: dict[str, Tensor], whole: dict[str, Tensor]
+) -> list[str]:
     """Names of tensors that came wrong, or did not come, or should not have."""
     stage, part, _ = mesh.generation_position(dist.get_rank())
-    whole = {name: x.clone() for name, x in engine.full_tensors()}
     tied = engine.config.tie_word_embeddings
     last, per_stage = mesh.generation_pipeline - 1, 4 // mesh.generation_pipeline
     expected = {n for n in whole if ".layers." in n and int(n.split(".")[2]) // per_stage == stage}
@@ -96,14 +99,15 @@ def training_log_probs(
     return assemble([m.rows for m in micro_batches], collected, lengths)
 
 
-def plain_responses(model: PreTrainedModel) -> list[list[int]]:
-    """What one process generates with a whole model."""
-    generation = HFRollout(model, token_budget=TOKEN_BUDGET).generate(PROMPTS, SAMPLING, SEEDS)
+def texts(generation: Generation) -> list[list[int]]:
     return [generation.responses.row(row).tolist() for row in range(len(PROMPTS))]
 
 
-def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any]:
-    """Training and generation in turns, as distances from one process."""
+def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path, plain: PreTrainedModel) -> dict[str, Any]:
+    """Generation and training in turns, as distances from one process.
+
+    What one process generates in a turn with the whole model is computed by some ranks, of another turn by others.
+    """
     options = OptimizerOptions(lr=1e-2)
     engine = ThreeDParallelEngine(
         directory,
@@ -121,12 +125,17 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         torch.tensor([token for prompt in PROMPTS for token in prompt]),
         np.array([len(prompt) for prompt in PROMPTS]),
     )
-    report: dict[str, Any] = {"wrong": [], "parity": 0.0, "texts": []}
-    for _ in range(NUM_STEPS):
+    plain_turn = dist.get_rank() % NUM_TURNS
+    report: dict[str, Any] = {"wrong": [], "parity": 0.0, "texts": [], "whole": [], "plain_turn": plain_turn}
+    for turn in range(NUM_TURNS):
         before = engine.transition.received.cut
         weights = dict(engine.rollout_weights())
         report["received"] = engine.transition.received.cut - before
-        report["wrong"] += wrong_weights(engine, mesh, weights)
+        whole = {name: x.clone() for name, x in engine.full_tensors()}
+        report["whole"].append(tensors_sha256(sorted(whole.items())))
+        if turn == plain_turn:
+            plain.load_state_dict(whole)
+        report["wrong"] += wrong_weights(engine, mesh, weights, whole)
         report["contained"] = contained(engine, weights)
         report["generation_bytes"] = cut_bytes(weights)
         storages = [x.untyped_storage() for x in weights.values()]
@@ -135,20 +144,22 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path) -> dict[str, Any
         gathered = [StorageWeakRef(storage) for storage in storages]
         del weights, storages
         generation = rollout.generate(PROMPTS, SAMPLING, SEEDS)
-        report["texts"].append([generation.responses.row(row).tolist() for row in range(len(PROMPTS))])
+        report["texts"].append(texts(generation))
         micro_batches = split(prompts, generation.responses, token_budget=TOKEN_BUDGET, pad_id=0)
         trained = training_log_probs(engine, micro_batches, generation.responses.lengths)
         if trained is not None:
             difference = (trained.values - generation.log_probs.values).abs().max()
             report["parity"] = max(report["parity"], float(difference))
-        plain = AutoModelForCausalLM.from_pretrained(directory)
-        plain.load_state_dict({name: x.clone() for name, x in engine.full_tensors()})
-        report.setdefault("plain_texts", []).append(plain_responses(plain))
-        report["stopped"] = stopped(rollout)
+        is_last = turn == NUM_TURNS - 1
+        if is_last:
+            report["stopped"] = stopped(rollout)
         report["freed"] = rollout.sleep()
         report["left"] = sum(not storage.expired() for storage in gathered)
         rollout.wake()
-        engine.step(micro_batches, HEAD, loss)
+        if not is_last:
+            engine.step(micro_batches, HEAD, loss)
+    generation = HFRollout(plain, token_budget=TOKEN_BUDGET).generate(PROMPTS, SAMPLING, SEEDS)
+    report["plain_texts"] = texts(generation)
     report["keeps_weights"] = rollout.keeps_weights
     report["trained"] = cut_bytes(engine._kept)
     return report
@@ -173,8 +184,9 @@ def stopped(rollout: HFRollout) -> str:
 def main(meshes: list[tuple[tuple[int, ...], Any]], models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     reports = {}
     for model, directory in models.items():
+        plain = AutoModelForCausalLM.from_pretrained(directory)
         for sizes, way in meshes:
             kind, _, sharded = way.partition(" ")
             mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
-            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), directory)
+            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), directory, plain)
     return reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -129,10 +130,8 @@ def _run(
     # One that ends early would fail those that still talk to it.
     dist.barrier()
     dist.destroy_process_group()
-    # To take all that was imported down takes a second.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    # To take down all that was imported takes a second.
+    atexit.register(os._exit, 0)
 
 
 def _end_with_launcher() -> None:

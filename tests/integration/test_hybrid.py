@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from integration.hybrid_main import NUM_TURNS
 from integration.ranks import launch
 
 DEADLINE_S = 240
@@ -81,6 +82,10 @@ class Run:
             for name, report in reports.items()
         ]
 
+    def first(self, name: str) -> dict[str, Any]:
+        """What rank 0 reports where this rank does."""
+        return self.reports[0][name.rpartition(", rank ")[0]]
+
 
 @pytest.fixture(scope="module", params=LAUNCHES)
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -110,9 +115,17 @@ def test_log_probs_of_generation_are_those_of_training_after_every_update(launch
     assert far == {}
 
 
-def test_texts_are_those_of_one_process_after_every_update(launched: Run):
+def test_all_ranks_train_the_same_whole_model(launched: Run):
     for name, report in launched.each():
-        assert report["texts"] == report["plain_texts"], name
+        assert report["whole"] == launched.first(name)["whole"], name
+        assert len(set(report["whole"])) == NUM_TURNS, "updates must change weights"
+
+
+def test_texts_are_those_of_one_process_after_every_update(launched: Run):
+    assert {report["plain_turn"] for _, report in launched.each()} == set(range(NUM_TURNS))
+    for name, report in launched.each():
+        assert report["texts"] == launched.first(name)["texts"], name
+        assert report["texts"][report["plain_turn"]] == report["plain_texts"], name
         assert len({json.dumps(texts) for texts in report["texts"]}) > 1, "updates must change texts"
 
 
