@@ -17,6 +17,7 @@ from deploy.quickstart import Recipe
 from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
 from integration import node_reward
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
+from integration.references import References
 
 START_TIMEOUT_S = 110.0
 STOP_TIMEOUT_S = 40.0
@@ -152,6 +153,12 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert not processes.living()
     finally:
         processes.kill()
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """What ranks of engines are compared with."""
+    return References(tmp_path_factory.mktemp("references"))
 
 
 @pytest.fixture(scope="session")

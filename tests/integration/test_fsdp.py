@@ -3,11 +3,11 @@
 import pytest
 
 from integration.ranks import launch
-from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
+from integration.references import STEPS_TOLERANCE, TOLERANCE, References
 
 DEADLINE_S = 240
 FAST = ("llama-float64", "qwen2-float64", "qwen2-float32")
-EVERY = (*FAST, "llama-float32", "critic-value")
+EVERY = (*FAST, "llama-float32", "llama-value")
 LAUNCHES = [
     pytest.param((2, FAST), id="2 ranks"),
     pytest.param((2, EVERY), id="2 ranks, everything", marks=pytest.mark.full),
@@ -17,17 +17,12 @@ LAUNCHES = [
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
-    return write_data_parallel_cases(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module", params=LAUNCHES)
-def reports(request: pytest.FixtureRequest, cases: dict) -> list[dict[str, dict]]:
+def reports(request: pytest.FixtureRequest, references: References) -> list[dict[str, dict]]:
     """Of each rank, by case."""
     num_ranks, chosen = request.param
-    of_these = {name: cases[name] for name in chosen}
-    return launch("integration.fsdp_main", num_ranks, of_these, deadline_s=DEADLINE_S)
+    cases = {name: references[name] for name in chosen}
+    return launch("integration.fsdp_main", num_ranks, cases, deadline_s=DEADLINE_S)
 
 
 def beyond(tolerance: dict[str, float], reports: list[dict[str, dict]], *keys: str) -> dict[str, float]:

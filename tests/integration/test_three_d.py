@@ -1,62 +1,22 @@
 """3D-parallel ranks compute what one process with plain transformers does, on every mesh."""
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
-from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
-from services.models import ValueModel, load_value_model
+from integration.references import STEPS_TOLERANCE, TOLERANCE, References
+from services.models import load_value_model
 
 DEADLINE_S = {"fast": 240, "every mesh": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
 pytestmark = pytest.mark.timeout(300)
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-}
-WINDOW: dict[str, Any] = {"sliding_window": 5}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SIZES, **WINDOW, max_window_layers=2, use_sliding_window=True)
-    ),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, **WINDOW)),
-}
-TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
-STEPS_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
-"""After AdamW steps. The first moves every weight by the learning rate times the sign of its gradient, whatever its
-size, so float32 noise in gradients near zero becomes as large as a step."""
 Meshes = list[tuple[tuple[int, ...], bool]]
 """p, t, d, where two more numbers are the generation mesh, which permutes the ranks; and whether weights are sharded
 over d."""
@@ -96,10 +56,14 @@ EVERY = {
     ],
 }
 FAST_CASES = ("llama-float64", "llama-float32", "qwen2-float64", "critic-value")
+EVERY_CASE = (*FAST_CASES, "qwen2-float32", "qwen3-float64", "mistral-float64")
 FULL = [pytest.mark.full, pytest.mark.timeout(1200)]
 LAUNCHES = [
     *(pytest.param((size, FAST[size], FAST_CASES), id=f"{size} ranks") for size in FAST),
-    *(pytest.param((size, EVERY[size], None), id=f"{size} ranks, every mesh", marks=FULL) for size in EVERY),
+    *(
+        pytest.param((size, EVERY[size], EVERY_CASE), id=f"{size} ranks, every mesh", marks=FULL)
+        for size in EVERY
+    ),
 ]
 
 
@@ -111,121 +75,17 @@ class Run:
     reports: list[dict[str, dict]]
 
 
-def row_distributions(model: PreTrainedModel, rows: Rows, row: int) -> Tensor:
-    """Log-distributions of the response tokens of a row that is computed alone, without padding."""
-    prompt, response = rows.prompts.row(row), rows.responses.row(row)
-    logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return (logits[: len(response)] / TEMPERATURE).log_softmax(dim=-1)
-
-
-def plain_loss(model: PreTrainedModel, rows: Rows) -> Tensor:
-    total = torch.zeros((), dtype=model.dtype)
-    for row in range(rows.prompts.rows):
-        log_p = row_distributions(model, rows, row)
-        for position, token in enumerate(rows.responses.row(row)):
-            entropy = -(log_p[position].exp() * log_p[position]).sum()
-            total = total - (
-                rows.advantages.row(row)[position] * log_p[position, token] + ENTROPY_WEIGHT * entropy
-            )
-    return total / rows.num_tokens
-
-
-def plain_steps(model: nn.Module, loss_of) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses and gradient norms of three AdamW steps in one process, and the first gradient."""
-    adamw = torch.optim.AdamW(model.parameters(), weight_decay=OPTIONS.weight_decay, foreach=False)
-    losses, norms, first = [], [], {}
-    for step in range(NUM_STEPS):
-        adamw.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        first = first or {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-        assert norm > OPTIONS.max_grad_norm, "the gradient must be clipped"
-        for gradient in gradients.values():
-            gradient *= OPTIONS.max_grad_norm / norm
-        adamw.param_groups[0]["lr"] = OPTIONS.lr_at(step)
-        adamw.step()
-        losses.append(float(loss.detach()))
-        norms.append(norm)
-    return losses, norms, first
-
-
-def write_reference(directory: Path, reference: Path, dtype: torch.dtype) -> None:
-    reference.mkdir()
-    rows, model = Rows(), AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    with torch.no_grad():
-        log_probs = {
-            str(row): row_distributions(model, rows, row).gather(1, rows.responses.row(row)[:, None])[:, 0]
-            for row in range(rows.prompts.rows)
-        }
-    save_file(log_probs, reference / "log_probs.safetensors")
-    losses, norms, gradients = plain_steps(model, lambda: plain_loss(model, rows))
-    (reference / "numbers.json").write_text(json.dumps({"loss": losses, "norm": norms}))
-    save_file(gradients, reference / "gradients.safetensors")
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    save_file(weights, reference / "weights.safetensors")
-
-
-def write_value_reference(directory: Path, reference: Path) -> None:
-    reference.mkdir()
-    rows, model = Rows(), load_value_model(directory, torch.float64)
-
-    def loss() -> Tensor:
-        errors = []
-        for row in range(rows.prompts.rows):
-            prompt, response = rows.prompts.row(row), rows.responses.row(row)
-            values = model(torch.cat((prompt, response))[None])[0, len(prompt) - 1 : -1][: len(response)]
-            errors.append(values - rows.advantages.row(row))
-        return torch.cat(errors).square().sum() / rows.num_tokens
-
-    plain_steps(model, loss)
-    save_file({name: p.detach() for name, p in model.named_parameters()}, reference / "weights.safetensors")
-
-
-def write_data_parallel_cases(root: Path) -> dict[str, tuple[str, str, str]]:
-    """Directory of a model, of its reference, and dtype, by case: what engines without model parallelism train on."""
-    found = {}
-    for name in ("llama", "qwen2"):
-        torch.manual_seed(7)
-        MODELS[name]().double().save_pretrained(root / name)
-        for dtype in ("float64", "float32"):
-            reference = root / f"{name}-{dtype}"
-            write_reference(root / name, reference, getattr(torch, dtype))
-            found[reference.name] = (str(root / name), str(reference), dtype)
-    write_value_reference(root / "llama", root / "critic-value")
-    return found | {"critic-value": (str(root / "llama"), str(root / "critic-value"), "value")}
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
-    """Directory of a model, of its reference, and dtype, by case."""
-    root = tmp_path_factory.mktemp("models")
-    found = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(7)
-        make().double().save_pretrained(root / name)
-        for dtype in ("float64", "float32") if name in ("llama", "qwen2") else ("float64",):
-            write_reference(root / name, root / f"{name}-{dtype}", getattr(torch, dtype))
-            found[f"{name}-{dtype}"] = (str(root / name), str(root / f"{name}-{dtype}"), dtype)
-    torch.manual_seed(8)
-    critic = ValueModel(AutoModelForCausalLM.from_pretrained(root / "llama").model)
-    nn.init.normal_(critic.value_head.weight)
-    critic.backbone.save_pretrained(root / "critic")
-    save_file(critic.value_head.state_dict(), root / "critic" / "value_head.safetensors")
-    write_value_reference(root / "critic", root / "critic-value")
-    return found | {"critic-value": (str(root / "critic"), str(root / "critic-value"), "value")}
-
-
 @pytest.fixture(scope="module", params=LAUNCHES)
-def launched(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def launched(
+    request: pytest.FixtureRequest, references: References, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     num_ranks, meshes, names = request.param
-    chosen = {name: case for name, case in cases.items() if names is None or name in names}
+    cases = {name: references[name] for name in names}
     directory = tmp_path_factory.mktemp("ranks")
-    deadline_s = DEADLINE_S["every mesh" if names is None else "fast"]
+    deadline_s = DEADLINE_S["fast" if names == FAST_CASES else "every mesh"]
     return Run(
         directory,
-        launch("integration.three_d_main", num_ranks, directory, meshes, chosen, deadline_s=deadline_s),
+        launch("integration.three_d_main", num_ranks, directory, meshes, cases, deadline_s=deadline_s),
     )
 
 
@@ -314,8 +174,8 @@ def test_value_models_learn_as_in_one_process(launched: Run):
         assert {name: r for name, r in reports.items() if "-value-" in name and not r["weights"] < 1e-8} == {}
 
 
-def test_the_export_of_a_value_model_is_one(launched: Run, cases: dict):
-    expected = load_file(Path(cases["critic-value"][1]) / "weights.safetensors")
+def test_the_export_of_a_value_model_is_one(launched: Run, references: References):
+    expected = load_file(Path(references["critic-value"][1]) / "weights.safetensors")
     for name in launched.reports[0]:
         if "-value-" in name:
             loaded = load_value_model(launched.directory / name / "export", torch.float64).state_dict()

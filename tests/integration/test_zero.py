@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
-from integration.test_three_d import STEPS_TOLERANCE, TOLERANCE, write_data_parallel_cases
+from integration.references import STEPS_TOLERANCE, TOLERANCE, References
 from services.models import load_value_model
 
 pytest.importorskip("deepspeed")
@@ -24,9 +24,9 @@ FAST = [
     ("llama-float64", 1, False),
     ("llama-float64", 3, False),
     ("qwen2-float32", 2, True),
-    ("critic-value", 2, False),
+    ("llama-value", 2, False),
 ]
-CASES = ("llama-float64", "llama-float32", "qwen2-float64", "qwen2-float32", "critic-value")
+CASES = ("llama-float64", "llama-float32", "qwen2-float64", "qwen2-float32", "llama-value")
 EVERY = [(case, stage, offloads) for case in CASES for stage in (1, 2, 3) for offloads in (False, True)]
 THREE = [("llama-float64", stage, False) for stage in (1, 2, 3)] + [("llama-float32", 3, False)]
 FULL = [pytest.mark.full, pytest.mark.timeout(1200)]
@@ -64,16 +64,13 @@ class Run:
         }
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
-    return write_data_parallel_cases(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module", params=LAUNCHES)
-def launched(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def launched(
+    request: pytest.FixtureRequest, references: References, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     num_ranks, chosen = request.param
     directory = tmp_path_factory.mktemp("ranks")
-    plan = [(name, stage, offloads, *cases[name]) for name, stage, offloads in chosen]
+    plan = [(name, stage, offloads, *references[name]) for name, stage, offloads in chosen]
     deadline_s = DEADLINE_S["fast" if chosen == FAST else "full"]
     return Run(directory, launch("integration.zero_main", num_ranks, directory, plan, deadline_s=deadline_s))
 
@@ -173,8 +170,8 @@ def test_an_export_is_a_hugging_face_directory_with_the_same_logits(launched: Ru
         assert torch.equal(copy(ids).logits, exported.eval()(ids).logits), name
 
 
-def test_value_models_learn_as_in_one_process(launched: Run, cases: dict):
-    expected = load_file(Path(cases["critic-value"][1]) / "weights.safetensors")
+def test_value_models_learn_as_in_one_process(launched: Run, references: References):
+    expected = load_file(Path(references["llama-value"][1]) / "weights.safetensors")
     for name, report in launched.reports[0].items():
         if "-value-" in name:
             assert report["weights"] < 1e-8, name
