@@ -78,10 +78,11 @@ def import_uncollected(*modules: str) -> list[ModuleType]:
     Nor will it walk there later, so what was forked goes on sharing these pages.
     """
     gc.disable()
-    imported = [importlib.import_module(module) for module in modules]
-    gc.freeze()
-    gc.enable()
-    return imported
+    try:
+        return [importlib.import_module(module) for module in modules]
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _start_server() -> None:
@@ -135,7 +136,7 @@ def _run(
 
 
 def _end_with_launcher() -> None:
-    """However it ends. The server does so once no rank lives."""
+    """However that ends: the server outlives it as long as a rank lives."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

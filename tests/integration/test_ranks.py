@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,14 +24,19 @@ ranks.launch({MAIN!r}, 2, "waits", deadline_s=600)
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     processes = Processes()
-    yield processes
-    processes.kill()
+    # A process that is killed leaves its temporary files.
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield processes
+        processes.kill()
 
 
-def test_every_rank_reports():
-    assert launch(MAIN, 3, "reports", deadline_s=TIMEOUT_S) == [[0, 3], [1, 3], [2, 3]]
+def test_every_rank_reports_and_finds_the_engines_imported():
+    assert launch(MAIN, 2, "reports", deadline_s=TIMEOUT_S) == [
+        {"rank": rank, "ranks": 2, "threads": 1, "finds imported": True} for rank in range(2)
+    ]
 
 
 def test_a_rank_that_fails_is_named_and_ends_those_that_wait_for_it(capfd: pytest.CaptureFixture[str]):
