@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,8 @@ REOPEN_S = 1.0
 """Pause before a stream that broke is made anew: far below what a rank waits for it."""
 CLOSE_S = 1.0
 """How long a rank that does not read may hold up the end of its stream of calls."""
+_BROKEN = (grpc.RpcError, asyncio.InvalidStateError)
+"""How writing fails to a stream that has broken or ended."""
 
 
 class RankClient:
@@ -123,13 +127,14 @@ class RankClient:
         return self._callables[method.path]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Call:
-    """A call whose answer has not come."""
+    """A call whose answer has not come, and is due at this time of the event loop."""
 
     method: Method
     answer: asyncio.Future[Any]
-    timer: asyncio.TimerHandle
+    timeout_s: float
+    due: float
 
 
 class DispatchStream:
@@ -149,9 +154,11 @@ class DispatchStream:
         self._stream = stream
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._outgoing: asyncio.Queue[worker_pb2.DispatchRequest | None] = asyncio.Queue()
-        self._outgoing.put_nowait(worker_pb2.DispatchRequest(session=session))
-        self._writer = asyncio.create_task(self._write())
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
+        self._outgoing: deque[worker_pb2.DispatchRequest] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._send(worker_pb2.DispatchRequest(session=session))
         self.ended = asyncio.create_task(self._read())
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
@@ -161,22 +168,32 @@ class DispatchStream:
         message = worker_pb2.DispatchRequest(
             number=number, method=method.path, request=request.SerializeToString(), timeout_s=timeout_s
         )
-        timer = loop.call_later(timeout_s, self._expire, number, timeout_s)
-        call = self._calls[number] = _Call(method, loop.create_future(), timer)
-        self._outgoing.put_nowait(message)
+        call = self._calls[number] = _Call(method, loop.create_future(), timeout_s, loop.time() + timeout_s)
+        self._send(message)
+        if call.due < self._alarm_at:
+            self._set_alarm(call.due)
         return call.answer
 
     async def close(self) -> None:
         """Tells the rank that no more calls come."""
-        self._outgoing.put_nowait(None)
-        await asyncio.wait([self._writer], timeout=CLOSE_S)
+        with contextlib.suppress(TimeoutError, *_BROKEN):
+            async with asyncio.timeout(CLOSE_S):
+                if self._writer is not None:
+                    await self._writer
+                await self._stream.done_writing()
+        self._quiet()
+
+    def _send(self, message: worker_pb2.DispatchRequest) -> None:
+        self._outgoing.append(message)
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
         # Where this fails, so does the reader, and it tells all who wait.
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            while message := await self._outgoing.get():
-                await self._stream.write(message)
-            await self._stream.done_writing()
+        with contextlib.suppress(*_BROKEN):
+            while self._outgoing:
+                await self._stream.write(self._outgoing.popleft())
+        self._writer = None
 
     async def _read(self) -> None:
         """Hands out answers until the stream ends; then every call that waits hears why."""
@@ -190,7 +207,7 @@ class DispatchStream:
             self._stream.cancel()
             why = partial(_unreadable, error)
         finally:
-            self._outgoing.put_nowait(None)  # ends the writer
+            self._quiet()
             for number, call in list(self._calls.items()):
                 self._fail(number, why(f"{self._who} {call.method.name}"))
 
@@ -202,22 +219,33 @@ class DispatchStream:
             status = status_pb2.Status.FromString(message.status)
             return self._fail(message.number, from_status(status, f"{self._who} {call.method.name}"))
         response = call.method.response.FromString(message.response)  # type: ignore[attr-defined]
-        self._forget(message.number)
+        del self._calls[message.number]
         if not call.answer.done():
             call.answer.set_result(response)
 
     def _fail(self, number: int, error: RlhfError) -> None:
-        call = self._forget(number)
+        call = self._calls.pop(number)
         if not call.answer.done():
             call.answer.set_exception(error)
 
-    def _expire(self, number: int, timeout_s: float) -> None:
-        self._fail(number, _unanswered(self._who, self._calls[number].method, timeout_s))
+    def _set_alarm(self, due: float) -> None:
+        """One alarm for all calls: few are ever late, and a timer for each would cost as much as its message."""
+        self._quiet()
+        self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
-    def _forget(self, number: int) -> _Call:
-        call = self._calls.pop(number)
-        call.timer.cancel()
-        return call
+    def _quiet(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_at = None, math.inf
+
+    def _expire(self) -> None:
+        self._quiet()
+        # Timers count in milliseconds, and may be early by less than one.
+        soon = asyncio.get_running_loop().time() + 1e-3
+        for number, call in [(number, call) for number, call in self._calls.items() if call.due <= soon]:
+            self._fail(number, _unanswered(self._who, call.method, call.timeout_s))
+        if self._calls:
+            self._set_alarm(min(call.due for call in self._calls.values()))
 
 
 def _closed(where: str) -> ServiceLost:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,12 +30,31 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop; safe from any thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Starts a coroutine on the loop; safe from any thread. Its future cannot be cancelled from outside, so it
+        needs less than that of `asyncio.run_coroutine_threadsafe`."""
+        future: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._begin, work, future)
+        return future
+
+    def _begin(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._settle, future))
+
+    def _settle(self, future: Future[T], task: asyncio.Task[T]) -> None:
+        self._tasks.remove(task)
+        if task.cancelled():
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        elif error := task.exception():
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine to its end."""
@@ -175,12 +195,28 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
     Raises:
         DeadlineExceeded: Some are still pending after this time.
     """
+    if len(futures) == 1:
+        return [_only(futures[0], timeout_s)]
     done, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
     for future in done:
         future.result()
     if pending:
-        raise DeadlineExceeded(f"{len(pending)} of {len(futures)} results are not there after {timeout_s} s")
+        raise _late(len(pending), len(futures), timeout_s)
     return [future.result() for future in futures]
+
+
+def _only(future: Future[T], timeout_s: float | None) -> T:
+    """As `results` of one, which needs no watch over several."""
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise _late(1, 1, timeout_s) from None
+
+
+def _late(pending: int, of: int, timeout_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{pending} of {of} results are not there after {timeout_s} s")
 
 
 def resolved(value: T) -> Future[T]:

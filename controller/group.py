@@ -226,8 +226,7 @@ class RoleGroup:
         options: dict[str, Any],
     ) -> list[Any]:
         """One request per rank, by the method's transfer protocol."""
-        takes_rows = "batch" in method.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
-        if not takes_rows:
+        if not method.takes_rows:
             return [method.request(call=header, **options)] * len(self.clients)
         rows = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
         parts = [batch.take(each) for each in rows]
@@ -307,7 +306,7 @@ class RoleGroup:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
         made, parts = Batch(0, {}), ()
-        if protocol.splits:
+        if method.outputs and protocol.splits:
             made = protocol.restore(self._made(method, collected, len(order)), len(order), self.mesh)
             if made.rows == len(order):
                 made = made.take(np.argsort(order))

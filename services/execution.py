@@ -150,7 +150,7 @@ class CallQueue:
         return True
 
     def _stop(self, known: Running) -> None:
-        known.context.cancelled.set()
+        known.context.cancelled = True
         known.stopped.set()
         if known.fetch is not None and not known.fetch.done():
             # It ends by its deadline; calls that are still wanted do not wait for that.
@@ -242,7 +242,7 @@ class CallQueue:
     async def _run(self, known: Running, registration: Registration, request: Any) -> Any:
         loop, context, timing = asyncio.get_running_loop(), known.context, known.timing
         started = time.monotonic()
-        if "batch" in request.DESCRIPTOR.fields_by_name and request.HasField("batch"):
+        if known.method.takes_rows and request.HasField("batch"):
             known.fetch = loop.run_in_executor(self._transfer, self._fetch, request.batch, context, timing)
         await self._wait_for_turn(known)
         try:
@@ -272,7 +272,7 @@ class CallQueue:
         while not self._has_turn(call):
             self._check_session(call)
             # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
-            if context.cancelled.is_set() and self.worker.ranks.size == 1:
+            if context.cancelled and self.worker.ranks.size == 1:
                 self._abandon(call)
                 raise CallCancelled(f"call {call.call_id} was cancelled before it started")
             turn = asyncio.get_running_loop().create_future()
@@ -435,13 +435,13 @@ class CallQueue:
         call_id, remaining = known.context.call.call_id, known.context.deadline - time.monotonic()
         done, _ = await asyncio.wait([work], timeout=max(remaining, 0))
         if not done:
-            known.context.cancelled.set()
+            known.context.cancelled = True
             done, _ = await asyncio.wait([work], timeout=GRACE_S)
         if not done:
             self._leave(f"{known.method.name} ({call_id}) is stuck {GRACE_S:g} s past its deadline")
         error = work.exception()
         # A rank that was asked to stop may hear it from a peer first.
-        was_stopped = type(error) is PeerFailed and known.context.cancelled.is_set()
+        was_stopped = type(error) is PeerFailed and known.context.cancelled
         if was_stopped or isinstance(error, CallCancelled):
             self._check_session(known.context.call)
             if time.monotonic() > known.context.deadline:

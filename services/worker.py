@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -92,13 +91,13 @@ class CallContext:
     Attributes:
         call: The call's header.
         deadline: `time.monotonic()` at which it must have ended.
-        cancelled: Set when it should stop.
+        cancelled: Whether it should stop.
         done, done_of: Progress, for Watch.
     """
 
     call: common_pb2.Call
     deadline: float
-    cancelled: Event = field(default_factory=Event)
+    cancelled: bool = False
     done: int = 0
     done_of: int = 0
 
@@ -109,11 +108,11 @@ class CallContext:
 
     @property
     def stopping(self) -> bool:
-        return self.cancelled.is_set() or time.monotonic() > self.deadline
+        return self.cancelled or time.monotonic() > self.deadline
 
     def check(self) -> None:
         """Raises CallCancelled or DeadlineExceeded when the call should stop; call it between pieces of work."""
-        if self.cancelled.is_set():
+        if self.cancelled:
             raise CallCancelled(f"call {self.call.call_id} was cancelled")
         if time.monotonic() > self.deadline:
             raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,41 +36,31 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One rpc: how it is called, and what it declares about its batch. `streams` is whether its responses do, and
-    `takes_stream` whether its requests do."""
+    """One rpc: how it is called, and what it declares about its batch.
+
+    Attributes:
+        path: gRPC path, "/package.Service/Method".
+        snake_name: The Python name: GenerateSequences is generate_sequences.
+        streams, takes_stream: Whether its responses do, and its requests.
+        takes_rows: Whether its request has a batch.
+        inputs, optional_inputs, outputs: Columns it reads and makes.
+    """
 
     service: str
     name: str
+    path: str
+    snake_name: str
     request: type
     response: type
-    streams: bool
-    takes_stream: bool
-    spec: Any | None
-
-    @property
-    def path(self) -> str:
-        """gRPC path, "/package.Service/Method"."""
-        return f"/{self.service}/{self.name}"
-
-    @property
-    def snake_name(self) -> str:
-        """The Python name: GenerateSequences is generate_sequences."""
-        return _snake_case(self.name)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return tuple(self.spec.inputs) if self.spec else ()
-
-    @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        return tuple(self.spec.optional_inputs) if self.spec else ()
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return tuple(self.spec.outputs) if self.spec else ()
+    streams: bool = False
+    takes_stream: bool = False
+    takes_rows: bool = False
+    spec: Any | None = None
+    inputs: tuple[str, ...] = ()
+    optional_inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
-@functools.cache
 def _snake_case(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
@@ -84,11 +73,17 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
         found[method.name] = Method(
             service=service.full_name,
             name=method.name,
+            path=f"/{service.full_name}/{method.name}",
+            snake_name=_snake_case(method.name),
             request=message_factory.GetMessageClass(method.input_type),
             response=message_factory.GetMessageClass(method.output_type),
             streams=method.server_streaming,
             takes_stream=method.client_streaming,
+            takes_rows="batch" in method.input_type.fields_by_name,
             spec=spec,
+            inputs=tuple(spec.inputs) if spec else (),
+            optional_inputs=tuple(spec.optional_inputs) if spec else (),
+            outputs=tuple(spec.outputs) if spec else (),
         )
     return found
 

@@ -63,11 +63,11 @@ def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
 
 
 def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Token ids [B] int64 by inversion of the cumulative distribution, in float64.
+    """Token ids [B] int64 by inversion of the cumulative distribution, which is summed in float64.
 
     A token of probability 0 is never drawn.
     """
-    cumulative_BV = log_probs_BV.double().exp().cumsum(dim=-1)
+    cumulative_BV = log_probs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     targets_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
     # The first token whose cumulative probability is above the target; nan, which is above nothing, is clamped.
     tokens_B = torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0]

@@ -316,7 +316,7 @@ def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cancelled_call_stops_waiting_and_the_next_one_is_answered() -> None:
     scorer = SandboxScorer(TABLE.model_copy(update={"workers": 1, "wall_time_s": 2.0}))
     cancelled, next_call = (CallContext(common_pb2.Call(), time.monotonic() + TIMEOUT_S) for _ in range(2))
-    cancelled.cancelled.set()
+    cancelled.cancelled = True
     rows = [
         text_row(f"import time\ndef f():\n    time.sleep({100 + i})", call("f", expected=1))
         for i in range(50)

@@ -41,7 +41,8 @@ class Waiting(Worker):
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        call.cancelled.wait(30)
+        while not call.stopping:
+            time.sleep(0.01)
         call.check()
         return Result()
 

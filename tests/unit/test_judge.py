@@ -225,7 +225,7 @@ def test_a_call_past_its_deadline_ends_while_the_judge_thinks(endpoint: Endpoint
 
 def test_a_call_that_was_cancelled_asks_nobody(endpoint: Endpoint) -> None:
     context = call()
-    context.cancelled.set()
+    context.cancelled = True
     with pytest.raises(CallCancelled):
         judged(table(endpoint), "a", context=context)
     assert endpoint.requests == []

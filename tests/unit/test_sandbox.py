@@ -338,7 +338,7 @@ def test_a_call_that_should_stop_reads_no_further_row() -> None:
         @property
         def metadata(self) -> struct_pb2.Struct:
             read.append(reward_pb2.TextRow())
-            call.cancelled.set()
+            call.cancelled = True
             return struct_pb2.Struct()
 
     scorer = SandboxScorer.__new__(SandboxScorer)

@@ -329,7 +329,7 @@ def test_a_call_past_its_deadline_ends_and_kills_what_still_runs(scorer: Process
 
 def test_a_call_that_was_cancelled_ends(scorer: ProcessScorer) -> None:
     context = call()
-    context.cancelled.set()
+    context.cancelled = True
     with pytest.raises(CallCancelled):
         scorer.score_texts(rows("a"), context)
 
