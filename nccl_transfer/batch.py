@@ -25,6 +25,9 @@ ITEM_BYTES: Mapping[str, int] = {
 """Size in bytes of an element, by dtype name (torch's and numpy's)."""
 
 
+_START = np.zeros(1, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a rank serves, and how its memory is reached; as in rlhf.v1.Endpoint."""
@@ -104,7 +107,7 @@ class RemoteColumn:
         """Bytes of all rows."""
         return int(self.elements.sum()) * self.element_bytes
 
-    def take(self, rows: np.ndarray) -> RemoteColumn:
+    def take(self, rows: np.ndarray | slice) -> RemoteColumn:
         lengths = None if self.lengths is None else self.lengths[rows]
         return RemoteColumn(
             self.dtype, self.row_shape, lengths, self.shards, self.shard[rows], self.element[rows]
@@ -119,13 +122,32 @@ class RemoteColumn:
         if self.rows == 0:
             return
         elements, size = self.elements, self.element_bytes
-        joins = (self.shard[1:] == self.shard[:-1]) & (self.element[1:] == self.element[:-1] + elements[:-1])
-        starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
-        stops = np.append(starts[1:], self.rows)
+        parts = self.element[1:] != (self.element + elements)[:-1]
+        if len(self.shards) > 1:
+            parts |= self.shard[1:] != self.shard[:-1]
+        breaks = parts.nonzero()[0]
+        starts = np.concatenate(([0], breaks + 1)) if len(breaks) else _START
+        stops = [*breaks.tolist(), self.rows - 1]
         totals = np.add.reduceat(elements, starts)
-        for start, stop, total in zip(starts.tolist(), stops.tolist(), totals.tolist(), strict=True):
+        for start, stop, total in zip(starts.tolist(), stops, totals.tolist(), strict=True):
             shard = self.shards[int(self.shard[start])]
-            yield Run(shard, stop - start, int(self.element[start]) * size, total * size)
+            yield Run(shard, stop + 1 - start, int(self.element[start]) * size, total * size)
+
+    @staticmethod
+    def of_runs(
+        dtype: str,
+        row_shape: tuple[int, ...],
+        lengths: np.ndarray | None,
+        shards: tuple[Shard, ...],
+        runs: Sequence[tuple[int, int, int]],
+    ) -> RemoteColumn:
+        """A column by its runs: index into `shards`, rows (at least 1), and first element of each."""
+        shard, rows, first = np.array(runs, np.int64).reshape(-1, 3).T
+        before = np.arange(rows.sum()) if lengths is None else lengths.cumsum() - lengths
+        offset = first - before[rows.cumsum() - rows]
+        return RemoteColumn(
+            dtype, row_shape, lengths, shards, shard.repeat(rows), offset.repeat(rows) + before
+        )
 
     @staticmethod
     def of_shard(
@@ -169,9 +191,11 @@ class LocalColumn:
         array = self.values.values if isinstance(self.values, Jagged) else self.values
         return array.nbytes
 
-    def take(self, rows: np.ndarray) -> LocalColumn:
+    def take(self, rows: np.ndarray | slice) -> LocalColumn:
         if isinstance(self.values, list):
-            return LocalColumn([self.values[row] for row in rows.tolist()])
+            return LocalColumn(
+                self.values[rows] if isinstance(rows, slice) else [self.values[row] for row in rows.tolist()]
+            )
         if isinstance(self.values, Jagged):
             return LocalColumn(take_jagged(self.values, rows))
         return LocalColumn(self.values[rows])
@@ -180,9 +204,19 @@ class LocalColumn:
 Column = RemoteColumn | LocalColumn
 
 
-def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray) -> Jagged[np.ndarray]:
+def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    """Rows that follow each other as a slice, which numpy takes without a copy."""
+    if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (rows[1:] - rows[:-1] != 1).any():
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1)
+
+
+def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[np.ndarray]:
     """Rows of a jagged array, in the order given."""
     lengths = jagged.lengths[rows]
+    if isinstance(rows, slice):
+        first = int(jagged.lengths[: rows.start].sum())
+        return Jagged(jagged.values[first : first + int(lengths.sum())], lengths)
     first = np.repeat(jagged.offsets[:-1][rows] - (np.cumsum(lengths) - lengths), lengths)
     return Jagged(jagged.values[first + np.arange(lengths.sum())], lengths)
 
@@ -273,7 +307,8 @@ class Batch:
 
     def take(self, rows: np.ndarray) -> Batch:
         """These rows in this order; a row may be taken several times."""
-        return Batch(len(rows), {name: column.take(rows) for name, column in self.columns.items()})
+        taken = _as_slice(rows)
+        return Batch(len(rows), {name: column.take(taken) for name, column in self.columns.items()})
 
     def repeat(self, times: int) -> Batch:
         """Every row `times` times, side by side."""

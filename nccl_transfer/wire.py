@@ -83,8 +83,13 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
     message = pb.Batch(rows=batch.rows)
     endpoints: dict[Endpoint, int] = {}
     shards: dict[Shard, int] = {}
-    for name, column in batch.columns.items():
-        _encode(message.columns.add(name=name), column, shards)
+    said: dict[int, np.ndarray] = {}
+    for number, (name, column) in enumerate(batch.columns.items(), start=1):
+        encoded = message.columns.add(name=name)
+        lengths = _encode(encoded, column, shards)
+        if lengths is not None:
+            encoded.jagged = True
+            _encode_lengths(encoded, number, lengths, said)
     for shard in shards:
         number = endpoints.setdefault(shard.endpoint, len(endpoints))
         message.shards.add(
@@ -106,36 +111,41 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
     return message
 
 
-def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> None:
+def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
+    """Writes all of a column but its lengths, and returns these."""
     if isinstance(column, RemoteColumn):
         message.dtype = _TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
-        _encode_lengths(message, column.lengths)
         message.runs.SetInParent()
         size = max(column.element_bytes, 1)
         for run in column.runs:
             number = shards.setdefault(run.shard, len(shards))
             message.runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
-    elif isinstance(column.values, list):
+        return column.lengths
+    if isinstance(column.values, list):
         message.text.SetInParent()
         message.text.rows.extend(column.values)
-    else:
-        values = column.values
-        array, lengths = (values.values, values.lengths) if isinstance(values, Jagged) else (values, None)
-        if str(array.dtype) not in _TYPES:
-            raise InvalidRequest(
-                f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(_TYPES)}"
-            )
-        message.dtype = _TYPES[str(array.dtype)]
-        message.row_shape.extend(array.shape[1:])
-        _encode_lengths(message, lengths)
-        message.inline = np.ascontiguousarray(array).tobytes()
+        return None
+    values = column.values
+    array, lengths = (values.values, values.lengths) if isinstance(values, Jagged) else (values, None)
+    if str(array.dtype) not in _TYPES:
+        raise InvalidRequest(f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(_TYPES)}")
+    message.dtype = _TYPES[str(array.dtype)]
+    message.row_shape.extend(array.shape[1:])
+    message.inline = np.ascontiguousarray(array).tobytes()
+    return lengths
 
 
-def _encode_lengths(message: pb.Column, lengths: np.ndarray | None) -> None:
-    message.jagged = lengths is not None
-    if lengths is not None:
-        message.lengths.extend(lengths.tolist())
+def _encode_lengths(
+    message: pb.Column, number: int, lengths: np.ndarray, said: dict[int, np.ndarray]
+) -> None:
+    """Of the many columns of a batch most are of the same tokens: their lengths are said once."""
+    for other, theirs in said.items():
+        if theirs is lengths or (theirs == lengths).all():
+            message.lengths_of = other
+            return
+    said[number] = lengths
+    message.lengths.extend(lengths.tolist())
 
 
 def from_proto(message: pb.Batch) -> Batch:
@@ -145,7 +155,11 @@ def from_proto(message: pb.Batch) -> Batch:
         InvalidRequest: The message contradicts itself; the text says where.
     """
     _, shards = _places(message)
-    columns = {column.name: _decode(column, message.rows, tuple(shards)) for column in message.columns}
+    columns: dict[str, Column] = {}
+    said: dict[int, np.ndarray] = {}
+    for number, column in enumerate(message.columns, start=1):
+        lengths = _decode_lengths(column, number, message.rows, said) if column.jagged else None
+        columns[column.name] = _decode(column, message.rows, tuple(shards), lengths)
     return Batch(message.rows, columns)
 
 
@@ -197,31 +211,40 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     return numbers
 
 
-def _decode(message: pb.Column, rows: int, shards: Sequence[Shard]) -> Column:
+def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, np.ndarray]) -> np.ndarray:
+    if message.lengths_of:
+        if message.lengths_of not in said:
+            raise InvalidRequest(
+                f"column {message.name!r} has the lengths of column {message.lengths_of}, which says none before it"
+            )
+        return said[message.lengths_of]
+    lengths = said[number] = np.fromiter(message.lengths, np.int64, len(message.lengths))
+    if len(lengths) != rows:
+        raise InvalidRequest(f"column {message.name!r} has {len(lengths)} lengths for {rows} rows")
+    return lengths
+
+
+def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], lengths: np.ndarray | None) -> Column:
     content = message.WhichOneof("content")
     if content == "text":
         return LocalColumn(list(message.text.rows))
     if content is None or message.dtype not in _NAMES:
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
     dtype, row_shape = _NAMES[message.dtype], tuple(message.row_shape)
-    lengths = np.fromiter(message.lengths, np.int64, len(message.lengths)) if message.jagged else None
-    if lengths is not None and len(lengths) != rows:
-        raise InvalidRequest(f"column {message.name!r} has {len(lengths)} lengths for {rows} rows")
     if content == "inline":
         return _decode_inline(message, dtype, row_shape, rows, lengths)
-    shard, element, first_row = np.empty(rows, np.int64), np.empty(rows, np.int64), 0
+    runs, first_row = [], 0
     for run in message.runs.runs:
         stop = first_row + run.rows
         if run.shard >= len(shards) or stop > rows:
             raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {len(shards)}, "
                                  f"or row {stop} of {rows}")  # fmt: skip
-        count = np.ones(run.rows, np.int64) if lengths is None else lengths[first_row:stop]
-        shard[first_row:stop] = run.shard
-        element[first_row:stop] = run.first_element + np.cumsum(count) - count
+        if run.rows:
+            runs.append((run.shard, run.rows, run.first_element))
         first_row = stop
     if first_row != rows:
         raise InvalidRequest(f"column {message.name!r}: runs cover {first_row} of {rows} rows")
-    return RemoteColumn(dtype, row_shape, lengths, tuple(shards), shard, element)
+    return RemoteColumn.of_runs(dtype, row_shape, lengths, shards, runs)
 
 
 def _decode_inline(
