@@ -202,7 +202,7 @@ class DispatchStream:
             while isinstance(message := await self._stream.read(), worker_pb2.DispatchResponse):
                 self._take(message)
         except grpc.RpcError as error:
-            why = partial(from_rpc_error, error)
+            why = partial(_broken, error)
         except DecodeError as error:
             self._stream.cancel()
             why = partial(_unreadable, error)
@@ -250,6 +250,12 @@ class DispatchStream:
 
 def _closed(where: str) -> ServiceLost:
     return ServiceLost(f"{where}: the stream of calls was closed")
+
+
+def _broken(error: grpc.RpcError, where: str) -> RlhfError:
+    """Why a stream broke. One that does so while it begins ends with an error of gRPC's own that names no cause."""
+    explained = from_rpc_error(error, where)
+    return ServiceLost(str(explained)) if type(explained) is RlhfError else explained
 
 
 def _unreadable(error: DecodeError, where: str) -> RlhfError:

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,8 +59,7 @@ class Shard:
     checksums: tuple[int, ...] = field(default=(), hash=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`rows` consecutive rows that lie side by side in `shard`, from byte `start` of the shard on."""
 
     shard: Shard
@@ -142,12 +142,32 @@ class RemoteColumn:
         runs: Sequence[tuple[int, int, int]],
     ) -> RemoteColumn:
         """A column by its runs: index into `shards`, rows (at least 1), and first element of each."""
+        if len(runs) == 1:
+            return RemoteColumn._of_run(dtype, row_shape, lengths, shards, *runs[0])
         shard, rows, first = np.array(runs, np.int64).reshape(-1, 3).T
         before = np.arange(rows.sum()) if lengths is None else lengths.cumsum() - lengths
         offset = first - before[rows.cumsum() - rows]
         return RemoteColumn(
             dtype, row_shape, lengths, shards, shard.repeat(rows), offset.repeat(rows) + before
         )
+
+    @staticmethod
+    def _of_run(
+        dtype: str,
+        row_shape: tuple[int, ...],
+        lengths: np.ndarray | None,
+        shards: tuple[Shard, ...],
+        shard: int,
+        rows: int,
+        first: int,
+    ) -> RemoteColumn:
+        """The usual case, in a third of the time; it knows its run already."""
+        stops = np.arange(1, rows + 1) if lengths is None else lengths.cumsum()
+        element = stops + (first - 1) if lengths is None else stops - lengths + first
+        column = RemoteColumn(dtype, row_shape, lengths, shards, np.full(rows, shard), element)
+        size, total = column.element_bytes, int(stops[-1])
+        column.__dict__["runs"] = (Run(shards[shard], rows, first * size, total * size),)
+        return column
 
     @staticmethod
     def of_shard(

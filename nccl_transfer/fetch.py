@@ -248,7 +248,7 @@ class Fetcher:
 
     def _check_condemned(self, wanted: Ranges) -> None:
         """What was found wrong once is wrong for good, also where the owner could not be told."""
-        for source, ranges in wanted.items():
+        for source, ranges in wanted.items() if self._condemned else ():
             for r in ranges:
                 if (source, r.shard.id) in self._condemned:
                     raise TransferError(f"{source}: {CONDEMNED.format(r.shard.id)} (column {r.column!r})")
