@@ -1,3 +1,5 @@
 """The single controller: algorithms as straight-line code over role groups. Imports no torch."""
 
-import rlhf as rlhf  # before gRPC, which it sets up
+from rlhf.polling import poll_from_one_thread
+
+poll_from_one_thread("client")

@@ -1,3 +1,1 @@
 """Load tests of single services: what a client of theirs would see, at a rate it chooses."""
-
-import rlhf as rlhf  # before gRPC, which it sets up

@@ -1,3 +1,5 @@
 """The role services: what torchrun starts, one process per rank."""
 
-import rlhf as rlhf  # before gRPC, which it sets up
+from rlhf.polling import poll_from_one_thread
+
+poll_from_one_thread("listener")
