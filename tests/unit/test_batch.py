@@ -215,6 +215,21 @@ def test_row_numbers_survive_the_wire(numbers):
     assert row_numbers(message).tolist() == numbers
 
 
+def test_lengths_that_columns_share_are_said_once():
+    lengths, others = np.array([3, 0, 2], np.int64), np.array([3, 2, 0], np.int64)
+    batch = Batch.of(
+        x=Jagged(np.arange(5.0), lengths),
+        text=["a", "b", "c"],
+        y=Jagged(np.arange(5), lengths.copy()),
+        z=Jagged(np.arange(5), others),
+    )
+    message = to_proto(batch)
+    assert [list(column.lengths) for column in message.columns] == [[3, 0, 2], [], [], [3, 2, 0]]
+    assert [column.lengths_of for column in message.columns] == [0, 0, 1, 0]
+    values = {name: column.values for name, column in from_proto(message).columns.items()}
+    assert [values[name].lengths.tolist() for name in "xyz"] == [[3, 0, 2], [3, 0, 2], [3, 2, 0]]
+
+
 def test_row_numbers_that_are_not_given_count_from_zero():
     assert row_numbers(to_proto(Batch.of(x=np.zeros(3)))).tolist() == [0, 1, 2]
 
@@ -238,6 +253,7 @@ def broken_messages():
         "row 3 of 2": change(lambda m: setattr(m.columns[0].runs.runs[0], "rows", 3)),
         "cover 1 of 2 rows": change(lambda m: setattr(m.columns[0].runs.runs[0], "rows", 1)),
         "1 lengths for 2 rows": change(lambda m: m.columns[0].lengths.pop()),
+        "lengths of column 7, which": change(lambda m: setattr(m.columns[0], "lengths_of", 7)),
         "no content": change(lambda m: m.columns[0].ClearField("runs")),
         "15 bytes, expected 16": inline,
     }
