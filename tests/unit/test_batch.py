@@ -217,7 +217,8 @@ def test_row_numbers_survive_the_wire(numbers):
 
 def local(batch: Batch, name: str) -> Jagged[np.ndarray]:
     column = batch[name]
-    assert isinstance(column, LocalColumn) and isinstance(column.values, Jagged)
+    assert isinstance(column, LocalColumn)
+    assert isinstance(column.values, Jagged)
     return column.values
 
 
