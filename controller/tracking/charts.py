@@ -34,6 +34,8 @@ svg .c3 { --series: var(--c3); }
 _NUM_COLOURS = 4
 _CHARACTER_WIDTH = 7.2  # of 13 px text, on the safe side
 _MAX_POINTS = 400
+# Numbers below it are drawn as 0: their parts would be too small for a float.
+_LEAST = 1e-280
 _MAX_DOTS = 40
 _MAX_NAME = 24
 
@@ -62,8 +64,8 @@ def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) ->
         target: roughly how many intervals; there are at most `target` + 2.
         whole: only integers.
     """
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        margin = abs(low) / 2 or 0.5
+    if high - low <= 1e-9 * max(abs(low), abs(high), _LEAST):
+        margin = abs(low) / 2 if abs(low) > _LEAST else 0.5
         low, high = low - margin, high + margin
     step = _nice_step((high - low) / target)
     if whole:

@@ -1,6 +1,10 @@
 """Serves the reference role: `torchrun --nproc-per-node RANKS -m services.reference --config CONFIG`."""
 
-from services.main import run
+from rlhf.polling import serve_from_one_thread
+
+serve_from_one_thread()
+
+from services.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
     run("reference", "services.reference.worker:ReferenceWorker")

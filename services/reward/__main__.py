@@ -1,6 +1,10 @@
 """Serves the reward role: `torchrun --nproc-per-node RANKS -m services.reward --config CONFIG`."""
 
-from services.main import run
+from rlhf.polling import serve_from_one_thread
+
+serve_from_one_thread()
+
+from services.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
     run("reward", "services.reward.worker:RewardWorker")

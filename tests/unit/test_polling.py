@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 VARIABLE = "GRPC_EXPERIMENTS"
+RANK = "services.reward.__main__"
 COUNT_HANDS = """
 import asyncio, os, sys
 __import__(sys.argv[1])
@@ -54,18 +53,17 @@ def switches_a_call(package: str, **environment: str) -> float:
     return float(ended.stdout)
 
 
-@pytest.mark.parametrize("package", ["controller", "services"])
-def test_a_process_hands_messages_on_less_often_than_one_that_leaves_grpc_as_it_is(package: str) -> None:
-    assert switches_a_call(package) < 0.75 * switches_a_call("rlhf")
+def test_a_rank_hands_messages_on_less_often_than_a_process_that_leaves_grpc_as_it_is() -> None:
+    assert switches_a_call(RANK) < 0.75 * switches_a_call("rlhf")
 
 
 def test_what_the_user_sets_counts() -> None:
-    stays = switches_a_call("controller", GRPC_EXPERIMENTS="-unconstrained_max_quota_buffer_size")
+    stays = switches_a_call(RANK, GRPC_EXPERIMENTS="-unconstrained_max_quota_buffer_size")
     assert stays > 0.75 * switches_a_call("rlhf")
 
 
 def test_processes_that_are_started_choose_for_themselves() -> None:
-    look = f"import controller, os; print(os.environ.get('{VARIABLE}'))"
+    look = f"import {RANK}, os; print(os.environ.get('{VARIABLE}'))"
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
     ended = subprocess.run(
         [sys.executable, "-c", look], env=inherited, capture_output=True, text=True, timeout=60, check=True
