@@ -30,7 +30,8 @@ pipeline: setup ## SFT, a reward model and PPO from raw dialogues with a small m
 	$(BIN)/python -m deploy.pipeline
 
 test: setup ## Run all tests that need no GPU, fast ones first.
-	$(PYTEST) -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract tests/integration tests/chaos
+	$(PYTEST) -n 2 -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract
+	$(PYTEST) -m "not full and not gpu" tests/integration tests/chaos
 
 test-full: setup ## Run them with the large matrices too.
 	$(PYTEST) -m "not gpu" tests
