@@ -25,8 +25,8 @@ REOPEN_S = 1.0
 """Pause before a stream that broke is made anew: far below what a rank waits for it."""
 CLOSE_S = 1.0
 """How long a rank that does not read may hold up the end of its stream of calls."""
-_BROKEN = (grpc.RpcError, asyncio.InvalidStateError)
-"""How writing fails to a stream that has broken or ended."""
+_WRITE_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)
+"""What writing to a stream raises that has broken or ended."""
 
 
 class RankClient:
@@ -176,7 +176,7 @@ class DispatchStream:
 
     async def close(self) -> None:
         """Tells the rank that no more calls come."""
-        with contextlib.suppress(TimeoutError, *_BROKEN):
+        with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
             async with asyncio.timeout(CLOSE_S):
                 if self._writer is not None:
                     await self._writer
@@ -190,7 +190,7 @@ class DispatchStream:
 
     async def _write(self) -> None:
         # Where this fails, so does the reader, and it tells all who wait.
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*_WRITE_ERRORS):
             while self._outgoing:
                 await self._stream.write(self._outgoing.popleft())
         self._writer = None

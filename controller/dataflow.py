@@ -35,8 +35,8 @@ class Loop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop; safe from any thread. Its future cannot be cancelled from outside, so it
-        needs less than that of `asyncio.run_coroutine_threadsafe`."""
+        """Starts a coroutine on the loop; safe from any thread. Cancelling its future forgets the result and does not
+        stop the work, so it needs less than that of `asyncio.run_coroutine_threadsafe`."""
         future: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._begin, work, future)
         return future
@@ -50,8 +50,9 @@ class Loop:
         self._tasks.remove(task)
         if task.cancelled():
             future.cancel()
-            future.set_running_or_notify_cancel()
-        elif error := task.exception():
+        if not future.set_running_or_notify_cancel():
+            return
+        if error := task.exception():
             future.set_exception(error)
         else:
             future.set_result(task.result())

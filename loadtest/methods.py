@@ -10,10 +10,11 @@ from rlhf.errors import ConfigError
 HEALTH_CHECK = Method(
     service="grpc.health.v1.Health",
     name="Check",
-    path="/grpc.health.v1.Health/Check",
-    snake_name="check",
     request=health_pb2.HealthCheckRequest,
     response=health_pb2.HealthCheckResponse,
+    streams=False,
+    takes_stream=False,
+    spec=None,
 )
 
 OF_ROLE = {

@@ -161,7 +161,7 @@ class RemoteColumn:
         rows: int,
         first: int,
     ) -> RemoteColumn:
-        """The usual case, in a third of the time; it knows its run already."""
+        """The usual case. Its run is known, and need not be found again."""
         stops = np.arange(1, rows + 1) if lengths is None else lengths.cumsum()
         element = stops + (first - 1) if lengths is None else stops - lengths + first
         column = RemoteColumn(dtype, row_shape, lengths, shards, np.full(rows, shard), element)

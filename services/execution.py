@@ -434,7 +434,8 @@ class CallQueue:
         stuck, and no thread of ours can free it: the rank exits, and its launcher may start a new epoch."""
         call_id, remaining = known.context.call.call_id, known.context.deadline - time.monotonic()
         done, _ = await asyncio.wait([work], timeout=max(remaining, 0))
-        if not done:
+        is_late = not done  # by the loop's timer, which may be early by a millisecond
+        if is_late:
             known.context.cancelled = True
             done, _ = await asyncio.wait([work], timeout=GRACE_S)
         if not done:
@@ -444,7 +445,7 @@ class CallQueue:
         was_stopped = type(error) is PeerFailed and known.context.cancelled
         if was_stopped or isinstance(error, CallCancelled):
             self._check_session(known.context.call)
-            if time.monotonic() > known.context.deadline:
+            if is_late or time.monotonic() > known.context.deadline:
                 raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
         if was_stopped:
             raise CallCancelled(f"call {call_id} was cancelled") from error

@@ -122,7 +122,7 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
 
 @contextlib.contextmanager
 def _all_is_kept() -> Iterator[None]:
-    """For imports: what they make stays, and to look for garbage in it takes a fifth of their time, and again later."""
+    """For imports: what they make stays, so nothing need look for garbage in it, then or later."""
     gc.disable()
     try:
         yield

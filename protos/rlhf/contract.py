@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,35 +35,45 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 20 s while a busy one, whose transport answers by itself, stays connected."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Method:
-    """One rpc: how it is called, and what it declares about its batch.
-
-    Attributes:
-        path: gRPC path, "/package.Service/Method".
-        snake_name: The Python name: GenerateSequences is generate_sequences.
-        streams, takes_stream: Whether its responses do, and its requests.
-        takes_rows: Whether its request has a batch.
-        inputs, optional_inputs, outputs: Columns it reads and makes.
-    """
+    """One rpc: how it is called, and what it declares about its batch. `streams` is whether its responses do, and
+    `takes_stream` whether its requests do."""
 
     service: str
     name: str
-    path: str
-    snake_name: str
     request: type
     response: type
-    streams: bool = False
-    takes_stream: bool = False
-    takes_rows: bool = False
-    spec: Any | None = None
-    inputs: tuple[str, ...] = ()
-    optional_inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    streams: bool
+    takes_stream: bool
+    spec: Any | None
 
+    @functools.cached_property
+    def path(self) -> str:
+        """gRPC path, "/package.Service/Method"."""
+        return f"/{self.service}/{self.name}"
 
-def _snake_case(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+    @functools.cached_property
+    def snake_name(self) -> str:
+        """The Python name: GenerateSequences is generate_sequences."""
+        return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
+
+    @functools.cached_property
+    def takes_rows(self) -> bool:
+        """Whether its request has a batch."""
+        return "batch" in self.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.inputs) if self.spec else ()
+
+    @functools.cached_property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.optional_inputs) if self.spec else ()
+
+    @functools.cached_property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(self.spec.outputs) if self.spec else ()
 
 
 def _methods(service: ServiceDescriptor) -> dict[str, Method]:
@@ -73,17 +84,11 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
         found[method.name] = Method(
             service=service.full_name,
             name=method.name,
-            path=f"/{service.full_name}/{method.name}",
-            snake_name=_snake_case(method.name),
             request=message_factory.GetMessageClass(method.input_type),
             response=message_factory.GetMessageClass(method.output_type),
             streams=method.server_streaming,
             takes_stream=method.client_streaming,
-            takes_rows="batch" in method.input_type.fields_by_name,
             spec=spec,
-            inputs=tuple(spec.inputs) if spec else (),
-            optional_inputs=tuple(spec.optional_inputs) if spec else (),
-            outputs=tuple(spec.outputs) if spec else (),
         )
     return found
 
