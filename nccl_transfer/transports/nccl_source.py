@@ -21,6 +21,10 @@ from rlhf.v1 import transfer_pb2 as pb
 SEND_PAUSE_S = 1e-4
 """Between two looks at whether everything was sent."""
 
+GRACE_S = 0.25
+"""Between the deadline of a transfer, at which its reader ends it, and the end that its source puts to it where the
+reader does not: one that ended at the same moment would be blamed for what nobody could do in time."""
+
 
 class _Offer:
     """The source's side of an attachment: a communicator, the thread in which it is used, and one transaction.
@@ -46,9 +50,9 @@ class _Offer:
         return sum(message.nbytes for message in self._sends)
 
     def begin(self, transaction: Transaction, within_s: float) -> None:
-        """Takes up a transaction; what is not over by its deadline ends the offer."""
+        """Takes up a transaction; what is not over soon after its deadline ends the offer."""
         self.transaction = transaction
-        self._timer = asyncio.get_running_loop().call_later(within_s, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
     def rest(self) -> None:
         """The transaction is over, and the communicator is good for the next."""
