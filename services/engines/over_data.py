@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from services.engines.fsdp import local_part, shard_modules
-from services.engines.groups import MeshGroups
+from services.engines.groups import MeshGroups, add_up
 from services.engines.heads import unread
 from services.engines.microbatch import blank
 from services.engines.stage import Memory, ModelStage
@@ -104,10 +104,7 @@ class ReplicatedOverData(OverData):
             if x.grad is None:
                 x.grad = torch.zeros_like(x)
         if self._group.size() > 1:
-            gradients = [x.grad for x in self.kept.values()]
-            for work in [dist.all_reduce(x, group=self._group, async_op=True) for x in gradients]:
-                assert work is not None
-                work.wait()
+            add_up([x.grad for x in self.kept.values() if x.grad is not None], self._group)
 
     def drop_gradients(self) -> None:
         """Weights have none that are not of what is kept."""

@@ -124,8 +124,10 @@ class VocabularyParallelHead(nn.Module):
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Logits [B, V] of all tokens, on every rank. Without a gradient."""
         ours_BV = linear(hidden_BH, self.weight)
-        parts = [torch.empty_like(ours_BV) for _ in range(self._group.size())]
-        dist.all_gather(parts, ours_BV, group=self._group)
+        parts = [ours_BV]
+        if self._group.size() > 1:
+            parts = [torch.empty_like(ours_BV) for _ in range(self._group.size())]
+            dist.all_gather(parts, ours_BV, group=self._group)
         return torch.cat(parts, dim=-1)[:, : self._vocabulary]
 
 
