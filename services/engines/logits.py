@@ -17,6 +17,12 @@ from services.linear import linear
 MOST_LOGITS = 1 << 25
 """Logits that a rank computes at a time: 128 MiB of float32, and as much again for what becomes of them."""
 
+CACHED_LOGITS = 1 << 18
+"""On CPUs no more than these, which stay in a core's cache until they are used up, where that is enough for
+`POSITIONS_TOGETHER`: products of fewer are slow."""
+
+POSITIONS_TOGETHER = 256
+
 PADDING_LOGIT = -1e30
 """Of tokens that do not exist: far below any other, and still finite when multiplied by its probability, 0."""
 
@@ -61,7 +67,9 @@ class OutputLayer:
     def _logits(self, hidden_NH: Tensor, weight_VH: Tensor | None, temperature: float) -> Tensor:
         """Logits [N, V] of its own tokens, to be written over."""
         logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
-        logits_NV = at_least_float32(logits_NV).div_(temperature)
+        logits_NV = at_least_float32(logits_NV)
+        if temperature != 1:
+            logits_NV.div_(temperature)
         if self.num_tokens is not None:
             logits_NV[:, self.num_tokens :] = PADDING_LOGIT
         return logits_NV
@@ -141,7 +149,9 @@ class _Scores(torch.autograd.Function):
                 slope = log_p_NV.mul_(of_entropy_N[chunk, None]).add_(slope)
             of_z_NV.mul_(slope).neg_()
             of_z_NV.scatter_add_(-1, columns_N[:, None], (of_log_probs_N[chunk] * is_ours_N)[:, None])
-            of_z_NV = of_z_NV.div_(ctx.temperature).to(hidden.dtype)
+            if ctx.temperature != 1:
+                of_z_NV.div_(ctx.temperature)
+            of_z_NV = of_z_NV.to(hidden.dtype)
             of_hidden_NH[chunk] = of_z_NV if weight is None else linear(of_z_NV, weight.t())
             if of_weight_VH is not None:
                 of_weight_VH += linear(of_z_NV.t(), hidden[chunk].t())
@@ -154,6 +164,8 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
     """Positions that are computed together."""
     vocabulary = hidden_NH.shape[-1] if weight_VH is None else len(weight_VH)
     size = max(1, MOST_LOGITS // vocabulary)
+    if hidden_NH.is_cpu:
+        size = min(size, max(CACHED_LOGITS // vocabulary, POSITIONS_TOGETHER))
     for first in range(0, len(hidden_NH), size):
         yield slice(first, first + size)
 
