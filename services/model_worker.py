@@ -270,11 +270,15 @@ class ModelWorker(Worker):
         """Rows cut by the token budget; none where there are no rows."""
         for ids in sequences:
             self._check_tokens(ids.values)
-        if not (sequences[0].rows if rows is None else len(rows)):
+        prompts, responses = sequences
+        lengths = prompts.lengths + responses.lengths
+        lengths = lengths if rows is None else lengths[rows]
+        if not len(lengths):
             return []
         return split(
-            *sequences,
-            token_budget=self.table.micro_batch_tokens,
+            prompts,
+            responses,
+            token_budget=self.engine.tokens_together(self.table.micro_batch_tokens, int(lengths.max())),
             pad_id=self.pad_id,
             rows=rows,
             packed=self.table.packing and self.engine.packs,

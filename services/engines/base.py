@@ -118,6 +118,7 @@ class TrainEngine(ABC):
         sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
             Others `infer` nothing and count no statistics.
         packs: whether it computes packed micro-batches, and not padded ones alone.
+        cached_tokens: more than these take longer together than apart; None: the more the better.
     """
 
     device: torch.device
@@ -126,6 +127,11 @@ class TrainEngine(ABC):
     num_parameters: int
     sees_outputs: bool = True
     packs: bool = False
+    cached_tokens: int | None = None
+
+    def tokens_together(self, most: int, longest: int) -> int:
+        """The token budget of rows of which the longest has so many tokens, where memory has room for `most`."""
+        return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
     @abstractmethod
     def infer(

@@ -50,12 +50,10 @@ class PolicyHead:
 
     def __call__(self, raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> PolicyOutput:
         logits = raw if isinstance(raw, DeferredLogits) else DeferredLogits(raw)
-        mask_BR, ids_BT = micro_batch.response_mask_BR, micro_batch.input_ids_BT
-        predicting_N = micro_batch.predicting_BR[mask_BR]
-        skipped = ids_BT.shape[1] - logits.hidden_BKH.shape[1]
-        hidden_NH = logits.hidden_BKH[micro_batch.cells(predicting_N, skipped)]
-        next_ids_N = ids_BT.flatten()[predicting_N + 1]
-        log_probs_N, entropy_N = logits.layer.scores(hidden_NH, next_ids_N, self.temperature)
+        mask_BR = micro_batch.response_mask_BR
+        skipped = micro_batch.input_ids_BT.shape[1] - logits.hidden_BKH.shape[1]
+        hidden_NH = logits.hidden_BKH[micro_batch.cells(micro_batch.predicting_BR[mask_BR], skipped)]
+        log_probs_N, entropy_N = logits.layer.scores(hidden_NH, micro_batch.response_ids_N, self.temperature)
         if not self.entropy_gradient:
             entropy_N = entropy_N.detach()
         return PolicyOutput(_grid(log_probs_N, mask_BR), _grid(entropy_N, mask_BR))

@@ -1,10 +1,10 @@
 """Cut rows into micro-batches of bounded size, and move per-token values between jagged rows and padded grids.
 
 Two grids are used. `[B, T]` holds sequences, prompt then response: padded on the right, where a causal model needs no
-attention mask because no real token sees what comes after it; or packed, all end to end in one row. `[B, R]` holds one
-cell per response token, responses aligned to the left: cell j belongs to the j-th response token, and what a model says
-about it is read at the position that predicts it, the one before. So a log-probability is that of the token itself,
-and a value is that of the state in which the token was chosen.
+attention mask because no real token sees what comes after it; or packed, all end to end in one row, a prompt that
+several have only once. `[B, R]` holds one cell per response token, responses aligned to the left: cell j belongs to the
+j-th response token, and what a model says about it is read at the position that predicts it, the one before. So a
+log-probability is that of the token itself, and a value is that of the state in which the token was chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
-from services.engines.packing import Packing
+from services.engines.packing import Packing, Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,9 @@ class MicroBatch:
     Args:
         rows: which rows of the rank these are, [B] int64.
         response_lengths: their response tokens, [B] int64.
-        input_ids_BT: prompt and response, padded on the right; or of all sequences end to end, [1, T].
+        input_ids_BT: prompt and response, padded on the right; or of all sequences end to end, [1, T], without the
+            last token of each response.
+        response_ids_N: the response tokens end to end.
         predicting_BR: cell of `input_ids_BT`, counted row after row, whose output predicts the response token; any
             cell in the padding.
         response_mask_BR: True on response tokens. R is at least 1, also where all responses are empty.
@@ -39,6 +41,7 @@ class MicroBatch:
     rows: np.ndarray
     response_lengths: np.ndarray
     input_ids_BT: Tensor
+    response_ids_N: Tensor
     predicting_BR: Tensor
     response_mask_BR: Tensor
     num_scored: int
@@ -53,6 +56,7 @@ class MicroBatch:
         return replace(
             self,
             input_ids_BT=self.input_ids_BT.to(device),
+            response_ids_N=self.response_ids_N.to(device),
             predicting_BR=self.predicting_BR.to(device),
             response_mask_BR=self.response_mask_BR.to(device),
             packing=self.packing.to(device) if self.packing else None,
@@ -89,39 +93,61 @@ class MicroBatch:
 
 
 def cut(
-    lengths: np.ndarray, token_budget: int, rows: np.ndarray | None = None, *, padded: bool = True
+    lengths: np.ndarray,
+    token_budget: int,
+    rows: np.ndarray | None = None,
+    *,
+    padded: bool = True,
+    alike: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Deal rows out to micro-batches of at most `token_budget` tokens each.
 
     Rows of like length go together, longest first, so little padding is computed and a budget that is too large
-    for the memory fails at once. The same lengths always give the same cut.
+    for the memory fails at once. The same arguments always give the same cut.
 
     Args:
         lengths: tokens per row, prompt and response, [rows] int64.
         token_budget: upper bound on the tokens of a micro-batch.
         rows: the rows to deal out, default all.
         padded: whether padding counts, so that a micro-batch has rows * longest row tokens.
+        alike: where padding does not count, as `first_alike` of the rows: those that begin alike go together.
 
     Returns:
-        The rows of each micro-batch; every row is in exactly one.
+        The rows of each micro-batch, longest first; every row is in exactly one.
 
     Raises:
         ValueError: a row that is longer than the budget.
     """
     rows = np.arange(len(lengths)) if rows is None else rows
-    left = rows[np.argsort(-lengths[rows], kind="stable")]
+    order = np.argsort(-lengths[rows], kind="stable")
+    if alike is not None:
+        # The longest of its kin says when a row's turn is.
+        first = np.full(len(rows), len(rows))
+        np.minimum.at(first, alike[order], np.arange(len(rows)))
+        order = order[np.argsort(first[alike[order]], kind="stable")]
+    left = rows[order]
+    longest = rows[lengths[rows].argmax()] if len(rows) else None
+    if longest is not None and lengths[longest] > token_budget:
+        raise ValueError(
+            f"row {longest} has {lengths[longest]} tokens, more than the token budget of {token_budget}"
+        )
     cuts = []
     while len(left):
-        longest = int(lengths[left[0]])
-        if longest > token_budget:
-            raise ValueError(
-                f"row {left[0]} has {longest} tokens, more than the token budget of {token_budget}"
-            )
-        sizes = np.full(len(left), longest) if padded else lengths[left]
+        sizes = np.full(len(left), lengths[left[0]]) if padded else lengths[left]
         num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))
-        cuts.append(left[:num_rows])
+        part = left[:num_rows]
+        cuts.append(part[np.argsort(-lengths[part], kind="stable")])
         left = left[num_rows:]
     return cuts
+
+
+def first_alike(prompts: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
+    """For each of `rows` the first of them that has the same prompt: their places in `rows`, [len(rows)] int64."""
+    firsts: dict[bytes, int] = {}
+    starts = np.cumsum(prompts.lengths) - prompts.lengths
+    ids = prompts.values.cpu().numpy()
+    texts = (ids[starts[row] : starts[row] + prompts.lengths[row]].tobytes() for row in rows)
+    return np.array([firsts.setdefault(text, place) for place, text in enumerate(texts)], dtype=np.int64)
 
 
 def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pad_id: int) -> MicroBatch:
@@ -142,22 +168,25 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
     is_response_BT = ~is_prompt_BT & (position_T < prompt_lengths_B1 + response_lengths_B1)
     input_ids_BT = torch.full(is_prompt_BT.shape, pad_id, dtype=torch.int64, device=device)
     input_ids_BT[is_prompt_BT] = take(prompts, rows)
-    input_ids_BT[is_response_BT] = take(responses, rows).to(device)
+    response_ids_N = take(responses, rows).to(device)
+    input_ids_BT[is_response_BT] = response_ids_N
 
     token_R = torch.arange(num_responses, device=device)
+    predicting_BR = (prompt_lengths_B1 - 1 + token_R).clamp(max=num_positions - 1)
     return MicroBatch(
         rows=rows,
         response_lengths=responses.lengths[rows],
         input_ids_BT=input_ids_BT,
-        predicting_BR=(prompt_lengths_B1 - 1 + token_R).clamp(max=num_positions - 1)
-        + num_positions * torch.arange(len(rows), device=device)[:, None],
+        response_ids_N=response_ids_N,
+        predicting_BR=predicting_BR + num_positions * torch.arange(len(rows), device=device)[:, None],
         response_mask_BR=token_R < response_lengths_B1,
         num_scored=num_positions - int(prompts.lengths[rows].min()) + 1,
     )
 
 
 def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -> MicroBatch:
-    """Put the sequences of `rows` into one micro-batch without padding, on the device of the prompts.
+    """Put the sequences of `rows` into one micro-batch without padding, on the device of the prompts: each different
+    prompt once, and of responses all but the last token, from which nothing is predicted.
 
     Raises:
         ValueError: as `pad`.
@@ -165,23 +194,30 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
     _check_prompts(prompts, rows)
     device = prompts.values.device
     prompt_lengths, response_lengths = prompts.lengths[rows], responses.lengths[rows]
-    lengths = prompt_lengths + response_lengths
-    packing = Packing.of(lengths).to(device)
-    prompt_lengths_T = torch.from_numpy(np.repeat(prompt_lengths, lengths)).to(device)
-    is_prompt_1T = packing.position_ids_1T < prompt_lengths_T
-    input_ids_1T = torch.empty(is_prompt_1T.shape, dtype=torch.int64, device=device)
-    input_ids_1T[is_prompt_1T] = take(prompts, rows)
-    input_ids_1T[~is_prompt_1T] = take(responses, rows).to(device)
+    read_lengths = np.maximum(response_lengths - 1, 0)
+    owners = first_alike(prompts, rows)
+    places = Places.of(prompt_lengths + read_lengths, owners, prompt_lengths)
+    packing = Packing.of(places).to(device)
+    is_owner = owners == np.arange(len(rows))
+    parts = np.stack((np.where(is_owner, prompt_lengths, 0), read_lengths), axis=1)
+    is_prompt_T = torch.from_numpy(np.repeat(np.tile([True, False], len(rows)), parts.flatten())).to(device)
+    response_ids_N = take(responses, rows).to(device)
+    is_read_N = np.ones(len(response_ids_N), dtype=bool)
+    is_read_N[np.cumsum(response_lengths)[response_lengths > 0] - 1] = False
+    input_ids_T = torch.empty(is_prompt_T.shape, dtype=torch.int64, device=device)
+    input_ids_T[is_prompt_T] = take(prompts, rows[is_owner])
+    input_ids_T[~is_prompt_T] = response_ids_N[torch.from_numpy(is_read_N).to(device)]
 
     token_R = np.arange(max(1, int(response_lengths.max())))
-    first_B1 = (np.cumsum(lengths) - response_lengths - 1)[:, None]
+    predicting_BR = places.cells(np.arange(len(rows))[:, None], prompt_lengths[:, None] - 1 + token_R)
     return MicroBatch(
         rows=rows,
         response_lengths=response_lengths,
-        input_ids_BT=input_ids_1T,
-        predicting_BR=torch.from_numpy((first_B1 + token_R).clip(max=lengths.sum() - 1)).to(device),
+        input_ids_BT=input_ids_T[None],
+        response_ids_N=response_ids_N,
+        predicting_BR=torch.from_numpy(predicting_BR.clip(max=len(input_ids_T) - 1)).to(device),
         response_mask_BR=torch.from_numpy(token_R < response_lengths[:, None]).to(device),
-        num_scored=int(lengths.sum() - first_B1[0, 0]),
+        num_scored=len(input_ids_T) - int(prompt_lengths[0]) + 1,
         packing=packing,
     )
 
@@ -200,10 +236,12 @@ def split(
     Raises:
         ValueError: as these.
     """
-    parts = cut(prompts.lengths + responses.lengths, token_budget, rows, padded=not packed)
-    if packed:
-        return [pack(prompts, responses, part) for part in parts]
-    return [pad(prompts, responses, part, pad_id) for part in parts]
+    lengths = prompts.lengths + responses.lengths
+    if not packed:
+        return [pad(prompts, responses, part, pad_id) for part in cut(lengths, token_budget, rows)]
+    alike = first_alike(prompts, np.arange(prompts.rows) if rows is None else rows)
+    parts = cut(lengths, token_budget, rows, padded=False, alike=alike)
+    return [pack(prompts, responses, part) for part in parts]
 
 
 def blank() -> MicroBatch:
@@ -212,6 +250,7 @@ def blank() -> MicroBatch:
         rows=np.empty(0, dtype=np.int64),
         response_lengths=np.zeros(1, dtype=np.int64),
         input_ids_BT=torch.zeros((1, 1), dtype=torch.int64),
+        response_ids_N=torch.zeros(0, dtype=torch.int64),
         predicting_BR=torch.zeros((1, 1), dtype=torch.int64),
         response_mask_BR=torch.zeros((1, 1), dtype=torch.bool),
         num_scored=1,

@@ -3,6 +3,9 @@
 Transformers would attend over the whole row under a mask of [T, T]. Here the sequences are laid side by side again for
 attention alone, those of like length together: no token is compared with one of another sequence, no mask is made, and
 fused causal kernels do the rest.
+
+Sequences may begin alike, as the samples of a prompt do. What they have in common lies in the row once: layers compute
+it once, it is laid before each of them for attention, and its gradients are the sums of what each of them gives it.
 """
 
 from __future__ import annotations
@@ -27,25 +30,61 @@ LIKE = 1.5
 
 
 @dataclass(frozen=True, eq=False)
+class Places:
+    """Where the tokens of S sequences lie in a row.
+
+    Args:
+        lengths: of the sequences, each at least 1, [S] int64.
+        owners: whose beginning each begins with, [S] int64: its own, or that of one before it that has its own.
+        common: tokens it has in common with its owner, [S] int64; 0 where it is its own.
+        starts: where the tokens begin that are its own, [S] int64.
+    """
+
+    lengths: np.ndarray
+    owners: np.ndarray
+    common: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(
+        cls, lengths: np.ndarray, owners: np.ndarray | None = None, common: np.ndarray | int = 0
+    ) -> Places:
+        """Sequences end to end, with beginnings in common where owners are given; `common` of owners is not read."""
+        own = np.arange(len(lengths))
+        owners = own if owners is None else owners
+        common = np.where(owners == own, 0, common)
+        return cls(lengths, owners, common, np.cumsum(lengths - common) - (lengths - common))
+
+    def cells(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Cells of the row where tokens of sequences are, both by number; the two are broadcast together."""
+        common = self.common[sequences]
+        in_common = self.starts[self.owners[sequences]] + tokens
+        return np.where(tokens < common, in_common, self.starts[sequences] - common + tokens)
+
+
+@dataclass(frozen=True, eq=False)
 class Group:
     """S neighbouring sequences of a row, side by side.
 
     Args:
         positions_ST: where each of their tokens lies in the row; anywhere in the padding.
-        real_N: which cells of [S, T], in order, are no padding.
+        own_N: which cells of [S, T], in order, are tokens that are no other sequence's already.
     """
 
     positions_ST: Tensor
-    real_N: Tensor
+    own_N: Tensor
 
     def side_by_side(self, x_HTD: Tensor) -> Tensor:
         """What all heads have of a row, as [S, H, T, D]."""
-        x_ND = x_HTD.transpose(0, 1).index_select(0, self.positions_ST.flatten())
-        return x_ND.unflatten(0, self.positions_ST.shape).transpose(1, 2)
+        x_THD = x_HTD.transpose(0, 1)
+        if x_THD.is_cuda:  # where the gradients of index_select are summed in no certain order
+            return x_THD[self.positions_ST].transpose(1, 2)
+        x_NHD = x_THD.index_select(0, self.positions_ST.flatten())
+        return x_NHD.unflatten(0, self.positions_ST.shape).transpose(1, 2)
 
     def end_to_end(self, x_STHD: Tensor) -> Tensor:
-        """The inverse, without the padding: [N, H, D]."""
-        return x_STHD.flatten(0, 1).index_select(0, self.real_N)
+        """The inverse, of each cell of the row once: [N, H, D]."""
+        return x_STHD.flatten(0, 1).index_select(0, self.own_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +100,15 @@ class Packing:
     groups: tuple[Group, ...]
 
     @classmethod
-    def of(cls, lengths: np.ndarray) -> Packing:
-        """Sequences of these lengths, each at least 1, end to end."""
-        starts = np.cumsum(lengths) - lengths
-        positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-        groups = tuple(_group(lengths[run], int(starts[run.start])) for run in _runs_of_like_length(lengths))
+    def of(cls, places: Places) -> Packing:
+        """Sequences that lie so."""
+        own = places.lengths - places.common
+        positions = np.arange(own.sum()) - np.repeat(places.starts - places.common, own)
+        groups = tuple(_group(places, run) for run in _runs_of_like_length(places.lengths))
         return cls(torch.from_numpy(positions)[None], groups)
 
     def to(self, device: torch.device) -> Packing:
-        groups = (Group(each.positions_ST.to(device), each.real_N.to(device)) for each in self.groups)
+        groups = (Group(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
         return Packing(self.position_ids_1T.to(device), tuple(groups))
 
     def arguments(self) -> dict[str, Any]:
@@ -148,12 +187,13 @@ def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
     yield slice(first, len(lengths))
 
 
-def _group(lengths: np.ndarray, start: int) -> Group:
-    cells_T = np.arange(lengths.max())
-    starts_S1 = (start + np.cumsum(lengths) - lengths)[:, None]
-    is_real_ST = cells_T < lengths[:, None]
-    positions_ST = np.where(is_real_ST, starts_S1 + cells_T, start)
-    return Group(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_real_ST)))
+def _group(places: Places, run: slice) -> Group:
+    sequences_S1 = np.arange(run.start, run.stop)[:, None]
+    tokens_T = np.arange(places.lengths[run].max())
+    is_real_ST = tokens_T < places.lengths[sequences_S1]
+    positions_ST = np.where(is_real_ST, places.cells(sequences_S1, tokens_T), places.starts[run.start])
+    is_own_ST = is_real_ST & (tokens_T >= places.common[sequences_S1])
+    return Group(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_own_ST)))
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -28,6 +28,9 @@ from services.engines.weights import write_weights
 
 Output = TypeVar("Output")
 
+CACHED_TOKENS = 2048
+"""What is computed of more than these leaves the caches of a CPU before it is used again."""
+
 ROUND_PER_STAGE = 4
 """Micro-batches per stage that an inference runs before it asks whether to stop: a pipeline drains at each stop, so
 that a fifth of the time is lost at most."""
@@ -97,6 +100,8 @@ class ThreeDParallelEngine(ShardedEngine):
         assert not (memory and shards_over_data), "shards are no part of what generation reads"
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
         self.sees_outputs, self.packs = self._groups.is_last_stage, True
+        # Where each micro-batch gathers weights, fewer of them are worth more.
+        self.cached_tokens = CACHED_TOKENS if device.type == "cpu" and not shards_over_data else None
         self.config = self._stage.config
         self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in layouts.values())
         self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nccl_transfer.columns import Jagged
-from services.engines.microbatch import assemble, blank, cut, pad, split
+from services.engines.microbatch import assemble, blank, cut, first_alike, pad, split
 
 PAD_ID = 99
 
@@ -45,6 +45,26 @@ def test_a_cut_may_take_only_some_of_the_rows():
     assert [part.tolist() for part in parts] == [[3, 0]]
 
 
+def test_rows_that_begin_alike_go_together_as_early_as_the_longest_of_them():
+    prompts = jagged([1, 2], [3], [1, 2], [3], [4], [1, 2])
+    alike = first_alike(prompts, np.arange(6))
+    assert alike.tolist() == [0, 1, 0, 1, 4, 0]
+    lengths = np.array([4, 6, 5, 2, 5, 3])
+    parts = cut(lengths, 8, padded=False, alike=alike)
+    assert [part.tolist() for part in parts] == [[1, 3], [2], [0, 5], [4]]
+    assert [part.tolist() for part in cut(lengths, 9, padded=False)] == [[1], [2], [4, 0], [5, 3]]
+
+
+def test_a_prompt_that_rows_have_in_common_is_computed_once():
+    prompts, responses = jagged([1, 2], [3], [1, 2]), jagged([7, 8], [9], [10, 11, 12])
+    (micro_batch,) = split(prompts, responses, token_budget=20, pad_id=PAD_ID, packed=True)
+    assert micro_batch.rows.tolist() == [2, 0, 1]
+    assert micro_batch.input_ids_BT.tolist() == [[1, 2, 10, 11, 7, 3]]
+    assert micro_batch.arguments()["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert micro_batch.predicting_BR[micro_batch.response_mask_BR].tolist() == [1, 2, 3, 1, 4, 5]
+    assert micro_batch.response_ids_N.tolist() == [10, 11, 12, 7, 8, 9]
+
+
 def test_a_row_beyond_the_budget_is_named():
     with pytest.raises(ValueError, match="row 1 has 11 tokens, more than the token budget of 10"):
         cut(np.array([3, 11, 4]), token_budget=10)
@@ -71,9 +91,15 @@ def test_every_response_token_follows_its_predicting_position_among_those_scored
     responses = tokens([response for _, response in lengths], first=2000)
     for micro_batch in split(prompts, responses, token_budget=40, pad_id=PAD_ID, packed=packed):
         ids_BT, mask_BR = micro_batch.input_ids_BT, micro_batch.response_mask_BR
-        next_ids_BT = torch.cat((ids_BT[:, 1:], ids_BT[:, :1]), dim=1)
-        predicted = next_ids_BT.flatten()[micro_batch.predicting_BR[mask_BR]]
-        assert predicted.tolist() == [i for row in micro_batch.rows for i in responses.row(row).tolist()]
+        before = ids_BT.flatten()[micro_batch.predicting_BR[mask_BR]]
+        wholes = [[*prompts.row(row).tolist(), *responses.row(row).tolist()] for row in micro_batch.rows]
+        firsts = prompts.lengths[micro_batch.rows]
+        assert micro_batch.response_ids_N.tolist() == [
+            i for whole, first in zip(wholes, firsts, strict=True) for i in whole[first:]
+        ]
+        assert before.tolist() == [
+            i for whole, first in zip(wholes, firsts, strict=True) for i in whole[first - 1 : -1]
+        ]
         rows_BR, columns_BR = micro_batch.cells(
             micro_batch.predicting_BR, ids_BT.shape[1] - micro_batch.num_scored
         )
@@ -89,7 +115,7 @@ def test_packed_micro_batches_hold_real_tokens_alone_up_to_the_budget(lengths: l
     responses = tokens([response for _, response in lengths], first=2000)
     micro_batches = split(prompts, responses, token_budget=40, pad_id=PAD_ID, packed=True)
     for micro_batch in micro_batches:
-        rows = [prompts.row(row).tolist() + responses.row(row).tolist() for row in micro_batch.rows]
+        rows = [prompts.row(row).tolist() + responses.row(row).tolist()[:-1] for row in micro_batch.rows]
         assert micro_batch.input_ids_BT.tolist() == [[i for row in rows for i in row]]
         assert micro_batch.input_ids_BT.numel() <= 40
         assert micro_batch.arguments()["position_ids"].tolist() == [

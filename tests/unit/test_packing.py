@@ -27,7 +27,7 @@ from nccl_transfer.mesh import Mesh
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.packing import LIKE, Packing, attend
+from services.engines.packing import LIKE, Packing, Places, attend
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import ValueModel
 
@@ -65,19 +65,23 @@ def make_model(family: str) -> Any:
     return AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float64).eval()
 
 
-def make_rows() -> tuple[Jagged[Tensor], Jagged[Tensor]]:
+def make_rows(alike: bool = False) -> tuple[Jagged[Tensor], Jagged[Tensor]]:
+    """Twelve rows, on demand with prompts that several have: rows 0, 5 and 7, rows 1 and 2, and rows 3 and 11."""
     generator = np.random.default_rng(1)
-    prompt_lengths, response_lengths = generator.integers(1, 9, 12), generator.integers(0, 12, 12)
-    prompts, responses = (
-        Jagged(torch.from_numpy(generator.integers(0, VOCABULARY, lengths.sum())), lengths)
-        for lengths in (prompt_lengths, response_lengths)
-    )
-    return prompts, responses
+    prompts = [generator.integers(0, VOCABULARY, length) for length in generator.integers(1, 9, 12)]
+    if alike:
+        for row, same in {5: 0, 7: 0, 2: 1, 11: 3}.items():
+            prompts[row] = prompts[same]
+    responses = [generator.integers(0, VOCABULARY, length) for length in generator.integers(0, 12, 12)]
+    return jagged(prompts), jagged(responses)
 
 
-def alone(model: PreTrainedModel, row: int) -> Tensor:
+def jagged(rows: list[np.ndarray]) -> Jagged[Tensor]:
+    return Jagged(torch.from_numpy(np.concatenate(rows)), np.array([len(row) for row in rows]))
+
+
+def alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
     """Log-probabilities of a row's response tokens, in a plain forward of its own."""
-    prompt, response = (column.row(row) for column in make_rows())
     plain_logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     log_p = (plain_logits / HEAD.temperature).log_softmax(dim=-1)
     return log_p.gather(1, response[:, None])[:, 0]
@@ -89,8 +93,9 @@ def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[st
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine_name", ["fsdp", "3d"])
+@pytest.mark.parametrize("alike", [False, True])
 def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
-    family: str, engine_name: str, tmp_path: Path
+    family: str, engine_name: str, alike: bool, tmp_path: Path
 ):
     model = make_model(family)
     model.save_pretrained(tmp_path)
@@ -99,13 +104,15 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
         if engine_name == "fsdp"
         else ThreeDParallelEngine(tmp_path, Mesh(), CPU, dtype=torch.float64)
     )
-    prompts, responses = make_rows()
+    prompts, responses = make_rows(alike)
     micro_batches = split(prompts, responses, token_budget=70, pad_id=0, packed=True)
     assert len(micro_batches) > 1
+    num_read, num_computed = _num_read(prompts, responses), _num_tokens(micro_batches)
+    assert num_computed < num_read if alike else num_computed == num_read
     outputs = engine.infer(micro_batches, HEAD)
     collected = [m.collect(out.log_probs_BR) for m, out in zip(micro_batches, outputs, strict=True)]
     found = assemble([m.rows for m in micro_batches], collected, responses.lengths)
-    expected = [alone(model, row) for row in range(prompts.rows)]
+    expected = [alone(model, prompts.row(row), responses.row(row)) for row in range(prompts.rows)]
     torch.testing.assert_close(found.values, torch.cat(expected), rtol=0, atol=1e-10)
 
     torch.cat(expected).square().sum().backward()
@@ -115,7 +122,19 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
         assert gradient is not None
         if isinstance(engine, ThreeDParallelEngine):
             gradient = engine._stage.layouts[name].whole(gradient)
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9)
+        assert parameter.grad is not None
+        # The norms of transformers compute in float32 whatever they are given, here once for all who share a prompt.
+        difference = torch.linalg.vector_norm(gradient - parameter.grad)
+        assert difference <= (1e-6 if alike else 1e-10) * torch.linalg.vector_norm(parameter.grad)
+
+
+def _num_read(prompts: Jagged[Tensor], responses: Jagged[Tensor]) -> int:
+    """Tokens of which the next one is asked for, or that stand before such."""
+    return int((prompts.lengths + np.maximum(responses.lengths - 1, 0)).sum())
+
+
+def _num_tokens(micro_batches: list[MicroBatch]) -> int:
+    return sum(each.input_ids_BT.numel() for each in micro_batches)
 
 
 def test_packed_values_are_those_of_padded_rows():
@@ -134,7 +153,7 @@ def test_packed_values_are_those_of_padded_rows():
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_groups_hold_every_token_once_in_order_and_only_sequences_of_like_length(lengths: list[int]):
-    packing = Packing.of(np.array(lengths))
+    packing = Packing.of(Places.of(np.array(lengths)))
     row = torch.arange(sum(lengths), dtype=torch.float64)
     parts, sizes = [], []
     for group in packing.groups:
@@ -160,3 +179,36 @@ def test_one_new_token_attends_as_float64_does_to_what_its_mask_shows():
         own_keys, own_values = (x[row, head // 4, seen].double() for x in (keys, values))
         weights = (0.3 * own_keys @ query[row, head, 0].double()).softmax(0)
         torch.testing.assert_close(attended[row, 0, head].double(), weights @ own_values, atol=1e-6, rtol=0)
+
+
+@given(
+    own=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    common=st.lists(st.integers(1, 20), min_size=20, max_size=20),
+    prompts=st.lists(st.integers(0, 4), min_size=20, max_size=20),
+)
+def test_what_sequences_have_in_common_lies_in_the_row_once(
+    own: list[int], common: list[int], prompts: list[int]
+):
+    numbers = prompts[: len(own)]
+    owners = np.array([numbers.index(number) for number in numbers])
+    beginnings = np.array([common[number] for number in numbers])
+    packing = Packing.of(Places.of(beginnings + np.array(own), owners, beginnings))
+    row: list[tuple[int, int]] = []
+    for sequence, number in enumerate(numbers):
+        if owners[sequence] == sequence:
+            row += [(100 + number, token) for token in range(common[number])]
+        row += [(sequence, common[number] + token) for token in range(own[sequence])]
+    assert packing.position_ids_1T.tolist() == [[token for _, token in row]]
+    cells = torch.arange(len(row))
+    assert torch.equal(
+        torch.cat(
+            [g.end_to_end(g.side_by_side(cells[None, :, None]).transpose(1, 2)) for g in packing.groups]
+        ).flatten(),
+        cells,
+    )
+    laid = [cells_T.tolist() for group in packing.groups for cells_T in group.positions_ST]
+    for sequence, (number, cells_T) in enumerate(zip(numbers, laid, strict=True)):
+        length = common[number] + own[sequence]
+        assert [row[cell] for cell in cells_T[:length]] == [
+            (100 + number if token < common[number] else sequence, token) for token in range(length)
+        ]
