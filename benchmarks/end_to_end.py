@@ -1,9 +1,10 @@
 """Tokens per second of whole GRPO and PPO iterations, beside TRL.
 
-The same small Llama, prompts, reward and settings in both; they take short turns, so that drift of the machine hits
-all alike. Throughput is prompt and response tokens of the batch over the time of an iteration, as the HybridFlow
-paper has it (section 8.1). TRL is no dependency of the project. Its trainers come from directories of their own, the
-one of PPO with version 1.12, the last that has it:
+The same small Llama, prompts, reward and settings in both. They take turns, so that drift of the machine hits all
+alike, and each has the machine to itself: it starts for its turn and ends with it, because ranks that only wait still
+wake up often enough to slow others down. Throughput is prompt and response tokens of the batch over the time of an
+iteration, as the HybridFlow paper has it (section 8.1). TRL is no dependency of the project. Its trainers come from
+directories of their own, the one of PPO with version 1.12, the last that has it:
 
     pip install --target ~/.cache/rlhf-cluster/trl --no-deps trl accelerate
     pip install --target ~/.cache/rlhf-cluster/trl-ppo --no-deps trl==1.12.0 accelerate
@@ -11,7 +12,6 @@ one of PPO with version 1.12, the last that has it:
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import statistics
@@ -47,7 +47,7 @@ class Paces:
     """How long everything is timed.
 
     Attributes:
-        warm_up: Iterations not counted.
+        warm_up: Iterations not counted, before each turn.
         iterations: In a turn.
         turns: Of each system.
     """
@@ -98,17 +98,18 @@ class Contest:
         """The cluster with one of its rollout engines: every role with a model has a rank on each core."""
         name = f"cluster, {rollout_engine}"
         path = self._directory / f"{self.algorithm}-{rollout_engine}.toml"
-        steps = task.num_steps(self._paces.warm_up, self._paces.iterations, self._paces.turns)
+        steps = task.num_steps(self._paces.warm_up, self._paces.iterations)
         path.write_text(tomli_w.dumps(self._config(rollout_engine, steps)))
         arguments = ["-m", "benchmarks.end_to_end_ours", "--algorithm", self.algorithm, "--config", str(path)]
         self._add(
             name, [*arguments, *self._paces.options()], 1, f"{self._cores} ranks of each role, 1 thread"
         )
 
-    def add_trl(self, packages: Path) -> None:
-        """The trainer of TRL that is installed in a directory."""
+    def add_trl(self, packages: Path, micro_rows: int) -> None:
+        """The trainer of TRL that is installed in a directory, which computes so many rows at a time."""
         sizes = {"rows": self._sizes.rows, "prompt-tokens": self._sizes.prompt_tokens}
-        sizes |= {"new-tokens": self._sizes.new_tokens, "threads": self._cores, "turns": self._paces.turns}
+        sizes |= {"new-tokens": self._sizes.new_tokens, "micro-rows": micro_rows}
+        sizes["threads"] = self._cores
         arguments = [
             *("-m", "benchmarks.end_to_end_trl", "--algorithm", self.algorithm),
             *("--model", str(self._directory / "model"), "--prompts", str(self._directory / "train.jsonl")),
@@ -122,17 +123,14 @@ class Contest:
 
     def run(self) -> dict[str, Measured]:
         """All systems, in turns."""
-        with contextlib.ExitStack() as stack:
-            for player, _ in self.players.values():
-                stack.enter_context(player)
-            for player, _ in self.players.values():
-                player.wait_until_ready()
-            for _ in range(self._paces.turns):
-                for player, measured in self.players.values():
+        for _ in range(self._paces.turns):
+            for player, measured in self.players.values():
+                with player:
+                    player.wait_until_ready()
                     answer = player.turn()
-                    measured.seconds.append(answer["seconds"])
-                    if answer["details"]:
-                        measured.stages.append(answer["details"])
+                measured.seconds.append(answer["seconds"])
+                if answer["details"]:
+                    measured.stages.append(answer["details"])
         return {name: measured for name, (_, measured) in self.players.items()}
 
     def _add(
@@ -287,10 +285,14 @@ def _rollout_engines() -> list[str]:
 @click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each sequence.")
 @click.option(
-    "--warm-up", default=2, show_default=True, type=click.IntRange(1), help="Iterations not counted."
+    "--warm-up",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Iterations not counted, before each turn.",
 )
 @click.option("--iterations", default=2, show_default=True, type=click.IntRange(1), help="In a turn.")
-@click.option("--turns", default=8, show_default=True, type=click.IntRange(1), help="Of each system.")
+@click.option("--turns", default=5, show_default=True, type=click.IntRange(1), help="Of each system.")
 @click.option(
     "--cores", default=2, show_default=True, type=click.IntRange(1), help="Ranks, or threads of TRL."
 )
@@ -308,6 +310,13 @@ def _rollout_engines() -> list[str]:
     type=click.Path(path_type=Path),
     help="Directory with the TRL whose PPO is run.",
 )
+@click.option(
+    "--trl-rows",
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rows that TRL computes at a time.",
+)
 @json_option
 def main(
     algorithms: tuple[str, ...],
@@ -320,6 +329,7 @@ def main(
     cores: int,
     trl_grpo: Path,
     trl_ppo: Path,
+    trl_rows: int,
     json_path: Path | None,
 ) -> None:
     """Time iterations of GRPO and PPO beside TRL."""
@@ -337,7 +347,7 @@ def main(
             for engine in engines:
                 contest.add_ours(engine)
             if version:
-                contest.add_trl(packages[name])
+                contest.add_trl(packages[name], min(trl_rows, rows))
             else:
                 click.echo(
                     f"no TRL in {packages[name]}: {name} runs without its anchor; benchmarks/README.md says how to "

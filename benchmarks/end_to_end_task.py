@@ -99,9 +99,9 @@ class Stopwatch:
         self._laps = [time.perf_counter()]
 
 
-def num_steps(warm_up: int, iterations: int, num_turns: int) -> int:
-    """Iterations that a loop has to do in all: the one after the last turn is not waited for."""
-    return warm_up + iterations * num_turns + 1
+def num_steps(warm_up: int, iterations: int) -> int:
+    """Iterations that a loop has to do in all: the one after its turn is not waited for."""
+    return warm_up + iterations + 1
 
 
 def mean_of(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -93,7 +93,7 @@ def ppo(model: Path, prompts: Sequence[str], sizes: Sizes, common: dict[str, Any
         total_episodes=sizes.rows * common["max_steps"],
         num_ppo_epochs=1,
         num_mini_batches=1,
-        local_rollout_forward_batch_size=sizes.rows,
+        local_rollout_forward_batch_size=common["per_device_train_batch_size"],
         num_sample_generations=0,
         response_length=sizes.new_tokens,
         temperature=1.0,
@@ -141,10 +141,10 @@ TRAINERS = {"grpo": grpo, "ppo": ppo}
 @click.option("--rows", type=int, required=True)
 @click.option("--prompt-tokens", type=int, required=True)
 @click.option("--new-tokens", type=int, required=True)
+@click.option("--micro-rows", type=int, required=True)
 @click.option("--threads", type=int, required=True)
 @click.option("--warm-up", type=int, required=True)
 @click.option("--iterations", type=int, required=True)
-@click.option("--turns", "num_turns", type=int, required=True)
 def main(
     algorithm: str,
     model: Path,
@@ -153,18 +153,19 @@ def main(
     rows: int,
     prompt_tokens: int,
     new_tokens: int,
+    micro_rows: int,
     threads: int,
     warm_up: int,
     iterations: int,
-    num_turns: int,
 ) -> None:
     """Iterate when told to, and tell how long it took."""
     laps = Laps(Stopwatch(Turns(), warm_up, iterations))
     torch.set_num_threads(threads)
     common: dict[str, Any] = {
         "output_dir": str(scratch),
-        "max_steps": num_steps(warm_up, iterations, num_turns),
-        "per_device_train_batch_size": rows,
+        "max_steps": num_steps(warm_up, iterations),
+        "per_device_train_batch_size": micro_rows,
+        "gradient_accumulation_steps": rows // micro_rows,
         "learning_rate": task.LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "gradient_checkpointing": False,

@@ -7,6 +7,8 @@
   DP_COMPUTE_PROTO over Ray where both are installed.
 """
 
+# ruff: noqa: E402 - gRPC is told how to wait before it is imported
+
 from __future__ import annotations
 
 import asyncio
@@ -26,6 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from rlhf.polling import serve_from_one_thread
+
+serve_from_one_thread()  # as ranks do, also in the processes started from here
+
 import grpc
 import grpc.aio
 import numpy as np
@@ -51,6 +58,7 @@ MIB = 1 << 20
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
 STREAMS = (64 * MIB, 256 * MIB)
 RANKS = (1, 4, 8)
+TURNS = 3
 TIMEOUT_S = 120.0
 MOST_ATTACH_S, LEAST_OF_MEMCPY, LEAST_OF_SOCKET, LEAST_OF_VERL = 0.005, 0.8, 0.7, 8.0
 
@@ -446,24 +454,28 @@ def run_verl(ranks: int, parent: Connection) -> None:
 
 
 def measure_batch(producer: Connection, ranks: int, rounds: int, with_verl: bool) -> list[Dealt]:
-    """Ours and verl's in turns."""
+    """Ours and verl's in turns of some rounds. Each has the machine to itself: it starts for its turn and ends with it,
+    because processes of the other that only wait would slow it down."""
     message = ask(producer, "put_batch")
-    with contextlib.ExitStack() as stack:
-        call = stack.enter_context(our_ranks(message, ranks))
-        verl = stack.enter_context(process(run_verl, ranks)) if with_verl else None
-        if verl is not None:
-            receive(verl)
-        seconds: dict[str, list[float]] = {OURS: [], **({VERL: []} if verl is not None else {})}
-        for number in range(-2, rounds):
-            started = time.perf_counter()
-            call()
-            taken = {OURS: time.perf_counter() - started}
-            if verl is not None:
-                taken[VERL] = ask(verl)
-            for way, each in taken.items():
-                if number >= 0:
-                    seconds[way].append(each)
+    ways: dict[str, Callable[[int], list[float]]] = {OURS: lambda count: _ours(message, ranks, count)}
+    if with_verl:
+        ways[VERL] = lambda count: _verl(ranks, count)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(TURNS):
+        for way, measure in ways.items():
+            seconds[way] += measure(len(range(turn, rounds, TURNS)))
     return [Dealt(way, ranks, rounds, statistics.median(each), min(each)) for way, each in seconds.items()]
+
+
+def _ours(message: bytes, ranks: int, rounds: int) -> list[float]:
+    with our_ranks(message, ranks) as call:
+        return in_turns({OURS: call}, rounds)[OURS]
+
+
+def _verl(ranks: int, rounds: int) -> list[float]:
+    with process(run_verl, ranks) as verl:
+        receive(verl)
+        return [ask(verl) for _ in range(-2, rounds)][2:]
 
 
 def size(nbytes: int) -> str:
