@@ -117,8 +117,8 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
     worker = worker_class(table, ranks)
-    if isinstance(table, ModelTable):
-        _keep_freed_memory()
+    if isinstance(table, ModelTable) and not sys.modules["torch"].cuda.is_available():
+        keep_freed_memory()
     uvloop.run(_run(worker, name))
     ranks.leave()
     logging.info("left")
@@ -139,17 +139,20 @@ def _all_is_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _keep_freed_memory() -> None:
-    """glibc gives what tensors leave behind back to the kernel, which clears it, page by page, for the next call: a
-    tenth of the time of a small model. On GPUs tensors have an allocator that keeps it."""
+def keep_freed_memory() -> None:
+    """Has malloc keep what is freed, up to a bound. glibc would give what tensors leave behind back to the kernel,
+    which clears it again, page by page, for the next call: up to a tenth of the time of a small model. On GPUs tensors
+    have an allocator that keeps it.
+
+    What the environment says of malloc counts; other C libraries do as they do.
+    """
     libc = ctypes.CDLL(None)
-    is_told = any(name.startswith("MALLOC_") for name in os.environ)
-    if is_told or sys.modules["torch"].cuda.is_available() or not hasattr(libc, "mallopt"):
+    if any(name.startswith("MALLOC_") for name in os.environ) or not hasattr(libc, "mallopt"):
         return
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-        libc.mallopt(option, KEPT_BYTES)
+    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     libc.mallopt(M_TOP_PAD, KEPT_BYTES // 8)
-    # Those of threads are cut into small pieces.
+    # The arenas of threads are cut into pieces that are smaller than some tensors.
     libc.mallopt(M_ARENA_MAX, 1)
 
 

@@ -1,0 +1,55 @@
+"""What a call leaves behind is there for the next one, without a page fault."""
+
+import os
+import subprocess
+import sys
+
+# The memory of a call: some megabytes at a time, freed in another order, from a thread.
+PROGRAM = """
+import resource, sys, threading
+import numpy as np
+from services.main import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def call():
+    arrays = [np.ones(size << 20, np.uint8) for size in (1, 40, 3, 70, 8)]
+    while arrays:
+        del arrays[len(arrays) // 2]
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def calls():
+    call()
+    before = faults()
+    for _ in range(5):
+        call()
+    print(faults() - before)
+
+thread = threading.Thread(target=calls)
+thread.start()
+thread.join()
+"""
+
+
+def page_faults(way: str, **variables: str) -> int:
+    """In five calls after the first."""
+    command = [sys.executable, "-c", PROGRAM, way]
+    ran = subprocess.run(
+        command, env={**_environment(), **variables}, capture_output=True, text=True, check=True
+    )
+    return int(ran.stdout)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+
+def test_memory_that_is_kept_is_not_faulted_in_again():
+    assert page_faults("kept") < page_faults("as it is") / 10
+
+
+def test_what_the_environment_says_of_malloc_counts():
+    assert page_faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > 1000
