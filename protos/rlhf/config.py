@@ -167,7 +167,8 @@ class ModelTable(ServiceTable):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type the weights are computed in."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward pass: bounds memory whatever the batch."""
+    """Most tokens in one forward pass: bounds memory whatever the batch. On CPUs engine 3d stops at 2,048, or at the
+    longest row."""
     packing: bool = True
     """Lays sequences end to end, so that no padding is computed and `micro_batch_tokens` counts real tokens. False pads
     sequences of like length to the longest. Models that cannot be packed are padded; docs/engines.md says which."""
