@@ -23,8 +23,9 @@ def dealt(costs: np.ndarray, parts: int, block: int = 1) -> list[np.ndarray]:
     """Deal rows out to parts of equal cost, whose sizes differ by at most one, the larger ones first.
 
     Blocks of rows are dealt in rounds, one block to each part: the most expensive to the part that has cost least so
-    far. So the costs of parts never differ by more than those of the blocks of one round. Rows that do not fill a round
-    are dealt one by one.
+    far. So the costs of parts never differ by more than those of the blocks of one round. Of rounds in which all rows
+    cost the same each part has its blocks side by side: neighbours often have a prompt in common, and are read in one
+    piece. Rows that do not fill a round are dealt one by one.
 
     Args:
         costs: of the rows, not increasing, [rows].
@@ -39,6 +40,8 @@ def dealt(costs: np.ndarray, parts: int, block: int = 1) -> list[np.ndarray]:
     first = 0
     while first < len(costs):
         size = block if first < whole else 1
+        end = int(np.searchsorted(-costs, -costs[first], side="right"))  # of those that cost the same
+        size *= max(1, (min(end, whole) - first) // (parts * size))
         blocks = [
             np.arange(start, start + size)
             for start in range(first, min(first + parts * size, len(costs)), size)

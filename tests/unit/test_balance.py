@@ -45,6 +45,15 @@ def test_parts_have_whole_blocks_where_these_divide(lengths: list[int], parts: i
         assert (starts == starts[:, :1] + np.arange(block)).all()
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_rows_of_one_cost_stay_side_by_side(block: int):
+    costs = np.repeat([9.0, 5.0, 1.0], [4, 12, 3])
+    assert [rows.tolist() for rows in dealt(costs, 2, block)] == [
+        [0, 1, 4, 5, 6, 7, 8, 9, 16, 18],
+        [2, 3, 10, 11, 12, 13, 14, 15, 17],
+    ]
+
+
 def test_long_rows_are_spread_where_dealing_by_count_would_put_them_together():
     costs = cost_of(np.array([4000, 4000, 10, 10, 10, 10]))
     assert [sorted(costs[rows]) for rows in dealt(costs, 2)] == [sorted(costs[[0, 2, 4]])] * 2
