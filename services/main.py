@@ -117,7 +117,8 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
     worker = worker_class(table, ranks)
-    if isinstance(table, ModelTable) and not sys.modules["torch"].cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch and not torch.cuda.is_available():
         keep_freed_memory()
     uvloop.run(_run(worker, name))
     ranks.leave()
