@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -29,6 +30,8 @@ PR_SET_PDEATHSIG = 1
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Of glibc's mallopt."""
+
+LEAVE_WITHIN_S = 10.0
 
 KEPT_BYTES = 512 << 20
 """Most freed memory that a rank on a CPU keeps for its next call."""
@@ -167,4 +170,10 @@ def _model_mesh(table: ServiceTable) -> Mesh | None:
 
 
 async def _run(worker: Worker, name: str) -> None:
-    await RankServer(worker, name).serve()
+    await RankServer(worker, name).serve(drained=leave_in_time)
+
+
+def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
+    """Ends this process if it has not ended by itself by then, and says where its threads were: torchrun would wait for
+    it half a minute, and say nothing."""
+    faulthandler.dump_traceback_later(within_s, exit=True)

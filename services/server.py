@@ -83,8 +83,11 @@ class RankServer:
         self._process = psutil.Process()
         self._ranks_info: list[worker_pb2.RankInfo] = []
 
-    async def serve(self) -> None:
+    async def serve(self, drained: Callable[[], None] = lambda: None) -> None:
         """Serves until told to stop.
+
+        Args:
+            drained: Called when the last call is answered, and nothing is left but to leave.
 
         Raises:
             ConfigError: The address is in use.
@@ -109,6 +112,7 @@ class RankServer:
             await serving.enter_graceful_shutdown()
             await self.queue.drain()
             self._drained.set()
+            drained()
             self.sources.close()
             await server.stop(grace=1.0)
         finally:

@@ -1,4 +1,4 @@
-"""What a call leaves behind is there for the next one, without a page fault."""
+"""What a call leaves behind is there for the next one, without a page fault; a rank that is stuck ends all the same."""
 
 import os
 import subprocess
@@ -53,3 +53,10 @@ def test_memory_that_is_kept_is_not_faulted_in_again():
 
 def test_what_the_environment_says_of_malloc_counts():
     assert page_faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > 1000
+
+
+def test_a_rank_that_does_not_end_by_itself_is_ended_and_says_where_it_was():
+    program = "import time; from services.main import leave_in_time; leave_in_time(0.2); time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert 'File "<string>", line 1 in <module>' in ended.stderr
