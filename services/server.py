@@ -94,9 +94,6 @@ class RankServer:
         """
         for transport, reason in self.unavailable.items():
             logging.info("transport %s is not available: %s", transport, reason)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._bind(server, self.worker.table)
@@ -104,6 +101,9 @@ class RankServer:
         stream = ByteServer(self.store, self._place.listen.strip("[]"))
         try:
             self._meet_peers(port, arena, stream)
+            # Not before: the loop could not hear of a signal while ranks wait for one that has failed.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, serving)
             await server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 EPOCH = 7
+STOP_S = 2.0
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -27,9 +29,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING) -> None:
     """Serves until SIGTERM."""
-    ended = threading.Event()
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    # Before gRPC starts threads: one that handled the signal would not wake up this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server = grpc.server(ThreadPoolExecutor(), options=[("grpc.so_reuseport", 0)])
     servicer = health.HealthServicer()
     servicer.set("", status)
@@ -37,8 +38,11 @@ def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING) ->
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(FakeWorker(), server)
     server.add_insecure_port(address)
     server.start()
-    ended.wait()
-    server.stop(grace=None).wait()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        threading.Event().wait()
+    signal.sigwait({signal.SIGTERM})
+    server.stop(grace=None).wait(STOP_S)
+    os._exit(0)
 
 
 def main() -> None:
