@@ -145,8 +145,8 @@ def _all_is_kept() -> Iterator[None]:
 
 def keep_freed_memory() -> None:
     """Has malloc keep what is freed, up to a bound. glibc would give what tensors leave behind back to the kernel,
-    which clears it again, page by page, for the next call: up to a tenth of the time of a small model. On GPUs tensors
-    have an allocator that keeps it.
+    which clears it again, page by page, for the next call (docs/engines.md says what that costs). On GPUs tensors have
+    an allocator that keeps it.
 
     What the environment says of malloc counts; other C libraries do as they do.
     """

@@ -76,17 +76,27 @@ def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
 
 @torch.no_grad()
 def add_up(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Adds to each of some tensors of one type, in place, those of the other ranks of a group. Collective."""
+    """Adds to each of some tensors of one type, in place, those of the other ranks of a group. Small ones are copied
+    into buckets for it, large ones are not. Collective."""
     buckets = list(_buckets(tensors))
     for first in range(0, len(buckets), BUCKETS_UNDER_WAY):
         wave = buckets[first : first + BUCKETS_UNDER_WAY]
-        flat = [torch.cat([x.flatten() for x in bucket]) for bucket in wave]
+        flat = [_laid_flat(bucket) for bucket in wave]
         works = [dist.all_reduce(each, group=group, async_op=True) for each in flat]
         for bucket, total, work in zip(wave, flat, works, strict=True):
             assert work is not None
             work.wait()
+            if total.data_ptr() == bucket[0].data_ptr():
+                continue  # it was added up where it is
             for x, part in zip(bucket, total.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
+
+
+def _laid_flat(bucket: Sequence[Tensor]) -> Tensor:
+    """All elements of a bucket in one dimension; where it holds one tensor that allows it, a view of that."""
+    if len(bucket) == 1:
+        return bucket[0].reshape(-1)
+    return torch.cat([x.flatten() for x in bucket])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,10 +1,11 @@
 """Tiny models on disk, shared by the tests of whatever computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -13,6 +14,15 @@ torch.set_num_threads(1)
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 VOCABULARY = 61
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A default process group of this process alone, for the tests of a module."""
+    store = tmp_path_factory.mktemp("process_group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

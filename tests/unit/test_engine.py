@@ -2,13 +2,11 @@
 
 import errno
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -30,12 +28,7 @@ OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_
 ENTROPY_WEIGHT = 0.05
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Rows:

@@ -1,13 +1,11 @@
 """Adapters on one rank: what they change, what they leave alone, and what others read of them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,12 +25,7 @@ OPTIONS = OptimizerOptions(lr=1e-2, max_grad_norm=0.5)
 ADAPTERS = AdapterOptions(rank=4, alpha=6.0, seed=3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_engine(

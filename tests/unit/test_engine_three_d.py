@@ -1,12 +1,10 @@
 """The 3D-parallel engine on one rank: what does not need a mesh to be checked."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Gemma2Config
 
@@ -25,12 +23,7 @@ HEAD = PolicyHead(temperature=1.7)
 OPTIONS = OptimizerOptions(lr=1e-2, max_grad_norm=0.5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_engine(directory: Path, dtype: torch.dtype = torch.float32, **options) -> ThreeDParallelEngine:

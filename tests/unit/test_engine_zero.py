@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from unit.test_engine_three_d import CPU, HEAD, OPTIONS, loss, micro_batches
@@ -29,12 +27,7 @@ ROOT = Path(__file__).parents[2]
 every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_engine(directory: Path, stage: int, **options) -> ZeROEngine:

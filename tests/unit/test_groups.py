@@ -1,7 +1,6 @@
 """Groups of a mesh: tensors are added up in buckets, and no group has a gloo device of its own."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,7 @@ from nccl_transfer.mesh import Mesh
 from services.engines import groups
 from services.engines.groups import MeshGroups, add_up
 
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def gloo_threads() -> int:

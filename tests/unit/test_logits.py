@@ -1,13 +1,11 @@
 """Log-probabilities and entropy in chunks: the numbers of plain softmax, and never the logits of all positions."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -143,14 +141,6 @@ class Largest(TorchDispatchMode):
             if isinstance(x, Tensor) and x.ndim and x.shape[-1] == self.vocabulary:
                 self.rows = max(self.rows, x.numel() // self.vocabulary)
         return result
-
-
-@pytest.fixture(scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,14 +1,12 @@
 """Sequences end to end in one row: the numbers of each alone, in every family, and nothing seen of a neighbour."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -52,12 +50,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 HEAD = PolicyHead(temperature=0.7)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("process_group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_model(family: str) -> Any:
