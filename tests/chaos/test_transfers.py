@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -11,11 +10,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from held import Held, assert_no_more_than
 
 from contract.test_transports import PeerProcess
 from nccl_transfer.batch import Batch
@@ -27,25 +26,6 @@ DEADLINE_S = 1.0
 MIB = 1 << 20
 VALUES = np.arange(4 * MIB, dtype=np.float64)
 """32 MiB: a transfer of 10 ms by memory, of 50 ms by tcp."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds of the system."""
-
-    fds: int
-    memfd_mappings: int
-    threads: int
-
-    @staticmethod
-    def now() -> Held:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return Held(
-            len(os.listdir("/proc/self/fd")),
-            sum("memfd:rlhf-arena" in line for line in maps),
-            len(os.listdir("/proc/self/task")),
-        )
 
 
 @contextmanager
@@ -110,15 +90,12 @@ def endure(transport: str, number: signal.Signals, times: int, directory: Path) 
             del reader, error
             if turn == 2:
                 following.result(30)
-                held = Held.now()
+                held = Held.here()
         following.result(30)
         assert held is not None
         # The pipes of the last peers are closed, of which two were open when the first count was taken.
-        now = Held.now()
+        assert_no_more_than(held)
     fetcher.close()
-    assert now.memfd_mappings <= held.memfd_mappings
-    assert now.threads <= held.threads
-    assert now.fds <= held.fds
 
 
 CASES = pytest.mark.parametrize(

@@ -18,13 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tomli_w
 from chaos.transfer_service import made
+from held import Held
 
 from integration.harness import Processes, Service, free_ports, is_listening, jagged, wait_until
 from nccl_transfer.batch import Batch, LocalColumn
@@ -46,38 +47,6 @@ again: what a reader remembers of a dead rank must not be taken for what is ther
 START_TIMEOUT_S = 60.0
 SETTLED = 3
 """Turns after which a reader has started all the threads that it will."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds of the system."""
-
-    fds: int
-    memfds: int
-    memfd_mappings: int
-    threads: int
-
-    @staticmethod
-    def by(pid: int) -> Held:
-        process = Path("/proc") / str(pid)
-        targets = [_target(fd) for fd in (process / "fd").iterdir()]
-        maps = (process / "maps").read_text().splitlines()
-        return Held(
-            len(targets),
-            sum("memfd:rlhf-arena" in target for target in targets),
-            sum("memfd:rlhf-arena" in line for line in maps),
-            len(os.listdir(process / "task")),
-        )
-
-    def __le__(self, other: Held) -> bool:
-        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
-
-
-def _target(fd: Path) -> str:
-    try:
-        return str(fd.readlink())
-    except FileNotFoundError:  # closed meanwhile
-        return ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""What a process holds of the system, for tests that say that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+THREADS_OF_GRPC = ("event_engine", "grpc_global_tim", "lifeguard", "resolver-execut", "default-executo")
+"""gRPC keeps a pool of threads, one for all its channels, that grows and shrinks with the load."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Open descriptors, descriptors of arenas, mapped arenas and threads, those of gRPC's own pool apart."""
+
+    fds: int
+    memfds: int
+    memfd_mappings: int
+    threads: int
+
+    @staticmethod
+    def by(pid: int) -> Held:
+        process = Path("/proc") / str(pid)
+        targets = [_target(fd) for fd in (process / "fd").iterdir()]
+        maps = (process / "maps").read_text().splitlines()
+        return Held(
+            len(targets),
+            sum("memfd:rlhf-arena" in target for target in targets),
+            sum("memfd:rlhf-arena" in line for line in maps),
+            sum(_name(task) not in THREADS_OF_GRPC for task in (process / "task").iterdir()),
+        )
+
+    @staticmethod
+    def here() -> Held:
+        gc.collect()
+        return Held.by(os.getpid())
+
+    def __le__(self, other: Held) -> bool:
+        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+
+
+def assert_no_more_than(before: Held, within_s: float = 5.0) -> None:
+    """This process holds no more than it did, once what was under way has ended."""
+    deadline = time.monotonic() + within_s
+    while not (now := Held.here()) <= before:
+        assert time.monotonic() < deadline, f"{now} after {before}"
+        time.sleep(0.01)
+
+
+def _target(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        return ""
