@@ -33,8 +33,8 @@ test: setup ## Run all tests that need no GPU, fast ones first.
 	$(PYTEST) -n 2 -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract
 	$(PYTEST) -m "not full and not gpu" tests/integration tests/chaos
 
-test-full: setup ## Run them with the large matrices too.
-	$(PYTEST) -m "not gpu" tests
+test-full: setup ## Run them with the large matrices too, and hypothesis with new examples.
+	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
 
 test-gpu: setup ## Tests and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
 	$(PYTEST) -m gpu tests

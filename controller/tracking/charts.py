@@ -71,7 +71,10 @@ def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) ->
     if whole:
         step = max(1.0, step)
     decimals = _decimals(step)
-    return [round(i * step, decimals) for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
+    first, last = low / step, high / step
+    # What a division rounds off adds no tick.
+    slack = 1e-9 + 4e-16 * max(abs(first), abs(last))
+    return [round(i * step, decimals) for i in range(math.floor(first + slack), math.ceil(last - slack) + 1)]
 
 
 def tick_label(value: float, step: float) -> str:

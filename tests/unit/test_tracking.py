@@ -19,7 +19,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
@@ -581,6 +581,7 @@ class TestCharts:
     def test_whole_ticks_are_integers(self) -> None:
         assert charts.nice_ticks(0, 3, target=6, whole=True) == [0, 1, 2, 3]
 
+    @example(a=1e-5, b=-1.9e-283, target=2)
     @given(FINITE, FINITE, st.integers(1, 10))
     def test_ticks_enclose_the_range_and_are_few(self, a: float, b: float, target: int) -> None:
         low, high = min(a, b), max(a, b)
