@@ -32,6 +32,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from services.elementwise import speed_up_elementwise
 from services.engines.microbatch import cut
 from services.linear import speed_up
 
@@ -328,6 +329,7 @@ def _load(
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     speed_up(model)
+    speed_up_elementwise(model)
     return model.eval()
 
 
@@ -340,6 +342,7 @@ def _on_meta(auto_class: Any, directory: Path, dtype: torch.dtype, config: Any =
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     _compute_buffers(model, model)
     speed_up(model)
+    speed_up_elementwise(model)
     return model.eval()
 
 

@@ -23,7 +23,7 @@ from services.engines.heads import Head, unread
 from services.engines.loading import give_memory, read_parts
 from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
-from services.engines.packing import ATTENTION
+from services.engines.packing import ATTENTION, finish_what_is_read
 from services.engines.recompute import recompute_in_backward
 from services.engines.stage import FAMILIES
 from services.linear import Linear
@@ -154,6 +154,7 @@ def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
     if backbone.config.model_type not in FAMILIES:
         return False
     backbone.set_attn_implementation(ATTENTION)
+    finish_what_is_read(_blocks(model)[-1])
     return True
 
 

@@ -1,7 +1,7 @@
 """What is read off a model's output at the positions that predict response tokens, as [B, R] grids.
 
 A head is a function of the model's raw output and the micro-batch, so every engine shares it, whichever way the
-engine came by the output. The raw output covers the last K positions of the sequences, where K is at least
+engine came by the output. The raw output covers its last K columns, where K is at least
 `MicroBatch.num_scored`: values as a tensor [B, K]; of a policy what logits are made of, `DeferredLogits`, so that they
 never exist for all positions at once, or, where a model does more than multiply, its logits [B, K, V].
 """
@@ -51,8 +51,7 @@ class PolicyHead:
     def __call__(self, raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> PolicyOutput:
         logits = raw if isinstance(raw, DeferredLogits) else DeferredLogits(raw)
         mask_BR = micro_batch.response_mask_BR
-        skipped = micro_batch.input_ids_BT.shape[1] - logits.hidden_BKH.shape[1]
-        hidden_NH = logits.hidden_BKH[micro_batch.cells(micro_batch.predicting_BR[mask_BR], skipped)]
+        hidden_NH = micro_batch.read(logits.hidden_BKH, micro_batch.predicting_BR[mask_BR])
         log_probs_N, entropy_N = logits.layer.scores(hidden_NH, micro_batch.response_ids_N, self.temperature)
         if not self.entropy_gradient:
             entropy_N = entropy_N.detach()
@@ -61,7 +60,7 @@ class PolicyHead:
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Values [B, K] of all positions to those [B, R] of the states in which response tokens are chosen."""
-    return _predicting(at_least_float32(values_BK), micro_batch)
+    return micro_batch.read(at_least_float32(values_BK), micro_batch.predicting_BR)
 
 
 def unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
@@ -72,8 +71,3 @@ def unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
 def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
     """The values of all response tokens end to end as [B, R], 0 in the padding."""
     return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)
-
-
-def _predicting(x_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
-    skipped = micro_batch.input_ids_BT.shape[1] - x_BK.shape[1]
-    return x_BK[micro_batch.cells(micro_batch.predicting_BR, skipped)]

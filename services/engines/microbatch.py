@@ -31,11 +31,13 @@ class MicroBatch:
         input_ids_BT: prompt and response, padded on the right; or of all sequences end to end, [1, T], without the
             last token of each response.
         response_ids_N: the response tokens end to end.
-        predicting_BR: cell of `input_ids_BT`, counted row after row, whose output predicts the response token; any
-            cell in the padding.
+        predicting_BR: cell of the output, counted row after row, that predicts the response token; any cell in the
+            padding.
         response_mask_BR: True on response tokens. R is at least 1, also where all responses are empty.
-        num_scored: the last so many positions of T hold all that predict a response token.
+        num_scored: the last so many columns of the output hold all that predict a response token.
         packing: how sequences lie end to end; None where each has a row.
+        read_N: of packed sequences, the tokens of the row that the output has, in order: all those from which a
+            response token is predicted. None where it has all of `input_ids_BT`.
     """
 
     rows: np.ndarray
@@ -46,6 +48,7 @@ class MicroBatch:
     response_mask_BR: Tensor
     num_scored: int
     packing: Packing | None = None
+    read_N: Tensor | None = None
 
     @property
     def is_blank(self) -> bool:
@@ -60,17 +63,19 @@ class MicroBatch:
             predicting_BR=self.predicting_BR.to(device),
             response_mask_BR=self.response_mask_BR.to(device),
             packing=self.packing.to(device) if self.packing else None,
+            read_N=self.read_N.to(device) if self.read_N is not None else None,
         )
 
     def arguments(self) -> dict[str, Any]:
         """What a model takes beside `input_ids_BT`."""
-        return self.packing.arguments() if self.packing else {}
+        return {**self.packing.arguments(), "read_N": self.read_N} if self.packing else {}
 
-    def cells(self, which: Tensor, skipped: int) -> tuple[Tensor, Tensor]:
-        """Row and column of cells of `input_ids_BT`, counted row after row, in a tensor without the first `skipped`
-        columns."""
-        num_columns = self.input_ids_BT.shape[1]
-        return which // num_columns, which % num_columns - skipped
+    def read(self, output_BK: Tensor, which: Tensor) -> Tensor:
+        """What an output, or its last columns, has [..., *] of some of its cells, as they are counted in
+        `predicting_BR`."""
+        num_columns = self.input_ids_BT.shape[1] if self.read_N is None else len(self.read_N)
+        skipped = num_columns - output_BK.shape[1]
+        return output_BK[which // num_columns, which % num_columns - skipped]
 
     def spread(self, column: Jagged[Tensor]) -> Tensor:
         """The rows of a column with one value per response token as [B, R], 0 in the padding.
@@ -210,15 +215,20 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
 
     token_R = np.arange(max(1, int(response_lengths.max())))
     predicting_BR = places.cells(np.arange(len(rows))[:, None], prompt_lengths[:, None] - 1 + token_R)
+    mask_BR = token_R < response_lengths[:, None]
+    # At least one, from which nothing is read: products of nothing are not.
+    read_N = np.unique(predicting_BR[mask_BR]) if mask_BR.any() else np.zeros(1, dtype=np.int64)
+    output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
     return MicroBatch(
         rows=rows,
         response_lengths=response_lengths,
         input_ids_BT=input_ids_T[None],
         response_ids_N=response_ids_N,
-        predicting_BR=torch.from_numpy(predicting_BR.clip(max=len(input_ids_T) - 1)).to(device),
-        response_mask_BR=torch.from_numpy(token_R < response_lengths[:, None]).to(device),
-        num_scored=len(input_ids_T) - int(prompt_lengths[0]) + 1,
+        predicting_BR=torch.from_numpy(output_BR).to(device),
+        response_mask_BR=torch.from_numpy(mask_BR).to(device),
+        num_scored=len(read_N),
         packing=packing,
+        read_N=torch.from_numpy(read_N).to(device),
     )
 
 

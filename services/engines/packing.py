@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,10 @@ ATTENTION = "sdpa_by_sequence"
 
 LIKE = 1.5
 """The longest of sequences that attend side by side is at most so many times as long as the shortest."""
+
+TILE = 16
+"""Tokens that kernels of CPUs compute together. What is left over takes longer than a whole tile, where it is more than
+half of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +127,22 @@ class Packing:
         }
 
 
+def finish_what_is_read(layer: Any) -> None:
+    """Have the last layer of a model of the Llama family know `read_N`, the tokens [N] of a packed row whose output is
+    wanted: after its attention it computes these alone, and gives them alone, in this order."""
+    whole = layer.forward
+
+    @wraps(whole)
+    def forward(hidden_states: Tensor, *, read_N: Tensor | None = None, **arguments: Any) -> Tensor:
+        if read_N is None:
+            return whole(hidden_states, **arguments)
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **arguments)
+        hidden_1NH = (hidden_states + attended).index_select(1, read_N)
+        return hidden_1NH + layer.mlp(layer.post_attention_layernorm(hidden_1NH))
+
+    layer.forward = forward
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -189,7 +210,8 @@ def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
 
 def _group(places: Places, run: slice) -> Group:
     sequences_S1 = np.arange(run.start, run.stop)[:, None]
-    tokens_T = np.arange(places.lengths[run].max())
+    longest = int(places.lengths[run].max())
+    tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)
     is_real_ST = tokens_T < places.lengths[sequences_S1]
     positions_ST = np.where(is_real_ST, places.cells(sequences_S1, tokens_T), places.starts[run.start])
     is_own_ST = is_real_ST & (tokens_T >= places.common[sequences_S1])

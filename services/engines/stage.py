@@ -19,12 +19,13 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf import meshes
+from services.elementwise import speed_up_elementwise
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.heads import Head
 from services.engines.layout import Layout, layouts_of, style_of
 from services.engines.microbatch import MicroBatch
-from services.engines.packing import ATTENTION
+from services.engines.packing import ATTENTION, finish_what_is_read
 from services.engines.recompute import recompute_in_backward
 from services.engines.tensor_parallel import (
     ColumnParallelLinear,
@@ -96,6 +97,7 @@ class ModelStage:
         mesh = groups.mesh
         meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
         whole, backbone = _on_meta(directory, dtype, with_value_head)
+        speed_up_elementwise(backbone)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]
         self.config.dtype = dtype
         self._generation_config = _generation_config(directory) if not with_value_head else None
@@ -233,6 +235,7 @@ class ModelStage:
             self._keep(embedding, f"{prefix}embed_tokens.")
         backbone.embed_tokens = None
         if groups.is_last_stage:
+            finish_what_is_read(backbone.layers[-1])
             self._keep(backbone.norm, f"{prefix}norm.")
             head = self._keep_head(whole, with_value_head)
         else:

@@ -61,7 +61,9 @@ def test_a_prompt_that_rows_have_in_common_is_computed_once():
     assert micro_batch.rows.tolist() == [2, 0, 1]
     assert micro_batch.input_ids_BT.tolist() == [[1, 2, 10, 11, 7, 3]]
     assert micro_batch.arguments()["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
-    assert micro_batch.predicting_BR[micro_batch.response_mask_BR].tolist() == [1, 2, 3, 1, 4, 5]
+    assert micro_batch.read_N is not None
+    assert micro_batch.read_N.tolist() == [1, 2, 3, 4, 5]
+    assert micro_batch.predicting_BR[micro_batch.response_mask_BR].tolist() == [0, 1, 2, 0, 3, 4]
     assert micro_batch.response_ids_N.tolist() == [10, 11, 12, 7, 8, 9]
 
 
@@ -91,7 +93,8 @@ def test_every_response_token_follows_its_predicting_position_among_those_scored
     responses = tokens([response for _, response in lengths], first=2000)
     for micro_batch in split(prompts, responses, token_budget=40, pad_id=PAD_ID, packed=packed):
         ids_BT, mask_BR = micro_batch.input_ids_BT, micro_batch.response_mask_BR
-        before = ids_BT.flatten()[micro_batch.predicting_BR[mask_BR]]
+        output_BK = ids_BT if micro_batch.read_N is None else ids_BT[:, micro_batch.read_N]
+        before = micro_batch.read(output_BK, micro_batch.predicting_BR[mask_BR])
         wholes = [[*prompts.row(row).tolist(), *responses.row(row).tolist()] for row in micro_batch.rows]
         firsts = prompts.lengths[micro_batch.rows]
         assert micro_batch.response_ids_N.tolist() == [
@@ -100,13 +103,10 @@ def test_every_response_token_follows_its_predicting_position_among_those_scored
         assert before.tolist() == [
             i for whole, first in zip(wholes, firsts, strict=True) for i in whole[first - 1 : -1]
         ]
-        rows_BR, columns_BR = micro_batch.cells(
-            micro_batch.predicting_BR, ids_BT.shape[1] - micro_batch.num_scored
-        )
-        assert ((columns_BR >= 0) & (columns_BR < micro_batch.num_scored)).all()
-        assert packed or rows_BR.tolist() == [
-            [row] * mask_BR.shape[1] for row in range(len(micro_batch.rows))
-        ]
+        scored_BK = output_BK[:, -micro_batch.num_scored :]
+        assert micro_batch.read(scored_BK, micro_batch.predicting_BR[mask_BR]).tolist() == before.tolist()
+        assert micro_batch.read_N is None or len(micro_batch.read_N) == micro_batch.num_scored
+        assert micro_batch.read(output_BK, micro_batch.predicting_BR).shape == mask_BR.shape
 
 
 @given(lengths=row_lengths)

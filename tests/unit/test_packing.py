@@ -25,7 +25,7 @@ from nccl_transfer.mesh import Mesh
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.packing import LIKE, Packing, Places, attend
+from services.engines.packing import LIKE, TILE, Packing, Places, attend
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import ValueModel
 
@@ -155,7 +155,10 @@ def test_groups_hold_every_token_once_in_order_and_only_sequences_of_like_length
         parts.append(group.end_to_end(side_by_side.transpose(1, 2)).flatten())
         own = lengths[len(sizes) : len(sizes) + len(group.positions_ST)]
         sizes += own
-        assert max(own) == group.positions_ST.shape[1] <= LIKE * min(own)
+        assert max(own) <= LIKE * min(own)
+        left_over = max(own) % TILE
+        added = TILE - left_over if left_over > TILE // 2 else 0
+        assert group.positions_ST.shape[1] == max(own) + added
     assert torch.equal(torch.cat(parts), row)
     assert sizes == lengths
 
@@ -172,6 +175,22 @@ def test_one_new_token_attends_as_float64_does_to_what_its_mask_shows():
         own_keys, own_values = (x[row, head // 4, seen].double() for x in (keys, values))
         weights = (0.3 * own_keys @ query[row, head, 0].double()).softmax(0)
         torch.testing.assert_close(attended[row, 0, head].double(), weights @ own_values, atol=1e-6, rtol=0)
+
+
+def test_after_the_last_attention_only_what_is_read_is_computed():
+    model: Any = make_model("qwen3")
+    engine, (prompts, responses) = FSDPEngine(model, CPU), make_rows()
+    computed: list[list[int]] = [[] for _ in model.model.layers]
+    for layer, sizes in zip(model.model.layers, computed, strict=True):
+        layer.mlp.register_forward_hook(
+            lambda module, args, output, sizes=sizes: sizes.append(output.numel())
+        )
+    micro_batches = split(prompts, responses, token_budget=70, pad_id=0, packed=True)
+    engine.infer(micro_batches, HEAD)
+    hidden = model.config.hidden_size
+    assert computed[0] == [hidden * each.input_ids_BT.numel() for each in micro_batches]
+    assert computed[-1] == [hidden * len(each.response_ids_N) for each in micro_batches]
+    assert sum(computed[-1]) < sum(computed[0])
 
 
 @given(

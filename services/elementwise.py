@@ -1,0 +1,126 @@
+"""Norms and rotary embeddings on CPUs, in fewer passes over memory and with gradients from formulas.
+
+transformers does them one operation at a time, and each writes a tensor that the next one, or the backward pass, reads
+again; docs/engines.md says what that costs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
+_ATTENTIONS = {f"{family}Attention" for family in _FAMILIES}
+
+_TOGETHER = 1 << 16
+"""Numbers of each tensor that a backward pass works on at a time: they stay in a core's cache."""
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def speed_up_elementwise(model: nn.Module) -> None:
+    """Make the norms and rotary embeddings of a model of the Llama, Mistral, Qwen2 or Qwen3 family compute as those
+    here do. Weights, names and hooks stay. The rotary embedding is a function that all models of a family share."""
+    for module in model.modules():
+        # Only these very classes: others derived from them may compute something else.
+        if type(module).__name__ in _NORMS:
+            module.__class__ = RMSNorm
+        elif type(module).__name__ in _ATTENTIONS:
+            family: Any = sys.modules[type(module).__module__]
+            family.apply_rotary_pos_emb = _rotating(family.apply_rotary_pos_emb)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization")."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if _suit(hidden_states, self.weight):
+            return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
+        x = hidden_states.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """With s = 1 / rms(x) and n = s x: y = w n, and d y_i / d x_j = s w_i ([i = j] - n_i n_j / H)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight_H, scale)
+        return (x * scale).mul_(weight_H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_H, scale = ctx.saved_tensors
+        of_weight_H = torch.zeros_like(weight_H)
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        size = max(1, _TOGETHER // len(weight_H))
+        whole = (x, scale, gradients[0], of_x)
+        chunks = (each.reshape(-1, each.shape[-1]).split(size) for each in whole)
+        for x_NH, scale_N1, of_y_NH, of_x_NH in zip(*chunks, strict=True):
+            normed_NH = x_NH * scale_N1
+            torch.mul(of_y_NH, normed_NH, out=of_x_NH)
+            of_weight_H += of_x_NH.sum(dim=0)
+            along_N1 = (of_x_NH @ weight_H).div_(-len(weight_H))[:, None]
+            torch.mul(of_y_NH, weight_H, out=of_x_NH)
+            of_x_NH.addcmul_(normed_NH, along_N1).mul_(scale_N1)
+        return of_x, of_weight_H, None
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotated(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        return _rotated(gradients[0], cosine, -sine), None, None
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [..., D] where each number of the first half of D makes a pair with one of the second."""
+    half = x.shape[-1] // 2
+    y = x * cosine
+    y[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sine[..., half:])
+    return y
+
+
+def _rotating(rotate: Rotate) -> Rotate:
+    """The rotary embedding of transformers, by `_Rotation` where that suits."""
+    if hasattr(rotate, "__wrapped__"):  # done already
+        return rotate
+
+    @wraps(rotate)
+    def rotating(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if not _suit(q, k, cos, sin):
+            return rotate(q, k, cos, sin, unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
+
+    return rotating
+
+
+def _suit(*tensors: Tensor) -> bool:
+    """Whether these are computed with here: other types are rounded on the way, and GPUs were not tried."""
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
