@@ -45,7 +45,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if _suit(hidden_states, self.weight):
-            return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
+            arguments = hidden_states, self.weight, self.variance_epsilon
+            return _Norm.apply(*arguments) if torch.is_grad_enabled() else _normed(*arguments)[0]  # type: ignore[return-value]
         x = hidden_states.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * x.to(hidden_states.dtype)
@@ -56,10 +57,9 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        y, scale = _normed(x, weight_H, epsilon)
         ctx.save_for_backward(x, weight_H, scale)
-        return (x * scale).mul_(weight_H)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -78,6 +78,13 @@ class _Norm(torch.autograd.Function):
             torch.mul(of_y_NH, weight_H, out=of_x_NH)
             of_x_NH.addcmul_(normed_NH, along_N1).mul_(scale_N1)
         return of_x, of_weight_H, None
+
+
+def _normed(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm of x, and 1 / rms(x)."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (x * scale).mul_(weight_H), scale
 
 
 class _Rotation(torch.autograd.Function):
@@ -116,6 +123,8 @@ def _rotating(rotate: Rotate) -> Rotate:
         if not _suit(q, k, cos, sin):
             return rotate(q, k, cos, sin, unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        if not torch.is_grad_enabled():
+            return _rotated(q, cos, sin), _rotated(k, cos, sin)
         return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
 
     return rotating
@@ -123,4 +132,4 @@ def _rotating(rotate: Rotate) -> Rotate:
 
 def _suit(*tensors: Tensor) -> bool:
     """Whether these are computed with here: other types are rounded on the way, and GPUs were not tried."""
-    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    return all(x.is_cpu and x.dtype == torch.float32 for x in tensors)

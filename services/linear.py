@@ -15,10 +15,12 @@ from torch.nn import functional as F
 # With narrower vectors neither is faster than the other.
 _IS_FASTER = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
+_by_onednn: Any = torch.ops.mkldnn._linear_pointwise.default if _IS_FASTER else None
+
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` computes the product through oneDNN."""
-    return _IS_FASTER and _suits(x) and _suits(weight) and not torch.is_autocast_enabled(x.device.type)
+    return _IS_FASTER and _suits(x) and _suits(weight) and not torch.is_autocast_enabled("cpu")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,8 +68,8 @@ def _outer(of_y: Tensor, x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T by oneDNN."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return _by_onednn(x, weight, None, "none", [], "")
 
 
 def _suits(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32
+    return x.is_cpu and x.dtype == torch.float32
