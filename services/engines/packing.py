@@ -129,17 +129,28 @@ class Packing:
 
 def finish_what_is_read(layer: Any) -> None:
     """Have the last layer of a model of the Llama family know `read_N`, the tokens [N] of a packed row whose output is
-    wanted: after its attention it computes these alone, and gives them alone, in this order."""
-    whole = layer.forward
+    wanted: of what all tokens attend to it computes these alone, and gives them alone, in this order."""
+    whole, reading = layer.forward, None
+
+    def select(projection: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor] | None:
+        return None if reading is None else (arguments[0].index_select(1, reading),)
 
     @wraps(whole)
     def forward(hidden_states: Tensor, *, read_N: Tensor | None = None, **arguments: Any) -> Tensor:
+        nonlocal reading
         if read_N is None:
             return whole(hidden_states, **arguments)
-        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **arguments)
-        hidden_1NH = (hidden_states + attended).index_select(1, read_N)
+        reading = read_N
+        try:
+            attended_1NH, _ = layer.self_attn(
+                hidden_states=layer.input_layernorm(hidden_states), **arguments
+            )
+        finally:
+            reading = None
+        hidden_1NH = hidden_states.index_select(1, read_N) + attended_1NH
         return hidden_1NH + layer.mlp(layer.post_attention_layernorm(hidden_1NH))
 
+    layer.self_attn.o_proj.register_forward_pre_hook(select)
     layer.forward = forward
 
 
