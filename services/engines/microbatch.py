@@ -9,7 +9,7 @@ log-probability is that of the token itself, and a value is that of the state in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +108,8 @@ def cut(
     """Deal rows out to micro-batches of at most `token_budget` tokens each.
 
     Rows of like length go together, longest first, so little padding is computed and a budget that is too large
-    for the memory fails at once. The same arguments always give the same cut.
+    for the memory fails at once. Where padding does not count, as few micro-batches as that makes are filled alike: a
+    small one at the end would be slow for what it holds. The same arguments always give the same cut.
 
     Args:
         lengths: tokens per row, prompt and response, [rows] int64.
@@ -136,14 +137,21 @@ def cut(
         raise ValueError(
             f"row {longest} has {lengths[longest]} tokens, more than the token budget of {token_budget}"
         )
-    cuts = []
-    while len(left):
-        sizes = np.full(len(left), lengths[left[0]]) if padded else lengths[left]
+    parts = list(_filled(lengths, left, token_budget, padded))
+    if parts and not padded:
+        # Filled as far as that, all but the last hold more than an equal share: so there are no more of them.
+        enough = int(lengths[rows].sum()) // len(parts) + int(lengths[longest])
+        parts = _filled(lengths, left, min(enough, token_budget), padded)
+    return [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+
+
+def _filled(lengths: np.ndarray, rows: np.ndarray, token_budget: int, padded: bool) -> Iterator[np.ndarray]:
+    """The rows in order, cut where the budget is spent."""
+    while len(rows):
+        sizes = np.full(len(rows), lengths[rows[0]]) if padded else lengths[rows]
         num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))
-        part = left[:num_rows]
-        cuts.append(part[np.argsort(-lengths[part], kind="stable")])
-        left = left[num_rows:]
-    return cuts
+        yield rows[:num_rows]
+        rows = rows[num_rows:]
 
 
 def first_alike(prompts: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:

@@ -142,9 +142,7 @@ def finish_what_is_read(layer: Any) -> None:
             return whole(hidden_states, **arguments)
         reading = read_N
         try:
-            attended_1NH, _ = layer.self_attn(
-                hidden_states=layer.input_layernorm(hidden_states), **arguments
-            )
+            attended_1NH, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **arguments)
         finally:
             reading = None
         hidden_1NH = hidden_states.index_select(1, read_N) + attended_1NH

@@ -35,6 +35,29 @@ def test_a_cut_holds_every_row_once_and_pads_no_micro_batch_beyond_the_budget(
     assert all(len(part) * max(lengths[row] for row in part) <= budget for part in parts)
 
 
+@given(lengths=st.lists(st.integers(1, 12), max_size=40), budget=st.integers(12, 50))
+def test_packed_micro_batches_are_as_few_as_the_budget_makes_and_filled_alike(
+    lengths: list[int], budget: int
+):
+    parts = cut(np.array(lengths, dtype=np.int64), budget, padded=False)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    assert all(each <= budget for each in tokens)
+    filled: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if filled and filled[-1] + length <= budget:
+            filled[-1] += length
+        else:
+            filled.append(length)
+    assert len(tokens) <= len(filled)
+    assert all(each <= sum(lengths) // len(filled) + max(lengths) for each in tokens)
+
+
+def test_no_micro_batch_is_left_over():
+    parts = cut(np.full(64, 80), 2048, padded=False)
+    assert [len(part) for part in parts] == [22, 22, 20]
+
+
 def test_rows_of_like_length_go_together_longest_first():
     parts = cut(np.array([2, 9, 2, 8, 2]), token_budget=18)
     assert [part.tolist() for part in parts] == [[1, 3], [0, 2, 4]]
