@@ -1,7 +1,8 @@
 """Norms and rotary embeddings on CPUs, in fewer passes over memory and with gradients from formulas.
 
 transformers does them one operation at a time, and each writes a tensor that the next one, or the backward pass, reads
-again; docs/engines.md says what that costs.
+again; docs/engines.md says what that costs. Other types than float32 are rounded on the way, and GPUs were not tried:
+there it is transformers that computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from services.linear import suits
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
@@ -44,7 +47,7 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if _suit(hidden_states, self.weight):
+        if suits(hidden_states) and suits(self.weight):
             arguments = hidden_states, self.weight, self.variance_epsilon
             return _Norm.apply(*arguments) if torch.is_grad_enabled() else _normed(*arguments)[0]  # type: ignore[return-value]
         x = hidden_states.to(torch.float32)
@@ -120,7 +123,7 @@ def _rotating(rotate: Rotate) -> Rotate:
     def rotating(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        if not _suit(q, k, cos, sin):
+        if not all(map(suits, (q, k, cos, sin))):
             return rotate(q, k, cos, sin, unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         if not torch.is_grad_enabled():
@@ -128,8 +131,3 @@ def _rotating(rotate: Rotate) -> Rotate:
         return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
 
     return rotating
-
-
-def _suit(*tensors: Tensor) -> bool:
-    """Whether these are computed with here: other types are rounded on the way, and GPUs were not tried."""
-    return all(x.is_cpu and x.dtype == torch.float32 for x in tensors)

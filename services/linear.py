@@ -20,7 +20,7 @@ _by_onednn: Any = torch.ops.mkldnn._linear_pointwise.default if _IS_FASTER else 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` computes the product through oneDNN."""
-    return _IS_FASTER and _suits(x) and _suits(weight) and not torch.is_autocast_enabled("cpu")
+    return _IS_FASTER and suits(x) and suits(weight) and not torch.is_autocast_enabled("cpu")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,5 +71,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return _by_onednn(x, weight, None, "none", [], "")
 
 
-def _suits(x: Tensor) -> bool:
+def suits(x: Tensor) -> bool:
+    """Whether it is of the only kind that has ways of its own on CPUs."""
     return x.is_cpu and x.dtype == torch.float32

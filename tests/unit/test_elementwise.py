@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from unit.test_linear import gradients, make
+from unit.test_packing import make_model
 
 from services.elementwise import RMSNorm, speed_up_elementwise
 
 Model = TypeVar("Model", bound=nn.Module)
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES))
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
 
 
 def sped_up(model: Model) -> Model:
@@ -81,7 +64,8 @@ def test_norms_of_other_types_are_those_of_transformers(dtype: torch.dtype):
 
 
 def test_rotations_and_their_gradients_are_those_of_float64():
-    sped_up(model_of("llama"))
+    sped_up(make_model("llama"))
+    assert hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__"), "it is not that of transformers"
     q, k = make(2, 7, 4, 8).transpose(1, 2), make(2, 7, 2, 8, seed=1).transpose(1, 2)
     angle = make(2, 7, 4, seed=2).repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
@@ -99,8 +83,7 @@ def test_rotations_and_their_gradients_are_those_of_float64():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_model_computes_the_same_and_keeps_its_names(kind: str):
-    theirs = model_of(kind).double()
-    ours = model_of(kind)
+    theirs, ours = make_model(kind), make_model(kind).float()
     ids = torch.arange(24).view(2, 12)
     sped_up(ours)
     assert not any("RMSNorm" in type(m).__name__ and type(m) is not RMSNorm for m in ours.modules())
@@ -122,7 +105,7 @@ def test_other_norms_stay():
 
 
 def test_with_and_without_gradients_the_bits_are_the_same():
-    model = sped_up(model_of("qwen3"))
+    model = sped_up(make_model("qwen3").float())
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
         without = model(ids).logits

@@ -182,14 +182,15 @@ def test_after_the_last_attention_only_what_is_read_is_computed():
     engine, (prompts, responses) = FSDPEngine(model, CPU), make_rows()
     computed: list[list[int]] = [[] for _ in model.model.layers]
     for layer, sizes in zip(model.model.layers, computed, strict=True):
-        layer.mlp.register_forward_hook(
-            lambda module, args, output, sizes=sizes: sizes.append(output.numel())
-        )
+        for module in (layer.self_attn.o_proj, layer.mlp):
+            module.register_forward_hook(
+                lambda module, args, output, sizes=sizes: sizes.append(output.numel())
+            )
     micro_batches = split(prompts, responses, token_budget=70, pad_id=0, packed=True)
     engine.infer(micro_batches, HEAD)
     hidden = model.config.hidden_size
-    assert computed[0] == [hidden * each.input_ids_BT.numel() for each in micro_batches]
-    assert computed[-1] == [hidden * len(each.response_ids_N) for each in micro_batches]
+    assert computed[0] == [hidden * each.input_ids_BT.numel() for each in micro_batches for _ in range(2)]
+    assert computed[-1] == [hidden * len(each.response_ids_N) for each in micro_batches for _ in range(2)]
     assert sum(computed[-1]) < sum(computed[0])
 
 
