@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -131,7 +132,17 @@ class ArenaReader:
         self.fd = fd
         self.nbytes = nbytes
         self.nonce = nonce
-        self.close = weakref.finalize(self, os.close, fd)
+        self._close_fd = weakref.finalize(self, os.close, fd)
+
+    def close(self) -> None:
+        """Lets go of descriptor and mapping; views handed out stay good."""
+        self._close_fd()
+        self.__dict__.pop("_memory", None)
+
+    @functools.cached_property
+    def _memory(self) -> memoryview:
+        """The whole arena, mapped once and for good: a page that was read is there the next time."""
+        return memoryview(mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def check(self, shards: Iterable[Shard]) -> None:
         """Looks at the headers in the arena as it is now.
@@ -140,19 +151,27 @@ class ArenaReader:
             Refused: A shard was released.
             TransferError: A shard was condemned.
         """
+        memory = self._memory
         for shard in {shard.id: shard for shard in shards}.values():
             position = shard.offset - ALIGNMENT
-            found = os.pread(self.fd, _HEADER.size, position) if position >= 0 else b""
+            found = memory[position : position + _HEADER.size] if position >= 0 else b""
+            if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, False):
+                continue
             if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, True):
                 raise TransferError(f"{shard.endpoint}: {CONDEMNED.format(shard.id)}")
-            if found != _HEADER.pack(self.nonce, shard.id, shard.nbytes, False):
-                raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
+            raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
+        """The bytes of each range, without a copy, to be read only."""
+        memory = self._memory
+        return [memory[(begin := r.shard.offset + r.start) : begin + r.nbytes] for r in ranges]
+
+    def private_views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """The bytes of each range, without a copy, writable.
 
         Every call maps anew and copy-on-write: what the caller writes into its views reaches neither the owner nor
-        any other view, earlier or later. The mapping lives as long as the last of its views.
+        any other view, earlier or later; and every page is faulted in anew. The mapping lives as long as the last of
+        its views.
         """
         if not ranges:
             return []

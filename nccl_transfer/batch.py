@@ -26,22 +26,19 @@ ITEM_BYTES: Mapping[str, int] = {
 """Size in bytes of an element, by dtype name (torch's and numpy's)."""
 
 
-_START = np.zeros(1, np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a rank serves, and how its memory is reached; as in rlhf.v1.Endpoint."""
 
     address: str
-    host_id: str = ""
-    memfd_socket: str = ""
+    host_id: str = field(default="", hash=False)
+    memfd_socket: str = field(default="", hash=False)
     epoch: int = 0
-    service: str = ""
-    rank: int = 0
-    device_uuid: str = ""
-    data_port: int = 0
-    data_key: str = field(default="", repr=False)
+    service: str = field(default="", hash=False)
+    rank: int = field(default=0, hash=False)
+    device_uuid: str = field(default="", hash=False)
+    data_port: int = field(default=0, hash=False)
+    data_key: str = field(default="", hash=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"
@@ -54,18 +51,51 @@ class Shard:
 
     endpoint: Endpoint
     id: int
-    offset: int
-    nbytes: int
+    offset: int = field(hash=False)
+    nbytes: int = field(hash=False)
     checksums: tuple[int, ...] = field(default=(), hash=False, repr=False)
 
 
 class Run(NamedTuple):
-    """`rows` consecutive rows that lie side by side in `shard`, from byte `start` of the shard on."""
+    """`rows` consecutive rows that lie side by side in `shard`: `nbytes` bytes from byte `start` of the shard on."""
 
     shard: Shard
     rows: int
     start: int
     nbytes: int
+
+
+class Scattered(NamedTuple):
+    """Rows that lie anywhere.
+
+    Attributes:
+        shards: The shards the rows are in.
+        shard: Index into `shards` per row [rows] int64.
+        element: Index within the shard of the row's first element [rows] int64; an element is a row where
+            fixed, an entry where jagged.
+    """
+
+    shards: tuple[Shard, ...]
+    shard: np.ndarray
+    element: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.shard)
+
+
+class Span(NamedTuple):
+    """Consecutive rows of a jagged column: `lengths` [rows] int64 of them, `before` entries before them, and
+    `entries` in them."""
+
+    lengths: np.ndarray
+    before: int
+    entries: int
+
+    @staticmethod
+    def of(lengths: np.ndarray, rows: slice) -> Span:
+        taken = lengths[rows]
+        return Span(taken, int(lengths[: rows.start].sum()), int(taken.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,22 +106,17 @@ class RemoteColumn:
         dtype: Name of the element type.
         row_shape: Shape of a row where fixed, of one entry of a row where jagged.
         lengths: Entries per row [rows] int64 where jagged, else None.
-        shards: The shards the rows are in.
-        shard: Index into `shards` per row [rows] int64.
-        element: Index within the shard of the row's first element [rows] int64; an element is a row where
-            fixed, an entry where jagged.
+        place: Where the rows are: all side by side, as they mostly are, or anywhere.
     """
 
     dtype: str
     row_shape: tuple[int, ...]
     lengths: np.ndarray | None
-    shards: tuple[Shard, ...]
-    shard: np.ndarray
-    element: np.ndarray
+    place: Run | Scattered
 
     @property
     def rows(self) -> int:
-        return len(self.shard)
+        return self.place.rows
 
     @property
     def element_bytes(self) -> int:
@@ -103,35 +128,92 @@ class RemoteColumn:
         return np.ones(self.rows, np.int64) if self.lengths is None else self.lengths
 
     @property
+    def num_elements(self) -> int:
+        """Elements of all rows."""
+        if self.lengths is None:
+            return self.rows
+        if isinstance(self.place, Run) and self.element_bytes:
+            return self.place.nbytes // self.element_bytes
+        return int(self.lengths.sum())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return int(self.elements.sum()) * self.element_bytes
+        return self.num_elements * self.element_bytes
 
-    def take(self, rows: np.ndarray | slice) -> RemoteColumn:
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards the rows are in."""
+        return (self.place.shard,) if isinstance(self.place, Run) else self.place.shards
+
+    def take(self, rows: np.ndarray | slice, span: Span | None = None) -> RemoteColumn:
+        """These rows in this order; `span`, where it is known, of consecutive rows of a jagged column."""
+        if isinstance(rows, slice) and isinstance(self.place, Run):
+            return self._between(self.place, rows, span)
         lengths = None if self.lengths is None else self.lengths[rows]
+        shards, shard, element = self.scattered
         return RemoteColumn(
-            self.dtype, self.row_shape, lengths, self.shards, self.shard[rows], self.element[rows]
+            self.dtype, self.row_shape, lengths, Scattered(shards, shard[rows], element[rows])
         )
 
+    def _between(self, run: Run, rows: slice, span: Span | None) -> RemoteColumn:
+        start, stop, _ = rows.indices(run.rows)
+        lengths, before, elements = None, start, stop - start
+        if self.lengths is not None:
+            lengths, before, elements = span or Span.of(self.lengths, rows)
+        size = self.element_bytes
+        place = Run(run.shard, stop - start, run.start + before * size, elements * size)
+        return RemoteColumn(self.dtype, self.row_shape, lengths, place)
+
     @functools.cached_property
+    def scattered(self) -> Scattered:
+        """Where each row is."""
+        if isinstance(self.place, Scattered):
+            return self.place
+        elements, first = self.elements, self.place.start // max(self.element_bytes, 1)
+        shard = np.zeros(self.rows, np.int64)
+        return Scattered((self.place.shard,), shard, elements.cumsum() - elements + first)
+
+    @property
     def runs(self) -> tuple[Run, ...]:
         """Maximal runs, in row order. Empty rows join the run they stand in."""
-        return tuple(self._runs())
-
-    def _runs(self) -> Iterator[Run]:
         if self.rows == 0:
-            return
-        elements, size = self.elements, self.element_bytes
-        parts = self.element[1:] != (self.element + elements)[:-1]
-        if len(self.shards) > 1:
-            parts |= self.shard[1:] != self.shard[:-1]
-        breaks = parts.nonzero()[0]
-        starts = np.concatenate(([0], breaks + 1)) if len(breaks) else _START
-        stops = [*breaks.tolist(), self.rows - 1]
+            return ()
+        return (self.place,) if isinstance(self.place, Run) else self._found_runs
+
+    @functools.cached_property
+    def _found_runs(self) -> tuple[Run, ...]:
+        return tuple(self._find_runs())
+
+    def _find_runs(self) -> Iterator[Run]:
+        place, elements, size = self.scattered, self.elements, self.element_bytes
+        parts = place.element[1:] != (place.element + elements)[:-1]
+        if len(place.shards) > 1:
+            parts |= place.shard[1:] != place.shard[:-1]
+        starts = np.concatenate(([0], parts.nonzero()[0] + 1))
+        stops = [*starts[1:].tolist(), self.rows]
         totals = np.add.reduceat(elements, starts)
         for start, stop, total in zip(starts.tolist(), stops, totals.tolist(), strict=True):
-            shard = self.shards[int(self.shard[start])]
-            yield Run(shard, stop + 1 - start, int(self.element[start]) * size, total * size)
+            shard = place.shards[int(place.shard[start])]
+            yield Run(shard, stop - start, int(place.element[start]) * size, total * size)
+
+    @staticmethod
+    def of_run(
+        dtype: str,
+        row_shape: tuple[int, ...],
+        lengths: np.ndarray | None,
+        shard: Shard,
+        rows: int,
+        first_element: int = 0,
+        elements: int | None = None,
+    ) -> RemoteColumn:
+        """A column whose rows lie side by side; `elements`, where it is known, is how many they have together."""
+        size = ITEM_BYTES[dtype] * math.prod(row_shape)
+        if elements is None:
+            elements = rows if lengths is None else int(lengths.sum())
+        return RemoteColumn(
+            dtype, row_shape, lengths, Run(shard, rows, first_element * size, elements * size)
+        )
 
     @staticmethod
     def of_runs(
@@ -142,32 +224,11 @@ class RemoteColumn:
         runs: Sequence[tuple[int, int, int]],
     ) -> RemoteColumn:
         """A column by its runs: index into `shards`, rows (at least 1), and first element of each."""
-        if len(runs) == 1:
-            return RemoteColumn._of_run(dtype, row_shape, lengths, shards, *runs[0])
         shard, rows, first = np.array(runs, np.int64).reshape(-1, 3).T
         before = np.arange(rows.sum()) if lengths is None else lengths.cumsum() - lengths
         offset = first - before[rows.cumsum() - rows]
-        return RemoteColumn(
-            dtype, row_shape, lengths, shards, shard.repeat(rows), offset.repeat(rows) + before
-        )
-
-    @staticmethod
-    def _of_run(
-        dtype: str,
-        row_shape: tuple[int, ...],
-        lengths: np.ndarray | None,
-        shards: tuple[Shard, ...],
-        shard: int,
-        rows: int,
-        first: int,
-    ) -> RemoteColumn:
-        """The usual case. Its run is known, and need not be found again."""
-        stops = np.arange(1, rows + 1) if lengths is None else lengths.cumsum()
-        element = stops + (first - 1) if lengths is None else stops - lengths + first
-        column = RemoteColumn(dtype, row_shape, lengths, shards, np.full(rows, shard), element)
-        size, total = column.element_bytes, int(stops[-1])
-        column.__dict__["runs"] = (Run(shards[shard], rows, first * size, total * size),)
-        return column
+        place = Scattered(shards, shard.repeat(rows), offset.repeat(rows) + before)
+        return RemoteColumn(dtype, row_shape, lengths, place)
 
     @staticmethod
     def of_shard(
@@ -176,10 +237,8 @@ class RemoteColumn:
         """A column whose rows fill one shard: jagged where lengths are given, else that many fixed rows."""
         if isinstance(lengths_or_rows, np.ndarray):
             lengths = lengths_or_rows.astype(np.int64)
-            element = np.cumsum(lengths) - lengths
-        else:
-            lengths, element = None, np.arange(lengths_or_rows, dtype=np.int64)
-        return RemoteColumn(dtype, row_shape, lengths, (shard,), np.zeros(len(element), np.int64), element)
+            return RemoteColumn.of_run(dtype, row_shape, lengths, shard, len(lengths))
+        return RemoteColumn.of_run(dtype, row_shape, None, shard, lengths_or_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,13 +338,14 @@ def _concat_remote(columns: list[RemoteColumn]) -> RemoteColumn:
     owners = []
     for column in columns:
         numbers = [index.setdefault(shard, len(index)) for shard in column.shards]
-        owners.append(np.asarray(numbers, np.int64)[column.shard])
+        owners.append(np.asarray(numbers, np.int64)[column.scattered.shard])
     first = columns[0]
     lengths = None
     if first.lengths is not None:
         lengths = np.concatenate([column.elements for column in columns])
-    element = np.concatenate([column.element for column in columns])
-    return RemoteColumn(first.dtype, first.row_shape, lengths, tuple(index), np.concatenate(owners), element)
+    element = np.concatenate([column.scattered.element for column in columns])
+    place = Scattered(tuple(index), np.concatenate(owners), element)
+    return RemoteColumn(first.dtype, first.row_shape, lengths, place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,8 +387,17 @@ class Batch:
 
     def take(self, rows: np.ndarray) -> Batch:
         """These rows in this order; a row may be taken several times."""
-        taken = _as_slice(rows)
-        return Batch(len(rows), {name: column.take(taken) for name, column in self.columns.items()})
+        taken, spans = _as_slice(rows), dict[int, Span]()  # of the columns, most have the same lengths
+
+        def take(column: Column) -> Column:
+            if isinstance(column, LocalColumn) or column.lengths is None or not isinstance(taken, slice):
+                return column.take(taken)
+            key = id(column.lengths)
+            if key not in spans:
+                spans[key] = Span.of(column.lengths, taken)
+            return column.take(taken, spans[key])
+
+        return Batch(len(rows), {name: take(column) for name, column in self.columns.items()})
 
     def repeat(self, times: int) -> Batch:
         """Every row `times` times, side by side."""

@@ -31,7 +31,7 @@ class Jagged(Generic[A]):
     lengths: np.ndarray
 
     def __post_init__(self) -> None:
-        if self.lengths.ndim != 1 or self.lengths.dtype != np.int64 or (self.lengths < 0).any():
+        if self.lengths.ndim != 1 or self.lengths.dtype != np.int64 or self.lengths.min(initial=0) < 0:
             raise ValueError(
                 "lengths must be a vector of non-negative int64, "
                 f"got shape {self.lengths.shape} of {self.lengths.dtype}"

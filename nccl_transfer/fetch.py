@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from nccl_transfer.arena import CONDEMNED, ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.checksums import first_mismatch
 from nccl_transfer.columns import Jagged
 from nccl_transfer.plans import Ranges, Relay, difference, intersection, needed, position
@@ -83,7 +83,7 @@ class _Found:
         pieces.sort(key=lambda piece: position(piece[0]))
         return _Found([r for r, _ in pieces], [view for _, view in pieces], [reading for _, reading in parts])
 
-    def view(self, wanted: ByteRange) -> memoryview:
+    def view(self, wanted: ByteRange | Run) -> memoryview:
         """The bytes of a range that was read, in one reading or in several."""
         number = bisect.bisect(self.ranges, position(wanted), key=position) - 1
         first = wanted.start - self.ranges[number].start
@@ -129,16 +129,18 @@ class Fetcher:
         self._condemned: set[tuple[Endpoint, int]] = set()
         self._lock = threading.Lock()
 
-    def fetch(self, batch: Batch, deadline: float, errand: Errand = NO_ERRAND) -> Rows:
-        """The batch by value. Columns whose rows lie side by side in a shard on this host are not copied.
-
-        Fetched arrays may be written to, which the rank they came from does not see; columns that name the same
-        bytes may be the same memory.
+    def fetch(
+        self, batch: Batch, deadline: float, errand: Errand = NO_ERRAND, *, writable: bool = False
+    ) -> Rows:
+        """The batch by value. Columns whose rows lie side by side in a shard on this host are not copied; columns that
+        name the same bytes may be the same memory.
 
         Args:
             batch: Rows by reference, by value or mixed.
             deadline: Latest end, as of `time.monotonic`.
             errand: What to keep for ranks of this host, and what to take from them.
+            writable: Whether fetched arrays may be written to, which the rank they came from does not see. Memory of
+                this host is then mapped anew each time, and its pages are faulted in anew.
 
         Raises:
             TransferError: No transport reaches a rank; the text says why not, for each. Or bytes do not match their
@@ -148,7 +150,7 @@ class Fetcher:
         try:
             wanted = needed(batch)
             self._check_condemned(wanted)
-            found = self._read_all(wanted, errand, deadline)
+            found = self._read_all(wanted, errand, deadline, writable)
             self._verify_checksums(found)
         except BaseException as error:
             self._tell_neighbours(errand, error)
@@ -156,8 +158,8 @@ class Fetcher:
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
-                runs = [ByteRange(run.shard, run.start, run.nbytes) for run in column.runs if run.nbytes]
-                values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs])
+                runs = [run for run in column.runs if run.nbytes]
+                values[name] = _assemble(column, [found[r.shard.endpoint].view(r) for r in runs], writable)
             else:
                 values[name] = column.values
         own = self._store.endpoint if self._store is not None else None
@@ -183,7 +185,9 @@ class Fetcher:
         self._taker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read_all(self, wanted: Ranges, errand: Errand, deadline: float) -> dict[Endpoint, _Found]:
+    def _read_all(
+        self, wanted: Ranges, errand: Errand, deadline: float, writable: bool
+    ) -> dict[Endpoint, _Found]:
         own = self._store.endpoint if self._store is not None else None
         keeps = {relay.source: relay for relay in errand.relays if relay.reader == own}
         # Of the ranges as they are wanted here: these know which column they are of.
@@ -203,8 +207,8 @@ class Fetcher:
                 )
         jobs += [(relay.source, partial(self._take, relay, errand, deadline)) for relay in takes]
         parts: dict[Endpoint, list[tuple[Sequence[ByteRange], Reading]]] = {}
-        for (source, _), part in zip(jobs, self._run_all([job for _, job in jobs]), strict=True):
-            parts.setdefault(source, []).append(part)
+        for (source, _), (ranges, reading) in zip(jobs, self._run_all([job for _, job in jobs]), strict=True):
+            parts.setdefault(source, []).append((ranges, reading.writable() if writable else reading))
         return {source: _Found.of(found) for source, found in parts.items()}
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -301,10 +305,13 @@ def _dtypes(batch: Batch) -> dict[str, str]:
     return dtypes
 
 
-def _assemble(column: RemoteColumn, views: Sequence[memoryview]) -> np.ndarray | Jagged[np.ndarray]:
+def _assemble(
+    column: RemoteColumn, views: Sequence[memoryview], writable: bool
+) -> np.ndarray | Jagged[np.ndarray]:
     """The column's rows out of their runs: the run itself where there is one, else one copy of all."""
     carrier = CARRIERS[column.dtype]
     parts = [np.frombuffer(view, carrier) for view in views]
     flat = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, carrier), *parts])
-    array = flat.reshape(int(column.elements.sum()), *column.row_shape)
+    flat.flags.writeable = writable
+    array = flat.reshape(column.num_elements, *column.row_shape)
     return array if column.lengths is None else Jagged(array, column.lengths)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn
+from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Run
 from rlhf.errors import TransferError
 
 Ranges = Mapping[Endpoint, Sequence[ByteRange]]
@@ -58,7 +58,7 @@ def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return merged
 
 
-def position(r: ByteRange) -> tuple[int, int]:
+def position(r: ByteRange | Run) -> tuple[int, int]:
     """The order of ranges within a rank."""
     return r.shard.id, r.start
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,10 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
         data_port=endpoint.data_port,
         data_key=endpoint.data_key,
     )
+
+
+_known_endpoint = functools.lru_cache(maxsize=1024)(endpoint_to_proto)
+"""To be copied, not changed."""
 
 
 def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
@@ -103,7 +108,7 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
         source, reader = (endpoints.setdefault(e, len(endpoints)) for e in (relay.source, relay.reader))
         spans = (pb.Span(shard=shards[r.shard], start=r.start, nbytes=r.nbytes) for r in relay.ranges)
         message.relays.add(source=source, reader=reader, spans=spans)
-    message.endpoints.extend(map(endpoint_to_proto, endpoints))
+    message.endpoints.extend(map(_known_endpoint, endpoints))
     if row_numbers is not None and len(row_numbers):
         breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
         for part in np.split(row_numbers, breaks):
@@ -116,11 +121,11 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
     if isinstance(column, RemoteColumn):
         message.dtype = _TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
-        message.runs.SetInParent()
-        size = max(column.element_bytes, 1)
+        runs, size = message.runs, max(column.element_bytes, 1)
+        runs.SetInParent()
         for run in column.runs:
             number = shards.setdefault(run.shard, len(shards))
-            message.runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
+            runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
         return column.lengths
     if isinstance(column.values, list):
         message.text.SetInParent()
@@ -148,18 +153,25 @@ def _encode_lengths(
     message.lengths.extend(lengths.tolist())
 
 
+class _Said(NamedTuple):
+    """What a column says of its rows: entries of each, and of all."""
+
+    lengths: np.ndarray
+    entries: int
+
+
 def from_proto(message: pb.Batch) -> Batch:
     """The batch of a message.
 
     Raises:
         InvalidRequest: The message contradicts itself; the text says where.
     """
-    _, shards = _places(message)
+    shards = tuple(_places(message)[1])
     columns: dict[str, Column] = {}
-    said: dict[int, np.ndarray] = {}
+    said: dict[int, _Said] = {}
     for number, column in enumerate(message.columns, start=1):
-        lengths = _decode_lengths(column, number, message.rows, said) if column.jagged else None
-        columns[column.name] = _decode(column, message.rows, tuple(shards), lengths)
+        jagged = _decode_lengths(column, number, message.rows, said) if column.jagged else None
+        columns[column.name] = _decode(column, message.rows, shards, jagged)
     return Batch(message.rows, columns)
 
 
@@ -211,28 +223,30 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     return numbers
 
 
-def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, np.ndarray]) -> np.ndarray:
+def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, _Said]) -> _Said:
     if message.lengths_of:
         if message.lengths_of not in said:
             raise InvalidRequest(
                 f"column {message.name!r} has the lengths of column {message.lengths_of}, which says none before it"
             )
         return said[message.lengths_of]
-    lengths = said[number] = np.fromiter(message.lengths, np.int64, len(message.lengths))
+    lengths = np.fromiter(message.lengths, np.int64, len(message.lengths))
     if len(lengths) != rows:
         raise InvalidRequest(f"column {message.name!r} has {len(lengths)} lengths for {rows} rows")
-    return lengths
+    said[number] = _Said(lengths, int(lengths.sum()))
+    return said[number]
 
 
-def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], lengths: np.ndarray | None) -> Column:
+def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _Said | None) -> Column:
     content = message.WhichOneof("content")
     if content == "text":
         return LocalColumn(list(message.text.rows))
     if content is None or message.dtype not in _NAMES:
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
     dtype, row_shape = _NAMES[message.dtype], tuple(message.row_shape)
+    lengths, elements = jagged or (None, rows)
     if content == "inline":
-        return _decode_inline(message, dtype, row_shape, rows, lengths)
+        return _decode_inline(message, dtype, row_shape, lengths, elements)
     runs, first_row = [], 0
     for run in message.runs.runs:
         stop = first_row + run.rows
@@ -244,17 +258,19 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], lengths: n
         first_row = stop
     if first_row != rows:
         raise InvalidRequest(f"column {message.name!r}: runs cover {first_row} of {rows} rows")
+    if len(runs) == 1:
+        shard, _, first = runs[0]
+        return RemoteColumn.of_run(dtype, row_shape, lengths, shards[shard], rows, first, elements)
     return RemoteColumn.of_runs(dtype, row_shape, lengths, shards, runs)
 
 
 def _decode_inline(
-    message: pb.Column, dtype: str, row_shape: tuple[int, ...], rows: int, lengths: np.ndarray | None
+    message: pb.Column, dtype: str, row_shape: tuple[int, ...], lengths: np.ndarray | None, elements: int
 ) -> LocalColumn:
-    leading = rows if lengths is None else int(lengths.sum())
-    expected = leading * int(np.prod(row_shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+    expected = elements * int(np.prod(row_shape, dtype=np.int64)) * ITEM_BYTES[dtype]
     if len(message.inline) != expected:
         raise InvalidRequest(f"column {message.name!r} has {len(message.inline)} bytes, expected {expected}")
     if dtype not in np.sctypeDict:
         raise InvalidRequest(f"column {message.name!r}: {dtype} cannot travel inline")
-    array = np.frombuffer(message.inline, dtype).reshape(leading, *row_shape)
+    array = np.frombuffer(message.inline, dtype).reshape(elements, *row_shape)
     return LocalColumn(array if lengths is None else Jagged(array, lengths))

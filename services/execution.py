@@ -356,7 +356,8 @@ class CallQueue:
         call = context.call
         errand = Errand(call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message))
         before = self.fetcher.traffic()
-        rows = Rows(self.fetcher.fetch(batch, deadline, errand), wire.row_numbers(message))
+        fetched = self.fetcher.fetch(batch, deadline, errand, writable=self.worker.writes_to_rows)
+        rows = Rows(fetched, wire.row_numbers(message))
         # One thread fetches, one call after the other: what was moved meanwhile was moved for this call.
         for name, moved in traffic_to_proto(traffic_since(self.fetcher.traffic(), before)).items():
             timing.traffic[name].CopyFrom(moved)

@@ -108,6 +108,8 @@ class ModelWorker(Worker):
         ConfigError: The directory cannot be used; the text says why.
     """
 
+    writes_to_rows = True  # tensors, which share the memory of arrays, know no memory that is read only
+
     def __init__(
         self,
         table: ModelTable,

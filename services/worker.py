@@ -147,6 +147,8 @@ class Worker:
     role: ClassVar[str]
     also_serves: ClassVar[tuple[str, ...]] = ()
     """Further roles whose methods its ranks run, in the same order of calls."""
+    writes_to_rows: ClassVar[bool] = False
+    """Whether arrays of rows are mapped so that methods may write to them (see `Fetcher.fetch`)."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = table

@@ -27,13 +27,19 @@ class Reading:
     """What a read gave.
 
     Attributes:
-        views: One per range, writable; nobody else sees what is written into them.
+        views: One per range, to be read: they may lie in memory of the rank that holds the rows.
         verify: Call it when done with views that are not copies. Raises Refused where a shard was released
             since the read, and its bytes may have been overwritten meanwhile.
+        remap: Views of the same bytes that may be written to; None where `views` may be.
     """
 
     views: Sequence[memoryview]
     verify: Callable[[], None] = _copied
+    remap: Callable[[], Sequence[memoryview]] | None = None
+
+    def writable(self) -> Reading:
+        """The same with views that may be written to, which nobody else sees."""
+        return self if self.remap is None else Reading(self.remap(), self.verify)
 
 
 def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
@@ -44,7 +50,7 @@ def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
     """
     check = partial(reader.check, [r.shard for r in ranges])
     check()
-    return Reading(reader.views(ranges), check)
+    return Reading(reader.views(ranges), check, partial(reader.private_views, ranges))
 
 
 @dataclass(frozen=True, slots=True)

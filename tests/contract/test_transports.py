@@ -27,7 +27,7 @@ from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
 from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
 from nccl_transfer.store import Lease, TensorStore
@@ -233,8 +233,10 @@ def moved_to(batch: Batch, **changes: object) -> Batch:
     """The same rows with another idea of where they are."""
 
     def move(column: RemoteColumn) -> RemoteColumn:
-        shards = tuple(replace(s, endpoint=replace(s.endpoint, **changes)) for s in column.shards)
-        return replace(column, shards=shards)
+        assert isinstance(column.place, Run)
+        shard = column.place.shard
+        moved = replace(shard, endpoint=replace(shard.endpoint, **changes))
+        return replace(column, place=column.place._replace(shard=moved))
 
     return Batch(batch.rows, {n: move(c) for n, c in batch.columns.items() if isinstance(c, RemoteColumn)})
 
@@ -338,8 +340,17 @@ def test_columns_held_here_pass_through(fetcher, peer):
 def test_what_the_reader_writes_neither_the_peer_nor_later_reads_see(fetcher, peer):
     array = random_array("int32", (1000, 8))
     batch = peer.put(array)
-    fetch_array(fetcher, batch)[:] = 0
+    got = fetcher.fetch(batch, time.monotonic() + 20, writable=True)["x"]
+    assert isinstance(got, np.ndarray)
+    got[:] = 0
     assert_same_bits(fetch(fetcher, batch)["x"], array)
+
+
+def test_rows_are_read_only_unless_they_are_asked_for_otherwise(fetcher, peer):
+    batch = peer.put(random_array("int32", (1000, 8)))
+    for rows in (batch, batch.take(np.array([3, 1, 2]))):  # side by side, and put together out of pieces
+        with pytest.raises(ValueError, match="read-only"):
+            fetch_array(fetcher, rows)[0] = 0
 
 
 def test_threads_may_read_at_the_same_time(fetcher, peer):
@@ -388,7 +399,8 @@ def test_a_range_beyond_its_shard_is_an_error(fetcher, peer):
     batch = peer.put(random_array("int32", (4,)))
     column = batch["x"]
     assert isinstance(column, RemoteColumn)
-    beyond = Batch(4, {"x": replace(column, element=column.element + 1)})
+    assert isinstance(column.place, Run)
+    beyond = Batch(4, {"x": replace(column, place=column.place._replace(start=4))})
     with pytest.raises(TransferError, match="beyond"):
         fetch(fetcher, beyond)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nccl_transfer import fetch, wire
-from nccl_transfer.batch import Batch, Endpoint, LocalColumn
+from nccl_transfer.batch import Batch, Column, Endpoint, LocalColumn
 from nccl_transfer.columns import Jagged
-from nccl_transfer.store import TensorStore
+from nccl_transfer.store import Lease, TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, Refused
@@ -38,6 +38,25 @@ class Reference(Worker):
         if values.min() < 0:
             raise InvalidRequest("a negative number")
         return Result(metrics={"sum": (float(values.sum()), 1.0)})
+
+
+class Writer(Worker):
+    """Adds to its rows in place."""
+
+    role = "reference"
+    writes_to_rows = True
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        values = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
+        values += 1
+        return Result(metrics={"sum": (float(values.sum()), 1.0)})
+
+
+class ReadingWriter(Writer):
+    """Writes to rows although it said it would not."""
+
+    writes_to_rows = False
 
 
 class OffloadedReference(ModelWorker):
@@ -82,8 +101,14 @@ class WatchedFetcher(fetch.Fetcher):
 
 async def call(queue: CallQueue, call_id: str, number: int, *, sequence: int = 0) -> Any:
     """The response to a call with one row of one number; raises what the call fails with."""
+    column = LocalColumn(Jagged(np.array([number]), np.array([1])))
+    return await call_with(queue, call_id, column, sequence=sequence)
+
+
+async def call_with(queue: CallQueue, call_id: str, prompt_ids: Column, *, sequence: int = 0) -> Any:
+    """The response to a call with this column; raises what the call fails with."""
     method = group_methods("reference")["compute_ref_log_prob"]
-    batch = Batch(1, {"prompt_ids": LocalColumn(Jagged(np.array([number]), np.array([1])))})
+    batch = Batch(prompt_ids.rows, {"prompt_ids": prompt_ids})
     request = cast(Any, method.request)(
         call=common_pb2.Call(call_id=call_id, sequence=sequence), batch=wire.to_proto(batch), temperature=1.0
     )
@@ -106,6 +131,29 @@ def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
                 await call(queue, "bad", -7)
             gc.collect()
             assert fetcher.last() is None
+        await queue.drain()
+
+    asyncio.run(main())
+    fetcher.close()
+    store.close()
+
+
+def test_a_method_may_write_to_its_rows_where_its_worker_says_so_and_nobody_else_sees_it() -> None:
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("here")
+    fetcher = fetch.Fetcher("", [], store)
+    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
+    column = store.put_column(Jagged(np.array([1, 2]), np.array([1, 1])), "int64", Lease("session", 1))
+
+    async def main() -> None:
+        queue = CallQueue(Writer(table, Ranks(0, 1, 1)), store, fetcher)
+        for call_id in ("first", "second"):
+            response = await call_with(queue, call_id, column)
+            assert response.outcome.metrics["sum"].sum == 5.0
+        await queue.drain()
+        queue = CallQueue(ReadingWriter(table, Ranks(0, 1, 1)), store, fetcher)
+        with pytest.raises(ValueError, match="read-only"):
+            await call_with(queue, "third", column)
         await queue.drain()
 
     asyncio.run(main())

@@ -100,10 +100,11 @@ def row_bytes(batch: Batch, row: int) -> set[tuple[Endpoint, Byte]]:
     found = set()
     for column in batch.columns.values():
         assert isinstance(column, RemoteColumn)
-        shard = column.shards[int(column.shard[row])]
+        shards, shard_of, element = column.scattered
+        shard = shards[int(shard_of[row])]
         size = {"float64": 8, "int32": 4}[column.dtype]
         entries = 1 if column.lengths is None else int(column.lengths[row])
-        first = int(column.element[row]) * size
+        first = int(element[row]) * size
         found |= {(shard.endpoint, (shard, first + i)) for i in range(entries * size)}
     return found
 

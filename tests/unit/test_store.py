@@ -262,13 +262,22 @@ def test_a_read_beyond_a_shard_is_refused():
         store.read_bytes(shard.id, 60, 8)
 
 
-def test_what_a_reader_writes_into_its_view_nobody_else_sees():
+def test_views_are_read_only():
     store = new_store()
     shard = store.put(np.zeros(16, np.uint8), LEASE)
     (view,) = store.reader.views([ByteRange(shard, 0, 16)])
+    with pytest.raises(TypeError, match="read-only"):
+        view[0] = 1
+
+
+def test_what_a_reader_writes_into_its_private_view_nobody_else_sees():
+    store = new_store()
+    shard = store.put(np.zeros(16, np.uint8), LEASE)
+    (view,) = store.reader.private_views([ByteRange(shard, 0, 16)])
     view[:] = b"x" * 16
-    (again,) = store.reader.views([ByteRange(shard, 0, 16)])
-    assert bytes(again) == bytes(16)
+    (again,) = store.reader.private_views([ByteRange(shard, 0, 16)])
+    (read_only,) = store.reader.views([ByteRange(shard, 0, 16)])
+    assert bytes(again) == bytes(read_only) == bytes(16)
     assert store.read_bytes(shard.id, 0, 16) == bytes(16)
 
 
@@ -348,7 +357,8 @@ def test_closing_gives_descriptors_and_mappings_back_but_views_stay_good():
     store = new_store()
     shard = store.put(np.arange(4, dtype=np.uint8), LEASE)
     (view,) = store.reader.views([ByteRange(shard, 0, 4)])
+    (private,) = store.reader.private_views([ByteRange(shard, 0, 4)])
     store.close()
-    assert bytes(view) == bytes(range(4))
-    del view
+    assert bytes(view) == bytes(private) == bytes(range(4))
+    del view, private
     assert arenas_open() == before
