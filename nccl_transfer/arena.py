@@ -135,13 +135,15 @@ class ArenaReader:
         self._close_fd = weakref.finalize(self, os.close, fd)
 
     def close(self) -> None:
-        """Lets go of descriptor and mapping; views handed out stay good."""
+        """Lets go of descriptor and mapping; views handed out stay good, but nobody can verify them any more."""
         self._close_fd()
         self.__dict__.pop("_memory", None)
 
     @functools.cached_property
     def _memory(self) -> memoryview:
         """The whole arena, mapped once and for good: a page that was read is there the next time."""
+        if not self._close_fd.alive:
+            raise Refused("the arena was closed")
         return memoryview(mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def check(self, shards: Iterable[Shard]) -> None:
@@ -152,7 +154,7 @@ class ArenaReader:
             TransferError: A shard was condemned.
         """
         memory = self._memory
-        for shard in {shard.id: shard for shard in shards}.values():
+        for shard in dict.fromkeys(shards):
             position = shard.offset - ALIGNMENT
             found = memory[position : position + _HEADER.size] if position >= 0 else b""
             if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, False):

@@ -93,9 +93,9 @@ class Span(NamedTuple):
     entries: int
 
     @staticmethod
-    def of(lengths: np.ndarray, rows: slice) -> Span:
-        taken = lengths[rows]
-        return Span(taken, int(lengths[: rows.start].sum()), int(taken.sum()))
+    def of(lengths: np.ndarray, start: int, stop: int) -> Span:
+        taken = lengths[start:stop]
+        return Span(taken, int(lengths[:start].sum()), int(taken.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,18 +149,19 @@ class RemoteColumn:
     def take(self, rows: np.ndarray | slice, span: Span | None = None) -> RemoteColumn:
         """These rows in this order; `span`, where it is known, of consecutive rows of a jagged column."""
         if isinstance(rows, slice) and isinstance(self.place, Run):
-            return self._between(self.place, rows, span)
+            start, stop, step = rows.indices(self.rows)
+            if step == 1 and start <= stop:
+                return self._between(self.place, start, stop, span)
         lengths = None if self.lengths is None else self.lengths[rows]
         shards, shard, element = self.scattered
         return RemoteColumn(
             self.dtype, self.row_shape, lengths, Scattered(shards, shard[rows], element[rows])
         )
 
-    def _between(self, run: Run, rows: slice, span: Span | None) -> RemoteColumn:
-        start, stop, _ = rows.indices(run.rows)
+    def _between(self, run: Run, start: int, stop: int, span: Span | None) -> RemoteColumn:
         lengths, before, elements = None, start, stop - start
         if self.lengths is not None:
-            lengths, before, elements = span or Span.of(self.lengths, rows)
+            lengths, before, elements = span or Span.of(self.lengths, start, stop)
         size = self.element_bytes
         place = Run(run.shard, stop - start, run.start + before * size, elements * size)
         return RemoteColumn(self.dtype, self.row_shape, lengths, place)
@@ -387,14 +388,16 @@ class Batch:
 
     def take(self, rows: np.ndarray) -> Batch:
         """These rows in this order; a row may be taken several times."""
-        taken, spans = _as_slice(rows), dict[int, Span]()  # of the columns, most have the same lengths
+        taken, spans = _as_slice(rows), dict[int, Span]()
 
         def take(column: Column) -> Column:
-            if isinstance(column, LocalColumn) or column.lengths is None or not isinstance(taken, slice):
+            if isinstance(column, LocalColumn) or column.lengths is None:
                 return column.take(taken)
-            key = id(column.lengths)
+            if isinstance(column.place, Scattered) or not isinstance(taken, slice):
+                return column.take(taken)
+            key = id(column.lengths)  # most columns of a batch that was just made have the same lengths
             if key not in spans:
-                spans[key] = Span.of(column.lengths, taken)
+                spans[key] = Span.of(column.lengths, *taken.indices(self.rows)[:2])
             return column.take(taken, spans[key])
 
         return Batch(len(rows), {name: take(column) for name, column in self.columns.items()})

@@ -139,8 +139,9 @@ class Fetcher:
             batch: Rows by reference, by value or mixed.
             deadline: Latest end, as of `time.monotonic`.
             errand: What to keep for ranks of this host, and what to take from them.
-            writable: Whether fetched arrays may be written to, which the rank they came from does not see. Memory of
-                this host is then mapped anew each time, and its pages are faulted in anew.
+            writable: Whether what the batch has by reference comes as arrays that may be written to, which the rank
+                they came from does not see; else they are read-only. Memory of this host is then mapped anew each
+                time, and its pages are faulted in anew.
 
         Raises:
             TransferError: No transport reaches a rank; the text says why not, for each. Or bytes do not match their
@@ -312,6 +313,8 @@ def _assemble(
     carrier = CARRIERS[column.dtype]
     parts = [np.frombuffer(view, carrier) for view in views]
     flat = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, carrier), *parts])
+    if writable and not flat.flags.writeable:  # a transport that has no other views
+        flat = flat.copy()
     flat.flags.writeable = writable
     array = flat.reshape(column.num_elements, *column.row_shape)
     return array if column.lengths is None else Jagged(array, column.lengths)

@@ -148,7 +148,8 @@ class Worker:
     also_serves: ClassVar[tuple[str, ...]] = ()
     """Further roles whose methods its ranks run, in the same order of calls."""
     writes_to_rows: ClassVar[bool] = False
-    """Whether arrays of rows are mapped so that methods may write to them (see `Fetcher.fetch`)."""
+    """Whether arrays that come from other ranks are mapped so that methods may write to them (see `Fetcher.fetch`);
+    what travels in the message itself is read-only in any case."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = table

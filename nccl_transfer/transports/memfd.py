@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,17 +127,48 @@ class _Connection:
         return False
 
 
+class _Watch:
+    """A thread that tells when one of some sockets has something to read, or has ended.
+
+    Args:
+        tell: Called on that thread; it closes the sockets in question, or is called again.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._sockets = select.epoll()
+        self._stop, self._stopped = socket.socketpair()
+        self.add(self._stopped)
+        self._thread = threading.Thread(target=self._run, name="arena-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, connection: socket.socket) -> None:
+        """Watches a socket until it is closed."""
+        self._sockets.register(connection, select.EPOLLIN)
+
+    def close(self) -> None:
+        self._stop.close()
+        self._thread.join()
+        self._stopped.close()
+        self._sockets.close()
+
+    def _run(self) -> None:
+        while all(fd != self._stopped.fileno() for fd, _ in self._sockets.poll()):
+            self._tell()
+
+
 class MemfdTransport(Transport):
     """Maps the arenas of ranks on the same host.
 
     The peer takes part only when it is first read from: later reads work while it computes, and even while it is
-    stopped. A peer that has died is an error although its memory could still be read.
+    stopped. A peer that has died is an error although its memory could still be read; that memory goes at once.
     """
 
     name = "memfd"
 
     def __init__(self) -> None:
         self._connections: dict[str, _Connection] = {}
+        self._watch: _Watch | None = None
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -155,6 +187,9 @@ class MemfdTransport(Transport):
     def close(self) -> None:
         with self._lock:
             self._keep({})
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _connection(self, source: Endpoint, deadline: float) -> _Connection:
         with self._lock:
@@ -162,19 +197,20 @@ class MemfdTransport(Transport):
         if known is None:
             fresh = _connect(source, deadline)
             with self._lock:
-                self._forget_the_dead()
                 known = self._connections.setdefault(source.memfd_socket, fresh)
+                if known is fresh:
+                    self._watch = self._watch or _Watch(self._forget_the_dead)
+                    self._watch.add(fresh.socket)
             if known is not fresh:  # another thread was faster
                 fresh.socket.close()
         if not known.alive:
-            with self._lock:
-                self._forget_the_dead()
             raise ServiceLost(f"{source}: the process that held the rows has ended")
         return known
 
     def _forget_the_dead(self) -> None:
         """Restarted ranks come back under new names: lets go of the arenas of the old ones."""
-        self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
+        with self._lock:
+            self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
 
     def _keep(self, connections: dict[str, _Connection]) -> None:
         """Closes the sockets of all others. Their arenas go with the last reading that may ask to verify."""

@@ -33,6 +33,7 @@ from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
 from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.memfd import MemfdTransport
 from nccl_transfer.transports.nccl import NcclTransport
 from nccl_transfer.wire import endpoint_from_proto, from_proto, to_proto
 from rlhf.errors import ConfigError, DeadlineExceeded, OutOfSpace, Refused, ServiceLost, TransferError
@@ -412,6 +413,55 @@ def test_a_peer_that_has_died_is_lost(fetcher, mortal_peer):
     with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
         fetch(fetcher, batch, within_s=10)
     assert time.monotonic() - start < 5
+
+
+def test_the_arena_of_a_rank_that_died_is_let_go_of_although_nobody_reads(memfd, mortal_peer, peer):
+    fetch(memfd, peer.put(random_array("int32", (4,))))
+    before = Held.here()
+    array = random_array("int32", (4,), seed=1)
+    rows = fetch(memfd, mortal_peer.put(array))
+    mortal_peer.kill()
+    assert_same_bits(rows["x"], array)
+    del rows
+    assert_no_more_than(before)
+
+
+def test_readers_map_an_arena_once_and_anew_where_they_may_write(memfd, peer):
+    batch = peer.put(random_array("int32", (5000,)))
+    rows = [fetch(memfd, batch)]
+    mapped = Held.here().memfd_mappings
+    rows += [fetch(memfd, batch) for _ in range(3)]
+    assert Held.here().memfd_mappings == mapped
+    rows += [memfd.fetch(batch, time.monotonic() + 20, writable=True) for _ in range(3)]
+    assert Held.here().memfd_mappings == mapped + 3
+
+
+def test_a_shard_that_a_message_names_twice_is_looked_at_both_times(memfd, peer):
+    """Where the second is right, the first may be anywhere: in another shard, or beyond the arena."""
+    array = random_array("int64", (8,))
+    batch = peer.put(array)
+    good = batch["x"]
+    assert isinstance(good, RemoteColumn)
+    assert isinstance(good.place, Run)
+    shard = good.place.shard
+    for offset in (shard.offset + 64, 80 * MIB - 4, 1 << 62):
+        forged = replace(good, place=good.place._replace(shard=replace(shard, offset=offset)))
+        both = Batch(3, {"x": forged.take(slice(0, 3)), "y": good.take(slice(5, 8))})
+        with pytest.raises(Refused, match="was released"):
+            fetch(memfd, both)
+
+
+def test_rows_may_be_written_to_also_where_a_transport_gives_none_such(peer):
+    class ReadOnly(MemfdTransport):
+        def read(self, source, ranges, deadline):
+            reading = super().read(source, ranges, deadline)
+            return replace(reading, views=[memoryview(bytes(view)) for view in reading.views], remap=None)
+
+    fetcher, array = Fetcher(host_id(), [ReadOnly()]), random_array("int32", (4,))
+    got = fetcher.fetch(peer.put(array), time.monotonic() + 20, writable=True)["x"]
+    assert isinstance(got, np.ndarray)
+    got[:] = 0
+    fetcher.close()
 
 
 def test_a_peer_that_dies_between_reads_is_lost_and_what_was_read_stays_good(fetcher, mortal_peer):

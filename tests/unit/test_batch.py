@@ -119,6 +119,17 @@ def test_any_chain_of_operations_equals_the_same_on_lists(made, data):
         assert_same(world, batch, expected)
 
 
+@given(batches(), st.data())
+@settings(deadline=None)
+def test_any_slice_of_a_column_equals_that_of_a_list(made, data):
+    world, batch, expected = made
+    bound = st.none() | st.integers(-10, 10)
+    rows = slice(data.draw(bound), data.draw(bound), data.draw(st.sampled_from([None, 1, 2, -1])))
+    for name, column in batch.columns.items():
+        if isinstance(column, RemoteColumn):
+            assert world.rows_of(column.take(rows)) == expected[name][rows]
+
+
 @given(batches(), st.integers(1, 5))
 @settings(deadline=None)
 def test_splitting_and_putting_together_is_the_batch(made, parts):

@@ -77,6 +77,16 @@ class OffloadedReference(ModelWorker):
         raise EngineOffloaded("the engine is offloaded; bring it back first")
 
 
+class TensorReference(OffloadedReference):
+    """Tells whether tensors are the memory that rows were mapped to."""
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        array = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
+        tensor = self.column(rows, "prompt_ids").values
+        return Result(metrics={"same memory": (float(tensor.data_ptr() == array.ctypes.data), 1.0)})
+
+
 class MetRanks(Ranks):
     """Ranks whose peers are always at the same call."""
 
@@ -154,6 +164,24 @@ def test_a_method_may_write_to_its_rows_where_its_worker_says_so_and_nobody_else
         queue = CallQueue(ReadingWriter(table, Ranks(0, 1, 1)), store, fetcher)
         with pytest.raises(ValueError, match="read-only"):
             await call_with(queue, "third", column)
+        await queue.drain()
+
+    asyncio.run(main())
+    fetcher.close()
+    store.close()
+
+
+def test_tensors_of_model_roles_are_no_copies() -> None:
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("here")
+    fetcher = fetch.Fetcher("", [], store)
+    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
+    column = store.put_column(Jagged(np.array([1, 2]), np.array([1, 1])), "int64", Lease("session", 1))
+
+    async def main() -> None:
+        queue = CallQueue(TensorReference(table, MetRanks(0, 1, 1)), store, fetcher)
+        response = await call_with(queue, "first", column)
+        assert response.outcome.metrics["same memory"].sum == 1.0
         await queue.drain()
 
     asyncio.run(main())

@@ -281,6 +281,14 @@ def test_what_a_reader_writes_into_its_private_view_nobody_else_sees():
     assert store.read_bytes(shard.id, 0, 16) == bytes(16)
 
 
+def test_what_was_read_of_an_arena_that_was_closed_cannot_be_verified():
+    store = new_store()
+    shard = store.put(np.zeros(16, np.uint8), LEASE)
+    store.close()
+    with pytest.raises(Refused, match="the arena was closed"):
+        store.reader.check([shard])
+
+
 def test_the_arena_can_be_neither_resized_nor_written_to_through_its_descriptor():
     store = new_store()
     fd, size = store.reader.fd, store.reader.nbytes
