@@ -36,8 +36,9 @@ test: setup ## Run all tests that need no GPU, fast ones first.
 test-full: setup ## Run them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
 
-test-gpu: setup ## Tests and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
+test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
 	$(PYTEST) -m gpu tests
+	$(BIN)/python -m benchmarks.transfer --part cuda_ipc --json benchmarks/results/transfer_gpu.json
 	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json
 
 lint: setup ## Check style, types and protos.

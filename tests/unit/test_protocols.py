@@ -1,6 +1,7 @@
 """Transfer protocols put every row where Table 3 of HybridFlow says, on any mesh."""
 
 import itertools
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from nccl_transfer.protocols import (
 )
 from rlhf.errors import ConfigError
 
+DOCS = Path(__file__).parents[2] / "docs"
 ROWS = st.integers(0, 40)
 SIZES = st.integers(1, 4)
 CONCATENATING = ["DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "3D_PP_AS_DP"]
@@ -232,7 +234,7 @@ def test_padding_repeats_rows_from_the_first_and_keeping_the_first_rows_undoes_i
 
 def test_the_table_in_the_documentation_is_what_the_protocols_do():
     mesh = Mesh(2, 2, 2, 1, 2)
-    page = (Path(__file__).parents[2] / "docs" / "transfer.md").read_text()
+    page = (DOCS / "transfer.md").read_text()
     for name in protocol_names():
         protocol = get_protocol(name)
         cells = [
@@ -241,6 +243,13 @@ def test_the_table_in_the_documentation_is_what_the_protocols_do():
         ]
         result = "rows" if protocol.splits else "one per rank"
         assert f"| `{name}` | {' | '.join(cells)} | {result} |" in page
+
+
+def test_the_drawings_in_the_documentation_are_of_what_the_protocols_and_plans_do():
+    drawings = runpy.run_path(str(DOCS / "draw_protocols.py"))
+    assert set(drawings["PROTOCOLS"]) == set(protocol_names())
+    page = (DOCS / "transfer.md").read_text()
+    assert page == drawings["redraw"](page), "run docs/draw_protocols.py"
 
 
 class Padded(ThreeD):

@@ -1,0 +1,217 @@
+"""How fast cuda_ipc brings a column into device memory of another process on the same GPU.
+
+Shards lie in host memory, so three things are on the way: memory for the bytes is allocated, the source stages them
+(host to device, a slot at a time), and the reader copies each slot to its place (device to device) while the source
+fills the other. Each is timed apart too. The anchor is one device-to-device copy of as many bytes: what the copies out
+of the slots compare with. The whole cannot be faster than the staging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+
+import click
+import grpc.aio
+import numpy as np
+
+from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
+from nccl_transfer.batch import Batch, Endpoint
+from nccl_transfer.device import Cuda, DeviceBuffer
+from nccl_transfer.plans import needed
+from nccl_transfer.serving import add_transfer_service
+from nccl_transfer.sources import DeviceSources
+from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.staging import SLOT_BYTES, SLOTS
+from nccl_transfer.wire import from_proto, to_proto
+from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.v1 import common_pb2
+
+ARENA_ROOM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DeviceTransfer:
+    """Medians over rounds, in seconds, of moving a column into the reader's device memory.
+
+    Attributes:
+        receive_s: `CudaIpcTransport.receive`, all of it, until the GPU has done it.
+        staging_s: Only host to device, slot by slot, in the source.
+        slots_s: Only device to device, out of two slots that the source lends, in the reader.
+        allocation_s: Only the memory that the bytes go to.
+        copy_s: The anchor: one copy of as many bytes, device to device.
+    """
+
+    nbytes: int
+    rounds: int
+    receive_s: float
+    staging_s: float
+    slots_s: float
+    allocation_s: float
+    copy_s: float
+
+    @property
+    def of_copy(self) -> float:
+        """Rate of the whole over that of the copy."""
+        return self.copy_s / self.receive_s
+
+    @property
+    def slots_of_copy(self) -> float:
+        """Rate of the copies out of the slots over that of the one copy."""
+        return self.copy_s / self.slots_s
+
+
+class Lender:
+    """A rank on a GPU with a column in its arena.
+
+    Args:
+        cuda: The GPU.
+        arena_bytes: Room for the column.
+        slot_bytes: Of the staging memory.
+    """
+
+    def __init__(self, cuda: Cuda, arena_bytes: int, slot_bytes: int) -> None:
+        self.store = TensorStore(arena_bytes)
+        self.sources = DeviceSources(self.store, cuda, None, slot_bytes)
+        self._cuda = cuda
+        self._slot_bytes = slot_bytes
+        self._slots = DeviceBuffer(cuda, SLOTS * slot_bytes)
+        self._shard, self._nbytes = 0, 0
+
+    def put(self, nbytes: int) -> bytes:
+        """Stores `expected(nbytes)`; the batch, as a message."""
+        self.store.release("benchmark")
+        column = self.store.put_column(expected(nbytes), "uint8", Lease("benchmark", 1))
+        self._shard, self._nbytes = column.runs[0].shard.id, nbytes
+        return to_proto(Batch(column.rows, {"x": column})).SerializeToString()
+
+    def share(self) -> bytes:
+        """The handle of memory like that which is lent to readers."""
+        return self._cuda.share(self._slots.pointer)
+
+    def stage(self) -> float:
+        """Seconds of the column's way from the arena through the slots, with nobody to wait for."""
+        started = time.perf_counter()
+        for offset, start, nbytes in slots(self._nbytes, self._slot_bytes):
+            pointer = self._slots.pointer + offset
+            self.store.copy(self._shard, start, nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
+        self._cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def expected(nbytes: int) -> np.ndarray:
+    """What is sent: one row, [1, nbytes] uint8."""
+    return np.resize(np.arange(251, dtype=np.uint8), (1, nbytes))
+
+
+def slots(nbytes: int, slot_bytes: int) -> list[tuple[int, int, int]]:
+    """Place among the slots, first byte and length of each piece of so many bytes."""
+    return [
+        (number % SLOTS * slot_bytes, start, min(slot_bytes, nbytes - start))
+        for number, start in enumerate(range(0, nbytes, slot_bytes))
+    ]
+
+
+def run_lender(make_cuda: Callable[[], Cuda], slot_bytes: int, arena_bytes: int, parent: Connection) -> None:
+    """A process: a lender behind a gRPC server, which does what it is told until the pipe closes."""
+
+    async def serve() -> None:
+        lender = Lender(cuda := make_cuda(), arena_bytes, slot_bytes)
+        server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        add_transfer_service(server, lender.sources.handlers())
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        lender.store.endpoint = Endpoint(address, host_id(), "", 1, "lender", 0, device_uuid=cuda.uuid)
+        await server.start()
+        with contextlib.suppress(EOFError):
+            while True:
+                method, *arguments = await asyncio.to_thread(parent.recv)
+                parent.send(await asyncio.to_thread(getattr(lender, method), *arguments))
+        lender.sources.close()
+        await server.stop(None)
+        lender.store.close()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+def measure_cuda_ipc(
+    make_cuda: Callable[[], Cuda], sizes: Sequence[int], rounds: int, slot_bytes: int = SLOT_BYTES
+) -> list[DeviceTransfer]:
+    """Figures for each size, in bytes.
+
+    Args:
+        make_cuda: Makes the GPU, here and in the process that lends; it is pickled.
+
+    Raises:
+        click.ClickException: What arrived is not what was sent.
+    """
+    if not sizes:
+        return []
+    cuda = make_cuda()
+    with process(partial(run_lender, make_cuda, slot_bytes), max(sizes) + ARENA_ROOM_BYTES) as lender:
+        return [_measure(cuda, lender, nbytes, rounds, slot_bytes) for nbytes in sizes]
+
+
+def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_bytes: int) -> DeviceTransfer:
+    batch = from_proto(common_pb2.Batch.FromString(ask(lender, "put", nbytes)))
+    ((source, ranges),) = needed(batch).items()
+    transport = CudaIpcTransport(cuda)
+    source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
+    lent = cuda.open(ask(lender, "share"))
+
+    def receive() -> float:
+        started = time.perf_counter()
+        received = transport.receive(source, ranges, time.monotonic() + TIMEOUT_S)
+        cuda.synchronize()
+        seconds = time.perf_counter() - started
+        received.free()
+        return seconds
+
+    def allocate() -> float:
+        started = time.perf_counter()
+        buffer = DeviceBuffer(cuda, nbytes)
+        seconds = time.perf_counter() - started
+        buffer.free()
+        return seconds
+
+    def copy_slots() -> None:
+        for offset, start, count in slots(nbytes, slot_bytes):
+            cuda.copy(target.pointer + start, lent + offset, count)
+        cuda.synchronize()
+
+    def copy() -> None:
+        cuda.copy(target.pointer, source_buffer.pointer, nbytes)
+        cuda.synchronize()
+
+    try:
+        _check(cuda, transport.receive(source, ranges, time.monotonic() + TIMEOUT_S), nbytes)
+        seconds = in_turns(
+            {
+                "receive_s": receive,
+                "staging_s": lambda: ask(lender, "stage"),
+                "slots_s": timed(copy_slots),
+                "allocation_s": allocate,
+                "copy_s": timed(copy),
+            },
+            rounds,
+        )
+    finally:
+        transport.close()
+        cuda.close(lent)
+    return DeviceTransfer(nbytes, rounds, **{name: statistics.median(each) for name, each in seconds.items()})
+
+
+def _check(cuda: Cuda, received: DeviceBuffer, nbytes: int) -> None:
+    """Raises ClickException where device memory does not hold what was sent."""
+    got = np.empty(nbytes, np.uint8)
+    cuda.copy_out(got.data, received.pointer)
+    if not np.array_equal(got, expected(nbytes)[0]):
+        raise click.ClickException(f"of {nbytes} bytes over cuda_ipc, some arrived wrong")

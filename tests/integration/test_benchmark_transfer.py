@@ -1,0 +1,45 @@
+"""That what benchmarks/transfer.py times on a GPU runs, on a GPU made of the host."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import transfer_gpu
+from benchmarks.transfer import aims, device_table, main
+from benchmarks.transfer_gpu import expected, measure_cuda_ipc
+from contract.host_devices import HostCuda
+from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+
+pytestmark = pytest.mark.timeout(60)
+
+SIZES = (1 << 20, (3 << 20) + 17)
+
+
+def test_cuda_ipc_is_timed_with_its_parts_and_its_anchor():
+    figures = measure_cuda_ipc(partial(HostCuda, "GPU"), SIZES, rounds=2, slot_bytes=1 << 20)
+    assert [f.nbytes for f in figures] == list(SIZES)
+    assert all(seconds > 0 for f in figures for name, seconds in asdict(f).items() if name.endswith("_s"))
+    assert device_table(figures).row_count == len(SIZES)
+    assert len(aims([], [], [], figures)) == 2
+
+
+def test_bytes_that_arrive_wrong_are_no_measurement(monkeypatch):
+    monkeypatch.setattr(transfer_gpu, "expected", lambda nbytes: expected(nbytes) + np.uint8(1))
+    with pytest.raises(click.ClickException, match="arrived wrong"):
+        measure_cuda_ipc(partial(HostCuda, "GPU"), SIZES[:1], rounds=1, slot_bytes=1 << 20)
+
+
+def test_without_a_gpu_a_line_says_why_cuda_ipc_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(CudaIpcTransport, "unavailable", lambda: "no GPU")
+    figures = tmp_path / "figures.json"
+    ran = CliRunner().invoke(main, ["--part", "cuda_ipc", "--json", str(figures)])
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.splitlines()[0] == "cuda_ipc is left out: no GPU"
+    assert json.loads(figures.read_text())["cuda_ipc"] == []
