@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nccl_transfer import wire
-from nccl_transfer.batch import Batch, Endpoint, concat_columns
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import Batch, Endpoint, Shard, concat_columns
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher, Rows
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import RowPlan, plan_rows
+from nccl_transfer.plans import Relay, RowPlan, plan_rows
 from nccl_transfer.protocols import get_protocol, protocol_names
 from nccl_transfer.relay import Errand
 from nccl_transfer.serving import add_transfer_service
@@ -29,6 +30,7 @@ from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id, serve_fetch
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from rlhf.v1 import transfer_pb2 as pb
 
 HERE = host_id()
 ELSEWHERE = "another host"
@@ -220,3 +222,58 @@ def test_a_relay_of_another_epoch_is_refused(ranks, calls):
     with pytest.raises(Refused, match="epoch is 1, the rows are of epoch 7"):
         start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "older", calls).result(10)
     ranks[0].store.release("session")
+
+
+def ask(rank: Rank, call_id: str, source: Endpoint, loop, timeout_s: float = 5) -> pb.TakeRelayedResponse:
+    request = pb.TakeRelayedRequest(epoch=1, call_id=call_id, source=source.address)
+    return Rank.on(loop, rank.fetcher.relays.take(request, timeout_s))
+
+
+def relay_of(reader: Rank, number: int) -> tuple[Relay, memoryview]:
+    """Eight bytes of one of many sources, and what they are."""
+    source = Endpoint(f"10.0.0.{number}:7000", ELSEWHERE)
+    relay = Relay(source, reader.endpoint, (ByteRange(Shard(source, 1, 0, 8), 0, 8),))
+    return relay, memoryview(number.to_bytes(8, "little"))
+
+
+def test_a_call_keeps_the_rows_of_a_hundred_ranks(ranks, loop):
+    reader = ranks[2]
+    made = [relay_of(reader, number) for number in range(100)]
+    for relay, read in made:
+        reader.fetcher.relays.keep(relay, lambda _, read=read: read, Errand("of a hundred", LEASE))
+    for relay, read in made:
+        answer = ask(reader, "of a hundred", relay.source, loop)
+        assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    reader.store.release("session")
+
+
+def test_asks_that_nobody_answers_leave_nothing_behind(ranks, loop):
+    reader = ranks[2]
+    relay, read = relay_of(reader, 1)
+    for number in range(200):
+        with pytest.raises(DeadlineExceeded):
+            ask(reader, f"unanswered {number}", relay.source, loop, timeout_s=0)
+    for number in range(3):
+        reader.fetcher.relays.keep(relay, lambda _: read, Errand(f"answered {number}", LEASE))
+    for number in range(3):
+        answer = ask(reader, f"answered {number}", relay.source, loop)
+        assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    reader.store.release("session")
+
+
+def test_a_read_that_is_waited_for_is_not_forgotten_for_many_others(ranks, loop):
+    reader = ranks[2]
+    relay, read = relay_of(reader, 1)
+    request = pb.TakeRelayedRequest(epoch=1, call_id="late", source=relay.source.address)
+    waiting = asyncio.run_coroutine_threadsafe(reader.fetcher.relays.take(request, 10), loop)
+    for number in range(200):
+        reader.fetcher.relays.keep(relay, lambda _: read, Errand(f"early {number}", LEASE))
+    assert not waiting.done()
+    reader.fetcher.relays.keep(relay, lambda _: read, Errand("late", LEASE))
+    answer = waiting.result(5)
+    assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    # Of calls that nobody waits for the oldest are forgotten, whole.
+    with pytest.raises(DeadlineExceeded):
+        ask(reader, "early 0", relay.source, loop, timeout_s=0)
+    ask(reader, "early 199", relay.source, loop)
+    reader.store.release("session")
