@@ -21,7 +21,7 @@ from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
 from nccl_transfer.transports.grpc_stream import insecure_channel
-from rlhf.errors import DeadlineExceeded, TransferError, drop_frames, from_rpc_error
+from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
@@ -70,7 +70,8 @@ class RelayBoard:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
 
         Raises:
-            OutOfSpace, Refused: As in `TensorStore.fill`.
+            OutOfSpace: They do not fit; those who wait hear of it by `fail`.
+            Refused: As in `TensorStore.fill`.
         """
 
         def write(memory: memoryview) -> None:
@@ -79,7 +80,12 @@ class RelayBoard:
                 memory[start : start + r.nbytes] = view(r)
                 start += r.nbytes
 
-        shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
+        try:
+            shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
+        except OutOfSpace as error:
+            raise OutOfSpace(
+                f"{error}; they are of {relay.source}, kept for other ranks of this host"
+            ) from None
         kept = Kept(relay.ranges, shard)
         self._settle(errand.call_id, relay.source, lambda future: future.set_result(kept))
 

@@ -39,9 +39,10 @@ from nccl_transfer.transports import (
     serve_fetch,
     traffic_since,
 )
-from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from nccl_transfer.transports.tcp import cut_frames
+from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
+from services.server import SERVER_OPTIONS
 
 Row = tuple[tuple[float, float], tuple[int, ...]]
 """A row of the columns `fixed` and `jagged`, as tests count it out."""
@@ -52,15 +53,15 @@ LEASE = Lease("session", 1)
 
 
 class Rank:
-    """What a rank serves of the data plane; `host` is what it says of itself."""
+    """What a rank serves of the data plane; `host` is what it says of itself, `sent` the bytes of each frame that
+    went out of its data port."""
 
-    def __init__(
-        self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int = 1 << 18
-    ) -> None:
+    def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int) -> None:
         self.number, self.host = number, host
         self.store = TensorStore(arena_bytes)
         self.arena = ArenaServer(self.store)
-        self.stream = ByteServer(self.store, "127.0.0.1")
+        self.sent: list[int] = []
+        self.stream = ByteServer(self.store, "127.0.0.1", self._frames)
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
             f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number,
@@ -69,12 +70,17 @@ class Rank:
         self.store.endpoint = self.endpoint
         self.fetcher = Fetcher(host, create_transports(), self.store)
 
+    def _frames(self, store: TensorStore, request: pb.FetchRequest) -> Iterator[list[memoryview]]:
+        for pieces in cut_frames(store, request):
+            self.sent.append(sum(map(len, pieces)))
+            yield pieces
+
     @staticmethod
     def on(loop, work):
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
     async def _start(self):
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         add_transfer_service(server, {"Fetch": self._fetch, "TakeRelayed": self._take})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -105,9 +111,11 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @contextmanager
-def started(hosts: Sequence[str], loop: asyncio.AbstractEventLoop) -> Iterator[list[Rank]]:
-    """A rank on each host named."""
-    ranks = [Rank(number, host, loop) for number, host in enumerate(hosts)]
+def started(
+    hosts: Sequence[str], loop: asyncio.AbstractEventLoop, first: int = 0, arena_bytes: int = 1 << 18
+) -> Iterator[list[Rank]]:
+    """A rank on each host named, numbered from `first` on."""
+    ranks = [Rank(number, host, loop, arena_bytes) for number, host in enumerate(hosts, first)]
     try:
         yield ranks
     finally:
@@ -226,7 +234,7 @@ class Call:
             store_rows(holder, [row for _, row in rows])
             for holder, rows in itertools.groupby(self.held, lambda item: item[0])
         ]
-        return Batch.concat([*pieces, store_rows(self.ranks[0], [])]).take(np.array(self.order, np.int64))
+        return Batch.concat(pieces).take(np.array(self.order, np.int64))
 
 
 @st.composite
@@ -253,6 +261,9 @@ def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor, each: i
     parts = [batch.take(np.array(part, np.int64)) for part in call.given]
     plans = plan_rows(parts, [rank.endpoint for rank in ranks])
     call_id = f"call {time.monotonic_ns()}"
+    sources = {holder for holder, _ in call.held}
+    for source in sources:
+        source.sent.clear()
     with counted([rank.fetcher for rank in ranks]) as moved:
         fetches = [
             start_fetch(rank, part, plan, call_id, calls)
@@ -261,10 +272,11 @@ def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor, each: i
         arrived = [rows_of(fetch.result(20)) for fetch in fetches]
     assert arrived == [[call.rows[row] for row in part] for part in call.given]
 
+    lower_bounds = {}
     for host in {rank.host for rank in ranks}:
         here = [number for number, rank in enumerate(ranks) if rank.host == host]
         far = {number: call.wanted(number, near=False) for number in here}
-        lower_bound = row_bytes(set().union(*far.values()))
+        lower_bounds[host] = row_bytes(set().union(*far.values()))
         planned = sum(
             r.nbytes
             for number in here
@@ -272,12 +284,13 @@ def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor, each: i
             if source.host_id != host
             for r in ranges
         )
-        assert planned == lower_bound
-        assert sum(moved[number]["tcp"] for number in here) == lower_bound
+        assert planned == lower_bounds[host]
+        assert sum(moved[number]["tcp"] for number in here) == lower_bounds[host]
         for number in here:
             assert moved[number].keys() <= {"tcp", "relay", "memfd"}
             assert moved[number]["tcp"] + moved[number]["relay"] == row_bytes(far[number])
             assert moved[number]["memfd"] == row_bytes(call.wanted(number, near=True))
+    assert sum(sum(source.sent) for source in sources) == sum(lower_bounds.values())
 
     def answers(rows: Iterable[Row]) -> list[Row]:
         return [((-a, i), entries) for (a, _), entries in rows for i in range(each)]
@@ -353,6 +366,44 @@ def test_a_relay_of_another_epoch_is_refused(ranks, calls):
     with pytest.raises(Refused, match="epoch is 1, the rows are of epoch 7"):
         start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "older", calls).result(10)
     ranks[0].store.release("session")
+
+
+@pytest.fixture
+def tiny_rank(loop) -> Iterator[Rank]:
+    """One more here, of 64 KiB."""
+    with started([HERE], loop, first=4, arena_bytes=64 << 10) as [rank]:
+        yield rank
+
+
+def test_a_reader_without_space_says_what_does_not_fit_and_its_neighbours_hear_at_once(
+    ranks, tiny_rank, calls
+):
+    rows: list[Row] = [((row, row), tuple(range(1000))) for row in range(5)]
+    batch = Batch.concat([store_rows(ranks[0], rows[:1]), store_rows(ranks[1], rows[1:])])
+    tiny_rank.store.put(
+        np.zeros(40 << 10, np.uint8), LEASE
+    )  # beside it, rows of rank 0 fit, and of rank 1 do not
+    together = [tiny_rank, *ranks[2:4]]
+    plans = plan_rows([batch] * 3, [rank.endpoint for rank in together])
+
+    def start(number: int, call_id: str) -> Future[Rows]:
+        return start_fetch(together[number], batch, plans[number], call_id, calls, timeout_s=100)
+
+    def assert_told(fetch: Future[Rows]) -> None:
+        does_not_fit = r"test rank 4 .*: 0\.0 MiB do not fit into the arena of 0\.1 MiB, .*: raise arena_mb"
+        whose = r"they are of test rank 1 .*, kept for other ranks of this host"
+        with pytest.raises(OutOfSpace, match=f"{does_not_fit}; {whose}$"):
+            fetch.result(10)
+
+    waiting = [start(1, "full"), start(2, "full")]
+    for fetch in [start(0, "full"), *waiting]:
+        assert_told(fetch)
+    assert_told(start(1, "full"))  # and who asks later
+
+    tiny_rank.store.release("session")
+    assert [rows_of(start(number, "next").result(10)) for number in range(3)] == [rows] * 3
+    ranks[0].store.release("session")
+    ranks[1].store.release("session")
 
 
 def ask(rank: Rank, call_id: str, source: Endpoint, loop, timeout_s: float = 5) -> pb.TakeRelayedResponse:
