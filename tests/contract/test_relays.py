@@ -17,7 +17,7 @@ import grpc.aio
 import numpy as np
 import pytest
 from drawn import PROTOCOLS, meshes
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from nccl_transfer import wire
@@ -308,7 +308,9 @@ def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor, each: i
 def check_calls(protocol: TransferProtocol, pool: list[Rank], caller, calls, examples: int) -> None:
     """On random meshes over a pool of ranks, of which a mesh takes two thirds at most."""
 
-    @settings(max_examples=examples)
+    @settings(
+        max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )  # to draw, on a busy machine
     @given(drawn_calls(protocol, pool, len(pool) * 2 // 3), st.integers(0, 2))
     def check(call: Call, each: int) -> None:
         for rank in pool:
