@@ -13,7 +13,7 @@ import numpy as np
 
 from nccl_transfer.batch import Batch
 from nccl_transfer.mesh import Mesh
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 
 ENTRY_POINTS = "rlhf_cluster.protocols"
 """Group of entry points by which installed packages bring protocols: instances or classes of them."""
@@ -31,7 +31,8 @@ class TransferProtocol(ABC):
         splits: Whether the ranks' outputs, put end to end in `collect` order, are the rows of the call.
             If not, the result is one batch per collected rank.
         pads: Whether all parts have the same number of rows: where they do not divide, the first rows are dealt
-            out once more at the end, and `restore` drops what came back for them.
+            out once more at the end, and `restore` drops what came back for them. A method then returns the same
+            number of rows for each row it was given.
     """
 
     name: ClassVar[str]
@@ -59,12 +60,35 @@ class TransferProtocol(ABC):
         return [parts[self.part(rank, mesh)] for rank in range(mesh.size)]
 
     def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
-        """The rows of the call in their order, each once, of the outputs of the collected ranks put end to end."""
+        """What came back for the rows of the call, in their order, each once.
+
+        Args:
+            outputs: Outputs of the collected ranks put end to end: k rows side by side for each row a rank was given,
+                k the same for all; or, unless the protocol pads, any other number of rows, which stay as they are.
+            rows: Number of rows of the call.
+            mesh: The mesh they were dealt to.
+
+        Raises:
+            InvalidRequest: The protocol pads, and what came back for padding cannot be told from the rest.
+        """
         parts = self.distribute(rows, mesh)
         order = np.concatenate([parts[rank] for rank in self.collect(mesh)])
-        if len(order) != outputs.rows or np.array_equal(order, np.arange(rows)):
+        if np.array_equal(order, np.arange(rows)):
             return outputs
-        return outputs.take(np.unique(order, return_index=True)[1])
+        each, rest = divmod(outputs.rows, max(len(order), 1))
+        if rest and self.pads:
+            raise InvalidRequest(
+                f"{self.name} pads {rows} rows to {len(order)}, for which {outputs.rows} came back: of a method "
+                "called by it, each row has to give the same number of rows"
+            )
+        if rest:
+            return outputs
+        return outputs.take(blocks(np.unique(order, return_index=True)[1], each))
+
+
+def blocks(rows: np.ndarray, each: int) -> np.ndarray:
+    """The numbers of the rows that these became where every row made `each` rows, side by side: [rows * each]."""
+    return np.add.outer(rows * each, np.arange(each)).reshape(-1)
 
 
 def padded_rows(rows: int, parts: int) -> np.ndarray:

@@ -6,10 +6,11 @@ See `plans.plan_rows` for who reads what.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -20,12 +21,13 @@ from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
 from nccl_transfer.transports.grpc_stream import insecure_channel
-from rlhf.errors import DeadlineExceeded, TransferError, drop_frames, from_rpc_error
+from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
-REMEMBERED = 64
-"""Finished reads that are kept findable: a call makes one per rank it reads from, and neighbours ask within it."""
+REMEMBERED_CALLS = 64
+"""Calls whose reads are kept findable though nobody waits for one now. Neighbours ask within the call, so more than
+that a reader would have to be ahead of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +47,31 @@ class Kept:
     shard: Shard
 
 
+@dataclass(slots=True)
+class _Promise:
+    """A read that was made or failed, or that somebody waits for: one that is neither is forgotten."""
+
+    future: Future[Kept] = field(default_factory=Future)
+    waiters: int = 0
+
+
 class RelayBoard:
-    """What this rank has read for its neighbours, by call and by the rank it came from. Thread-safe."""
+    """What this rank has read for its neighbours, by call and by the rank it came from. Thread-safe.
+
+    It holds what is waited for, and of the calls nobody waits for the last REMEMBERED_CALLS, whole.
+    """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self._kept: dict[tuple[str, str], Future[Kept]] = {}
+        self._calls: dict[str, dict[str, _Promise]] = {}
         self._lock = threading.Lock()
 
     def keep(self, relay: Relay, view: Callable[[ByteRange], memoryview], errand: Errand) -> None:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
 
         Raises:
-            OutOfSpace, Refused: As in `TensorStore.fill`.
+            OutOfSpace: They do not fit; those who wait hear of it by `fail`.
+            Refused: As in `TensorStore.fill`.
         """
 
         def write(memory: memoryview) -> None:
@@ -66,15 +80,19 @@ class RelayBoard:
                 memory[start : start + r.nbytes] = view(r)
                 start += r.nbytes
 
-        shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
-        self._promise(errand.call_id, relay.source.address).set_result(Kept(relay.ranges, shard))
+        try:
+            shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
+        except OutOfSpace as error:
+            raise OutOfSpace(
+                f"{error}; they are of {relay.source}, kept for other ranks of this host"
+            ) from None
+        kept = Kept(relay.ranges, shard)
+        self._settle(errand.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
         """Tells those who wait that the bytes will not come; those that came stay."""
-        promise = self._promise(call_id, relay.source.address)
-        if not promise.done():
-            drop_frames(error)
-            promise.set_exception(error)
+        drop_frames(error)
+        self._settle(call_id, relay.source, lambda future: future.set_exception(error))
 
     async def take(self, request: pb.TakeRelayedRequest, timeout_s: float) -> pb.TakeRelayedResponse:
         """The answer to a TakeRelayed.
@@ -84,23 +102,51 @@ class RelayBoard:
             DeadlineExceeded: The bytes did not come.
         """
         check_epoch(self._store, request.epoch)
-        promise = asyncio.wrap_future(self._promise(request.call_id, request.source))
-        try:
-            kept = await asyncio.wait_for(asyncio.shield(promise), timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"call {request.call_id} did not read from {request.source} within {timeout_s:.1f} s"
-            ) from None
+        with self._waiting(request.call_id, request.source) as future:
+            try:
+                kept = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"call {request.call_id} did not read from {request.source} within {timeout_s:.1f} s"
+                ) from None
         ranges = [pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes) for r in kept.ranges]
         shard = kept.shard
         return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
 
-    def _promise(self, call_id: str, source: str) -> Future[Kept]:
+    def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[Kept]], None]) -> None:
+        """Says how a read ended, unless that is known; the call is now the youngest."""
         with self._lock:
-            over = len(self._kept) - REMEMBERED
-            for key in [key for key, promise in self._kept.items() if promise.done()][: max(over, 0)]:
-                del self._kept[key]
-            return self._kept.setdefault((call_id, source), Future())
+            promises = self._calls[call_id] = self._calls.pop(call_id, {})
+            promise = promises.setdefault(source.address, _Promise())
+            if not promise.future.done():
+                settle(promise.future)
+            self._forget()
+
+    @contextlib.contextmanager
+    def _waiting(self, call_id: str, source: str) -> Iterator[Future[Kept]]:
+        """A read's future, to be waited for within the block."""
+        with self._lock:
+            promise = self._calls.setdefault(call_id, {}).setdefault(source, _Promise())
+            promise.waiters += 1
+        try:
+            yield promise.future
+        finally:
+            with self._lock:
+                promise.waiters -= 1
+                if not promise.waiters and not promise.future.done():
+                    del self._calls[call_id][source]
+                    if not self._calls[call_id]:
+                        del self._calls[call_id]
+                self._forget()
+
+    def _forget(self) -> None:
+        idle = [
+            call_id
+            for call_id, promises in self._calls.items()
+            if not any(promise.waiters for promise in promises.values())
+        ]
+        for call_id in idle[:-REMEMBERED_CALLS]:
+            del self._calls[call_id]
 
 
 class RelayTaker:

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import PROTOCOLS, meshes
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from nccl_transfer import wire
-from nccl_transfer.batch import Batch, Endpoint, concat_columns
+from nccl_transfer.arena import ByteRange
+from nccl_transfer.batch import Batch, Endpoint, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher, Rows
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import RowPlan, plan_rows
-from nccl_transfer.protocols import get_protocol, protocol_names
+from nccl_transfer.plans import Relay, RowPlan, plan_rows
+from nccl_transfer.protocols import TransferProtocol
 from nccl_transfer.relay import Errand
 from nccl_transfer.serving import add_transfer_service
 from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id, serve_fetch
-from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from nccl_transfer.transports import (
+    ArenaServer,
+    ByteServer,
+    create_transports,
+    host_id,
+    serve_fetch,
+    traffic_since,
+)
+from nccl_transfer.transports.tcp import cut_frames
+from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
+from rlhf.v1 import transfer_pb2 as pb
+from services.server import SERVER_OPTIONS
+
+Row = tuple[tuple[float, float], tuple[int, ...]]
+"""A row of the columns `fixed` and `jagged`, as tests count it out."""
 
 HERE = host_id()
 ELSEWHERE = "another host"
@@ -36,13 +53,15 @@ LEASE = Lease("session", 1)
 
 
 class Rank:
-    """What a rank serves of the data plane; `host` is what it says of itself."""
+    """What a rank serves of the data plane; `host` is what it says of itself, `sent` the bytes of each frame that
+    went out of its data port."""
 
-    def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int) -> None:
         self.number, self.host = number, host
-        self.store = TensorStore(1 << 20)
+        self.store = TensorStore(arena_bytes)
         self.arena = ArenaServer(self.store)
-        self.stream = ByteServer(self.store, "127.0.0.1")
+        self.sent: list[int] = []
+        self.stream = ByteServer(self.store, "127.0.0.1", self._frames)
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
             f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number,
@@ -51,12 +70,17 @@ class Rank:
         self.store.endpoint = self.endpoint
         self.fetcher = Fetcher(host, create_transports(), self.store)
 
+    def _frames(self, store: TensorStore, request: pb.FetchRequest) -> Iterator[list[memoryview]]:
+        for pieces in cut_frames(store, request):
+            self.sent.append(sum(map(len, pieces)))
+            yield pieces
+
     @staticmethod
     def on(loop, work):
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
     async def _start(self):
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         add_transfer_service(server, {"Fetch": self._fetch, "TakeRelayed": self._take})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -70,7 +94,6 @@ class Rank:
 
     def close(self, loop) -> None:
         self.on(loop, self.server.stop(None))
-        self.fetcher.close()
         self.arena.close()
         self.stream.close()
         self.store.close()
@@ -87,43 +110,77 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
+@contextmanager
+def started(
+    hosts: Sequence[str], loop: asyncio.AbstractEventLoop, first: int = 0, arena_bytes: int = 1 << 18
+) -> Iterator[list[Rank]]:
+    """A rank on each host named, numbered from `first` on."""
+    ranks = [Rank(number, host, loop, arena_bytes) for number, host in enumerate(hosts, first)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.fetcher.close()
+        for rank in ranks:
+            rank.close(loop)
+
+
 @pytest.fixture(scope="module")
 def ranks(loop) -> Iterator[list[Rank]]:
-    """Two that hold the rows, elsewhere, and eight that need them, here."""
-    ranks = [Rank(number, ELSEWHERE if number < 2 else HERE, loop) for number in range(10)]
-    yield ranks
-    for rank in ranks:
-        rank.close(loop)
+    """Two that hold rows, elsewhere, and two that need them, here."""
+    with started([ELSEWHERE, ELSEWHERE, HERE, HERE], loop) as ranks:
+        yield ranks
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def pool(loop) -> Iterator[list[Rank]]:
+    """For meshes of up to 16 ranks, on three hosts."""
+    with started([f"host {number % 3}" for number in range(24)], loop) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def large_pool(loop) -> Iterator[list[Rank]]:
+    """For meshes of up to 64 ranks, on four hosts."""
+    with started([f"host {number % 4}" for number in range(96)], loop) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
 def calls() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         yield pool
 
 
-def store_rows(holders: Sequence[Rank], rows: int) -> tuple[Batch, np.ndarray, Jagged[np.ndarray]]:
-    """A fixed and a jagged column over the holders, and their values."""
-    rng = np.random.default_rng(rows)
-    fixed = rng.standard_normal((rows, 2))
-    lengths = rng.integers(0, 6, rows)
-    jagged = Jagged(rng.integers(0, 99, lengths.sum()), lengths)
-    pieces = []
-    for holder, part in zip(holders, np.array_split(np.arange(rows), len(holders)), strict=True):
-        offsets = jagged.offsets
-        some = (
-            Jagged(jagged.values[offsets[part[0]] : offsets[part[-1] + 1]], lengths[part])
-            if len(part)
-            else Jagged(jagged.values[:0], lengths[:0])
-        )
-        pieces.append(
-            (
-                holder.store.put_column(fixed[part], "float64", LEASE),
-                holder.store.put_column(some, "int64", LEASE),
-            )
-        )
-    fixed_column, jagged_column = (concat_columns(list(columns)) for columns in zip(*pieces, strict=True))
-    return Batch(rows, {"fixed": fixed_column, "jagged": jagged_column}), fixed, jagged
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Fetcher]:
+    """Who takes the results: a process that stores nothing."""
+    fetcher = Fetcher("host 0", create_transports())
+    yield fetcher
+    fetcher.close()
+
+
+def store_rows(holder: Rank, rows: Sequence[Row]) -> Batch:
+    """The rows in shards of a rank."""
+    fixed = np.array([numbers for numbers, _ in rows], np.float64).reshape(len(rows), 2)
+    lengths = np.array([len(entries) for _, entries in rows], np.int64)
+    jagged = Jagged(np.array([entry for _, entries in rows for entry in entries], np.int64), lengths)
+    columns = {
+        "fixed": holder.store.put_column(fixed, "float64", LEASE),
+        "jagged": holder.store.put_column(jagged, "int64", LEASE),
+    }
+    return Batch(len(rows), columns)
+
+
+def rows_of(fetched: Rows) -> list[Row]:
+    fixed, jagged = fetched["fixed"], fetched["jagged"]
+    assert isinstance(fixed, np.ndarray)
+    assert isinstance(jagged, Jagged)
+    return [((fixed[row, 0], fixed[row, 1]), tuple(jagged.row(row).tolist())) for row in range(fetched.rows)]
+
+
+def row_bytes(rows: Iterable[Row]) -> int:
+    return sum(2 * 8 + 8 * len(entries) for _, entries in rows)
 
 
 def start_fetch(
@@ -136,55 +193,146 @@ def start_fetch(
     return calls.submit(rank.fetcher.fetch, batch, time.monotonic() + timeout_s, errand)
 
 
-def received(rank: Rank) -> dict[str, int]:
-    return {name: moved.bytes for name, moved in rank.fetcher.traffic().items()}
+@contextmanager
+def counted(fetchers: Sequence[Fetcher]) -> Iterator[list[Counter[str]]]:
+    """What each has moved within the block, in bytes by transport; filled in at the end."""
+    before = [fetcher.traffic() for fetcher in fetchers]
+    moved = [Counter[str]() for _ in fetchers]
+    yield moved
+    for fetcher, old, counter in zip(fetchers, before, moved, strict=True):
+        counter.update({name: count.bytes for name, count in traffic_since(fetcher.traffic(), old).items()})
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), name=st.sampled_from(protocol_names()))
-def test_every_row_arrives_and_every_byte_crosses_once(data, name, ranks, calls):
-    mesh = Mesh(
-        *data.draw(st.sampled_from([(1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 1, 3), (1, 4, 2, 1, 2)]))
-    )
-    rows = (
-        data.draw(st.integers(0, 12)) // mesh.size * mesh.size
-        if name == "ALL_TO_ALL"
-        else data.draw(st.integers(0, 12))
-    )
-    holders, needers = ranks[:2], ranks[2 : 2 + mesh.size]
-    batch, fixed, jagged = store_rows(holders, rows)
-    order = np.array(data.draw(st.permutations(range(rows))), np.int64)
-    numbers = [order[part] for part in get_protocol(name).distribute(rows, mesh)]
-    parts = [batch.take(each) for each in numbers]
-    plans = plan_rows(parts, [rank.endpoint for rank in needers])
-    before = [received(rank) for rank in needers]
+@dataclass(frozen=True)
+class Call:
+    """A call on `ranks` with the rows of `order`, of those that `held` says ranks have; no two of these are alike."""
+
+    held: list[tuple[Rank, Row]]
+    order: list[int]
+    protocol: TransferProtocol
+    mesh: Mesh
+    ranks: list[Rank]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [self.held[number][1] for number in self.order]
+
+    @property
+    def given(self) -> list[list[int]]:
+        """Places in `order` of the rows of each rank."""
+        return [part.tolist() for part in self.protocol.distribute(len(self.order), self.mesh)]
+
+    def wanted(self, rank: int, near: bool) -> set[Row]:
+        """Rows that a rank needs of other ranks: of those on its host, or of those on others."""
+        here = self.ranks[rank]
+        needed = [self.held[self.order[place]] for place in self.given[rank]]
+        return {row for holder, row in needed if holder is not here and (holder.host == here.host) is near}
+
+    def stored(self) -> Batch:
+        """The batch of the call, its rows put where they are held."""
+        pieces = [
+            store_rows(holder, [row for _, row in rows])
+            for holder, rows in itertools.groupby(self.held, lambda item: item[0])
+        ]
+        return Batch.concat(pieces).take(np.array(self.order, np.int64))
+
+
+@st.composite
+def drawn_calls(draw: st.DrawFn, protocol: TransferProtocol, pool: list[Rank], most_ranks: int) -> Call:
+    """Ranks on at least two hosts, and rows in shards of up to three ranks, shuffled and repeated."""
+    mesh = draw(meshes().filter(lambda mesh: 2 <= mesh.size <= most_ranks))
+    ranks = draw(st.permutations(pool))[: mesh.size]
+    assume(len({rank.host for rank in ranks}) > 1)
+    count = itertools.count(1)
+    held: list[tuple[Rank, Row]] = []
+    for holder in draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique_by=id)):
+        for length in draw(st.lists(st.integers(0, 5), min_size=1, max_size=8)):
+            held.append((holder, ((next(count), next(count)), tuple(itertools.islice(count, length)))))
+    rows = draw(st.integers(0, 3 * mesh.size))
+    order = draw(st.lists(st.integers(0, len(held) - 1), min_size=rows, max_size=rows)) if rows else []
+    if protocol.name == "ALL_TO_ALL":
+        order = order[: len(order) // mesh.size * mesh.size]
+    return Call(held, order, protocol, mesh, ranks)
+
+
+def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor, each: int) -> None:
+    """Rows arrive, and answers of `each` rows for every row come back, as counted out by hand; so do the bytes."""
+    protocol, mesh, ranks, batch = call.protocol, call.mesh, call.ranks, call.stored()
+    parts = [batch.take(np.array(part, np.int64)) for part in call.given]
+    plans = plan_rows(parts, [rank.endpoint for rank in ranks])
     call_id = f"call {time.monotonic_ns()}"
-    fetches = [
-        start_fetch(rank, part, plan, call_id, calls)
-        for rank, part, plan in zip(needers, parts, plans, strict=True)
-    ]
-    for fetch, each in zip(fetches, numbers, strict=True):
-        values = fetch.result(20).values
-        np.testing.assert_array_equal(values["fixed"], fixed[each])
-        arrived = values["jagged"]
-        assert isinstance(arrived, Jagged)
-        for row, number in enumerate(each.tolist()):
-            np.testing.assert_array_equal(arrived.row(row), jagged.row(number))
-    moved = [
-        {name: count - old.get(name, 0) for name, count in received(rank).items()}
-        for rank, old in zip(needers, before, strict=True)
-    ]
-    used = sorted({row for each in numbers for row in each.tolist()})
-    lower_bound = sum(16 + 8 * int(jagged.lengths[row]) for row in used)
-    assert sum(plan.direct_bytes for plan in plans) == lower_bound
-    assert sum(counts.get("tcp", 0) for counts in moved) == lower_bound
-    assert [counts.get("relay", 0) for counts in moved] == [plan.relayed_bytes for plan in plans]
-    for rank in ranks:
-        rank.store.release("session")
+    sources = {holder for holder, _ in call.held}
+    for source in sources:
+        source.sent.clear()
+    with counted([rank.fetcher for rank in ranks]) as moved:
+        fetches = [
+            start_fetch(rank, part, plan, call_id, calls)
+            for rank, part, plan in zip(ranks, parts, plans, strict=True)
+        ]
+        arrived = [rows_of(fetch.result(20)) for fetch in fetches]
+    assert arrived == [[call.rows[row] for row in part] for part in call.given]
+
+    lower_bounds = {}
+    for host in {rank.host for rank in ranks}:
+        here = [number for number, rank in enumerate(ranks) if rank.host == host]
+        far = {number: call.wanted(number, near=False) for number in here}
+        lower_bounds[host] = row_bytes(set().union(*far.values()))
+        planned = sum(
+            r.nbytes
+            for number in here
+            for source, ranges in plans[number].direct.items()
+            if source.host_id != host
+            for r in ranges
+        )
+        assert planned == lower_bounds[host]
+        assert sum(moved[number]["tcp"] for number in here) == lower_bounds[host]
+        for number in here:
+            assert moved[number].keys() <= {"tcp", "relay", "memfd"}
+            assert moved[number]["tcp"] + moved[number]["relay"] == row_bytes(far[number])
+            assert moved[number]["memfd"] == row_bytes(call.wanted(number, near=True))
+    assert sum(sum(source.sent) for source in sources) == sum(lower_bounds.values())
+
+    def answers(rows: Iterable[Row]) -> list[Row]:
+        return [((-a, i), entries) for (a, _), entries in rows for i in range(each)]
+
+    outputs = [store_rows(ranks[rank], answers(arrived[rank])) for rank in protocol.collect(mesh)]
+    result = Batch.concat(outputs)
+    expected = answers(row for rank in protocol.collect(mesh) for row in arrived[rank])
+    if protocol.splits:
+        result, expected = protocol.restore(result, len(call.rows), mesh), answers(call.rows)
+    with counted([caller]) as taken:
+        assert rows_of(caller.fetch(result, time.monotonic() + 10)) == expected
+    assert taken[0].total() == row_bytes(expected)
+
+
+def check_calls(protocol: TransferProtocol, pool: list[Rank], caller, calls, examples: int) -> None:
+    """On random meshes over a pool of ranks, of which a mesh takes two thirds at most."""
+
+    @settings(
+        max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )  # to draw, on a busy machine
+    @given(drawn_calls(protocol, pool, len(pool) * 2 // 3), st.integers(0, 2))
+    def check(call: Call, each: int) -> None:
+        for rank in pool:
+            rank.store.release(LEASE.session)
+        check_a_call(call, caller, calls, each)
+
+    check()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_every_row_arrives_and_every_byte_crosses_once(protocol, pool, caller, calls):
+    check_calls(protocol, pool, caller, calls, 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_every_row_arrives_and_every_byte_crosses_once_on_up_to_64_ranks(protocol, large_pool, caller, calls):
+    check_calls(protocol, large_pool, caller, calls, 300)
 
 
 def two_readers(ranks: list[Rank]) -> tuple[Batch, list[RowPlan]]:
-    batch, _, _ = store_rows(ranks[:1], 4)
+    batch = store_rows(ranks[0], [((row, -row), (row,) * row) for row in range(4)])
     return batch, plan_rows([batch, batch], [ranks[2].endpoint, ranks[3].endpoint])
 
 
@@ -220,3 +368,96 @@ def test_a_relay_of_another_epoch_is_refused(ranks, calls):
     with pytest.raises(Refused, match="epoch is 1, the rows are of epoch 7"):
         start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "older", calls).result(10)
     ranks[0].store.release("session")
+
+
+@pytest.fixture
+def tiny_rank(loop) -> Iterator[Rank]:
+    """One more here, of 64 KiB."""
+    with started([HERE], loop, first=4, arena_bytes=64 << 10) as [rank]:
+        yield rank
+
+
+def test_a_reader_without_space_says_what_does_not_fit_and_its_neighbours_hear_at_once(
+    ranks, tiny_rank, calls
+):
+    rows: list[Row] = [((row, row), tuple(range(1000))) for row in range(5)]
+    batch = Batch.concat([store_rows(ranks[0], rows[:1]), store_rows(ranks[1], rows[1:])])
+    tiny_rank.store.put(
+        np.zeros(40 << 10, np.uint8), LEASE
+    )  # beside it, rows of rank 0 fit, and of rank 1 do not
+    together = [tiny_rank, *ranks[2:4]]
+    plans = plan_rows([batch] * 3, [rank.endpoint for rank in together])
+
+    def start(number: int, call_id: str) -> Future[Rows]:
+        return start_fetch(together[number], batch, plans[number], call_id, calls, timeout_s=100)
+
+    def assert_told(fetch: Future[Rows]) -> None:
+        does_not_fit = r"test rank 4 .*: 0\.0 MiB do not fit into the arena of 0\.1 MiB, .*: raise arena_mb"
+        whose = r"they are of test rank 1 .*, kept for other ranks of this host"
+        with pytest.raises(OutOfSpace, match=f"{does_not_fit}; {whose}$"):
+            fetch.result(10)
+
+    waiting = [start(1, "full"), start(2, "full")]
+    for fetch in [start(0, "full"), *waiting]:
+        assert_told(fetch)
+    assert_told(start(1, "full"))  # and who asks later
+
+    tiny_rank.store.release("session")
+    assert [rows_of(start(number, "next").result(10)) for number in range(3)] == [rows] * 3
+    ranks[0].store.release("session")
+    ranks[1].store.release("session")
+
+
+def ask(rank: Rank, call_id: str, source: Endpoint, loop, timeout_s: float = 5) -> pb.TakeRelayedResponse:
+    request = pb.TakeRelayedRequest(epoch=1, call_id=call_id, source=source.address)
+    return Rank.on(loop, rank.fetcher.relays.take(request, timeout_s))
+
+
+def relay_of(reader: Rank, number: int) -> tuple[Relay, memoryview]:
+    """Eight bytes of one of many sources, and what they are."""
+    source = Endpoint(f"10.0.0.{number}:7000", ELSEWHERE)
+    relay = Relay(source, reader.endpoint, (ByteRange(Shard(source, 1, 0, 8), 0, 8),))
+    return relay, memoryview(number.to_bytes(8, "little"))
+
+
+def test_a_call_keeps_the_rows_of_a_hundred_ranks(ranks, loop):
+    reader = ranks[2]
+    made = [relay_of(reader, number) for number in range(100)]
+    for relay, read in made:
+        reader.fetcher.relays.keep(relay, lambda _, read=read: read, Errand("of a hundred", LEASE))
+    for relay, read in made:
+        answer = ask(reader, "of a hundred", relay.source, loop)
+        assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    reader.store.release("session")
+
+
+def test_asks_that_nobody_answers_leave_nothing_behind(ranks, loop):
+    reader = ranks[2]
+    relay, read = relay_of(reader, 1)
+    for number in range(200):
+        with pytest.raises(DeadlineExceeded):
+            ask(reader, f"unanswered {number}", relay.source, loop, timeout_s=0)
+    for number in range(3):
+        reader.fetcher.relays.keep(relay, lambda _: read, Errand(f"answered {number}", LEASE))
+    for number in range(3):
+        answer = ask(reader, f"answered {number}", relay.source, loop)
+        assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    reader.store.release("session")
+
+
+def test_a_read_that_is_waited_for_is_not_forgotten_for_many_others(ranks, loop):
+    reader = ranks[2]
+    relay, read = relay_of(reader, 1)
+    request = pb.TakeRelayedRequest(epoch=1, call_id="late", source=relay.source.address)
+    waiting = asyncio.run_coroutine_threadsafe(reader.fetcher.relays.take(request, 10), loop)
+    for number in range(200):
+        reader.fetcher.relays.keep(relay, lambda _: read, Errand(f"early {number}", LEASE))
+    assert not waiting.done()
+    reader.fetcher.relays.keep(relay, lambda _: read, Errand("late", LEASE))
+    answer = waiting.result(5)
+    assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
+    # Of calls that nobody waits for the oldest are forgotten, whole.
+    with pytest.raises(DeadlineExceeded):
+        ask(reader, "early 0", relay.source, loop, timeout_s=0)
+    ask(reader, "early 199", relay.source, loop)
+    reader.store.release("session")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from drawn import PROTOCOLS, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
 from nccl_transfer.mesh import Mesh
 from nccl_transfer.plans import RowPlan, Slice, difference, intersection, plan_rows, plan_slices, union
-from nccl_transfer.protocols import DataParallel, TransferProtocol, get_protocol, protocol_names
+from nccl_transfer.protocols import TransferProtocol, get_protocol
 from rlhf.errors import TransferError
 
 SHARD_BYTES = 40
@@ -52,26 +53,6 @@ def test_intersection_and_difference_are_those_of_sets(left, right):
     rest = bytes_of(difference(union(left), union(right)))
     assert set(rest) == a - b
     assert len(rest) == len(a - b)
-
-
-class Interleaved(DataParallel):
-    """A protocol as a user would write one: rows dealt like cards."""
-
-    name, splits = "INTERLEAVED", False
-
-    def distribute(self, rows: int, mesh: Mesh) -> list[np.ndarray]:
-        return [np.arange(rank, rows, mesh.size) for rank in range(mesh.size)]
-
-
-PROTOCOLS = [*(get_protocol(name) for name in protocol_names()), Interleaved()]
-SIZES = st.integers(1, 4)
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    pipeline, tensor, data = draw(SIZES), draw(SIZES), draw(SIZES)
-    divisors = [[n for n in range(1, size + 1) if size % n == 0] for size in (pipeline, tensor)]
-    return Mesh(pipeline, tensor, data, *(draw(st.sampled_from(sizes)) for sizes in divisors))
 
 
 @st.composite

@@ -7,40 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import SIZES, Interleaved, Padded, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nccl_transfer.batch import Batch, LocalColumn
 from nccl_transfer.mesh import Mesh
 from nccl_transfer.protocols import (
-    DataParallel,
-    ThreeD,
+    TransferProtocol,
     get_protocol,
     padded_rows,
     protocol_names,
     register_protocol,
 )
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = st.integers(0, 40)
-SIZES = st.integers(1, 4)
 CONCATENATING = ["DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "3D_PP_AS_DP"]
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    """Any mesh with sizes up to 4, and any generation mesh that is coarser."""
-    pipeline, tensor, data = draw(SIZES), draw(SIZES), draw(SIZES)
-    return Mesh(
-        pipeline,
-        tensor,
-        data,
-        draw(st.sampled_from([n for n in range(1, pipeline + 1) if pipeline % n == 0])),
-        draw(st.sampled_from([n for n in range(1, tensor + 1) if tensor % n == 0])),
-    )
-
-
 MESHES = meshes()
 
 
@@ -252,38 +236,44 @@ def test_the_drawings_in_the_documentation_are_of_what_the_protocols_and_plans_d
     assert page == drawings["redraw"](page), "run docs/draw_protocols.py"
 
 
-class Padded(ThreeD):
-    name, pads = "3D_PADDED", True
+def answered(protocol: TransferProtocol, rows: int, mesh: Mesh, each: int) -> tuple[Batch, list[str]]:
+    """What ranks hand back that make `each` rows of every row, put end to end, and what the call is to give."""
+    made = Batch.of(text=[f"row {row}, {i}" for row in range(rows) for i in range(each)])
+    numbers = np.arange(made.rows).reshape(rows, each)
+    parts = protocol.distribute(rows, mesh)
+    outputs = Batch.concat([made.take(numbers[parts[rank]].reshape(-1)) for rank in protocol.collect(mesh)])
+    return outputs, texts(made)
 
 
-@given(ROWS, MESHES)
-def test_a_protocol_that_pads_gives_equal_parts_and_drops_what_came_back_twice(rows, mesh):
-    batch = Batch.of(text=[f"row {row}" for row in range(rows)])
-    parts = Padded().distribute(rows, mesh)
-    assert len({len(part) for part in parts}) == 1
-    outputs = Batch.concat([batch.take(parts[rank]) for rank in Padded().collect(mesh)])
-    column = Padded().restore(outputs, rows, mesh)["text"]
+def texts(batch: Batch) -> list[str]:
+    column = batch["text"]
     assert isinstance(column, LocalColumn)
-    assert column.values == [f"row {row}" for row in range(rows)]
+    return column.texts
 
 
-class Dealt(DataParallel):
-    """Rows dealt like cards."""
-
-    name = "DEALT"
-
-    def distribute(self, rows, mesh):
-        return [np.arange(rank, rows, mesh.size) for rank in range(mesh.size)]
+@given(ROWS, MESHES, st.integers(0, 3))
+def test_a_protocol_that_pads_gives_equal_parts_and_drops_what_came_back_twice(rows, mesh, each):
+    assert len({len(part) for part in Padded().distribute(rows, mesh)}) == 1
+    outputs, expected = answered(Padded(), rows, mesh, each)
+    assert texts(Padded().restore(outputs, rows, mesh)) == expected
 
 
-@given(ROWS, MESHES)
-def test_rows_that_were_dealt_in_another_order_come_back_in_their_own(rows, mesh):
-    batch = Batch.of(text=[f"row {row}" for row in range(rows)])
-    parts = Dealt().distribute(rows, mesh)
-    outputs = Batch.concat([batch.take(parts[rank]) for rank in Dealt().collect(mesh)])
-    column = Dealt().restore(outputs, rows, mesh)["text"]
-    assert isinstance(column, LocalColumn)
-    assert column.values == [f"row {row}" for row in range(rows)]
+def test_two_rows_for_each_of_six_over_four_parts_come_back_once():
+    outputs, expected = answered(Padded(), 6, Mesh(data=4), 2)
+    assert outputs.rows == 16
+    assert texts(Padded().restore(outputs, 6, Mesh(data=4))) == expected
+
+
+def test_what_came_back_for_padding_has_to_be_known():
+    outputs, _ = answered(Padded(), 6, Mesh(data=4), 2)
+    with pytest.raises(InvalidRequest, match="3D_PADDED pads 6 rows to 8, for which 15 came back"):
+        Padded().restore(outputs.take(np.arange(15)), 6, Mesh(data=4))
+
+
+@given(ROWS, MESHES, st.integers(0, 3))
+def test_rows_that_were_dealt_in_another_order_come_back_in_their_own(rows, mesh, each):
+    outputs, expected = answered(Interleaved(), rows, mesh, each)
+    assert texts(Interleaved().restore(outputs, rows, mesh)) == expected
 
 
 def install(site: Path, name: str, value: str) -> None:
