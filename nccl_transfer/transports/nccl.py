@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -31,6 +31,7 @@ from nccl_transfer.communicator import (
 from nccl_transfer.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
 from nccl_transfer.transaction import Phase, Transaction
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.manifest import manifest_item
 from nccl_transfer.transports.tether import Tether, answer, tether_channel
 from rlhf.errors import (
     DeadlineExceeded,
@@ -275,7 +276,7 @@ class _Pair:
             plan=transaction.plan,
             epoch=source.epoch,
             communicator_epoch=attachment.epoch,
-            items=map(_manifest_item, ranges),
+            items=map(manifest_item, ranges),
             nbytes=sum(r.nbytes for r in ranges),
             deadline_s=left,
         )
@@ -340,12 +341,6 @@ def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None)
 def _is_answer(error: BaseException) -> bool:
     """Whether the source itself refused, and so is well."""
     return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))
-
-
-def _manifest_item(r: ByteRange) -> pb.ManifestItem:
-    dtype: Any = f"ELEMENT_TYPE_{r.dtype.upper()}" if r.dtype else "ELEMENT_TYPE_UNSPECIFIED"
-    wanted = pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
-    return pb.ManifestItem(range=wanted, column=r.column, dtype=dtype)
 
 
 def own_nccl() -> Nccl:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -33,9 +34,18 @@ from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
 from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.manifest import manifest_item
 from nccl_transfer.transports.nccl import NcclTransport
 from nccl_transfer.wire import endpoint_from_proto, from_proto, to_proto
-from rlhf.errors import ConfigError, DeadlineExceeded, OutOfSpace, Refused, ServiceLost, TransferError
+from rlhf.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    OutOfSpace,
+    Refused,
+    ServiceLost,
+    TransferError,
+)
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
@@ -837,6 +847,35 @@ def test_a_refused_plan_leaves_the_communicator_as_it_is(nccl, peer):
     with pytest.raises(Refused, match=r"plan [0-9a-f]{12}, prepare: shard \d+ was released"):
         fetch(nccl, batch)
     fetch(nccl, two_columns(peer))
+    assert peer.ask("communicator_epochs") == {"epochs": [1]}
+
+
+def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itself_is_refused(
+    nccl, peer, monkeypatch
+):
+    columns = {
+        "tokens": (random_array("int32", (7,)), "int32", [3, 0, 4]),
+        "hidden": (random_array("bfloat16", (3, 2, 5)), "bfloat16", None),
+    }
+    batch, told = peer.put_columns(columns), []
+
+    def tell(r, rows=0):
+        item = manifest_item(r)
+        told.append((item.column, pb.ElementType.Name(item.dtype), list(item.shape), item.range.nbytes))
+        item.shape[0] += rows
+        return item
+
+    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", tell)
+    fetch(nccl, batch)
+    assert told == [
+        ("tokens", "ELEMENT_TYPE_INT32", [7], 28),
+        ("hidden", "ELEMENT_TYPE_BFLOAT16", [3, 2, 5], 60),
+    ]
+    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", partial(tell, rows=1))
+    with pytest.raises(InvalidRequest, match=r"column 'tokens', .* 28 bytes are not the 32 of int32 \(8,\)"):
+        fetch(nccl, batch)
+    monkeypatch.undo()
+    fetch(nccl, batch)
     assert peer.ask("communicator_epochs") == {"epochs": [1]}
 
 
