@@ -55,7 +55,15 @@ async def _serve(parent: Connection) -> None:
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     add_transfer_service(server, sources.handlers())
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    store.endpoint = Endpoint(address, host_id(), "", 1, "source", 0, sources.device_uuid)
+    store.endpoint = Endpoint(
+        address,
+        host_id(),
+        "",
+        1,
+        "source",
+        device_uuid=sources.device_uuid,
+        nccl_version=sources.nccl_version,
+    )
     await server.start()
     for nbytes in SIZES:
         column = store.put_column(expected(nbytes), "uint8", Lease("check", 1))

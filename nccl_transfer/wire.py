@@ -38,6 +38,7 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
         device_uuid=endpoint.device_uuid,
         data_port=endpoint.data_port,
         data_key=endpoint.data_key,
+        nccl_version=endpoint.nccl_version,
     )
 
 
@@ -56,6 +57,7 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
         message.device_uuid,
         message.data_port,
         message.data_key,
+        message.nccl_version,
     )
 
 

@@ -26,6 +26,7 @@ from nccl_transfer.communicator import (
     CupyNccl,
     Message,
     Nccl,
+    version_text,
     why_no_nccl,
 )
 from nccl_transfer.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
@@ -86,6 +87,11 @@ class NcclTransport(Transport):
             return "it has no GPU"
         if source.device_uuid == self._cuda.uuid:
             return f"both are on {source.device_uuid}, and NCCL takes one rank per GPU"
+        if not source.nccl_version:
+            return "it has no NCCL"
+        if source.nccl_version != self._nccl.version:
+            there, here = version_text(source.nccl_version), version_text(self._nccl.version)
+            return f"NCCL is {there} there and {here} here"
         return None
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:

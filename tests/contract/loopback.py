@@ -120,7 +120,9 @@ class OwnPeer:
         add_transfer_service(server, self._sources.handlers())
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         # The reader believes that this is another GPU.
-        self.store.endpoint = Endpoint(address, host_id(), "", EPOCH, "actor", 0, "GPU-itself")
+        self.store.endpoint = Endpoint(
+            address, host_id(), "", EPOCH, "actor", 0, "GPU-itself", nccl_version=self._sources.nccl_version
+        )
         await server.start()
         started.set()
         await self._stop.wait()

@@ -31,6 +31,7 @@ from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
+from nccl_transfer.sources import DeviceSources
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
 from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
@@ -879,9 +880,18 @@ def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itse
     assert peer.ask("communicator_epochs") == {"epochs": [1]}
 
 
-def test_mixed_versions_of_nccl_are_refused(peer):
+@pytest.mark.parametrize("version", [0, 22809])
+def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(peer, version):
+    array = random_array("int32", (4,))
+    fetcher = Fetcher(host_id(), [make("nccl"), *create_transports(["tcp"])])
+    assert_same_bits(fetch(fetcher, moved_to(peer.put(array), nccl_version=version))["x"], array)
+    assert set(fetcher.traffic()) == {"tcp"}
+    fetcher.close()
+
+
+def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
     fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda("GPU-of-the-reader"))])
-    batch = peer.put(random_array("int32", (4,)))
+    batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
     with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
         fetch(fetcher, batch)
     fetcher.close()
@@ -1003,7 +1013,20 @@ def test_the_device_decides_which_transports_reach_a_rank():
     assert ipc.why_not(same, there) is None
     assert ipc.why_not(other, there) == "it is on GPU-2, not on GPU-1"
     assert nccl.why_not(same, there) == "both are on GPU-1, and NCCL takes one rank per GPU"
-    assert nccl.why_not(other, there) is None
+    assert nccl.why_not(other, there) == "it has no NCCL"
+    assert nccl.why_not(replace(other, nccl_version=22809), there) == "NCCL is 2.28.9 there and 2.27.3 here"
+    assert nccl.why_not(replace(other, nccl_version=22703), there) is None
+
+
+def test_a_rank_tells_the_nccl_that_it_sends_by():
+    store = TensorStore(MIB)
+    for cuda, nccl, told in (
+        (HostCuda(GPU), HostNccl(), 22703),
+        (HostCuda(GPU), None, 0),
+        (None, HostNccl(), 0),
+    ):
+        assert DeviceSources(store, cuda, nccl).nccl_version == told
+    store.close()
 
 
 @pytest.fixture(scope="module")

@@ -185,10 +185,6 @@ class Peer:
     def device_used(self):
         return {"bytes": self.cuda.used}
 
-    def use_nccl(self, version):
-        self.nccl.version = version
-        return {}
-
     def pause(self, at, after=0):
         """The next transfer between GPUs stops until `go_on` at its `copy`, after so many of them, or at its `join`, or
         for good at its `send`; says so when it does."""
@@ -238,7 +234,7 @@ async def main(arena_mib: int, epoch: int, devices: str, checksums: bool) -> Non
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     peer.store.endpoint = Endpoint(
         address, host_id(), peer.arena_server.name, epoch, "actor", os.getpid(), peer.sources.device_uuid,
-        peer.byte_server.port, peer.byte_server.key,
+        peer.byte_server.port, peer.byte_server.key, peer.sources.nccl_version,
     )  # fmt: skip
     await server.start()
     say(endpoint=endpoint_to_proto(peer.store.endpoint).SerializeToString().hex())
