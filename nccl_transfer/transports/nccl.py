@@ -112,6 +112,12 @@ class NcclTransport(Transport):
         """
         return self._pair(source).receive(source, ranges, deadline)
 
+    def communicator_epoch(self, source: Endpoint) -> int:
+        """Number of the newest communicator with a source, from 1; 0 where there was none."""
+        with self._lock:
+            pair = self._pairs.get(source.address)
+        return pair.epoch if pair is not None else 0
+
     def close(self) -> None:
         with self._lock:
             pairs, self._pairs = list(self._pairs.values()), {}
@@ -173,7 +179,11 @@ class _Attachment:
 
 
 class _Pair:
-    """This process and one source: at most one communicator, and one transfer at a time."""
+    """This process and one source: at most one communicator, and one transfer at a time.
+
+    Attributes:
+        epoch: Number of the newest communicator.
+    """
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: grpc.Channel) -> None:
         self._nccl = nccl
@@ -181,7 +191,7 @@ class _Pair:
         self._channel = channel
         self._stub = pb_grpc.TransferServiceStub(channel)
         self._reader = uuid.uuid4().hex
-        self._epoch = 0
+        self.epoch = 0
         self._attachment: _Attachment | None = None
         self._turn = threading.Lock()
 
@@ -212,16 +222,16 @@ class _Pair:
         if self._attachment is not None and not self._attachment.tether.holds:
             self._detach()
         if self._attachment is None:
-            self._epoch += 1
+            self.epoch += 1
             unique_id = self._nccl.unique_id()
             request = pb.AttachRequest(
                 reader=self._reader,
                 epoch=source.epoch,
-                communicator_epoch=self._epoch,
+                communicator_epoch=self.epoch,
                 unique_id=unique_id,
                 nccl_version=self._nccl.version,
             )
-            self._attachment = _Attachment(self._epoch, Tether(self._stub.Attach(request)))
+            self._attachment = _Attachment(self.epoch, Tether(self._stub.Attach(request)))
             try:
                 self._attachment.tether.first(deadline, where)
                 self._attachment.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
