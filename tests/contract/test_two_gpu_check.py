@@ -10,13 +10,15 @@ import pytest
 
 from nccl_transfer.batch import ITEM_BYTES
 
-SCRIPT = Path(__file__).with_name("two_gpu_check_on_the_host.py")
+TESTS = Path(__file__).parents[1]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Standard output and errors as one text."""
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50)
+    command = [sys.executable, "-m", "contract.two_gpu_check_on_the_host", *arguments]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50, cwd=TESTS
+    )
 
 
 def test_all_checks_pass():

@@ -1,6 +1,6 @@
 """`nccl_transfer.two_gpu_check` on GPUs made of the host, whole or with something wrong.
 
-Started as `python two_gpu_check_on_the_host.py [FAULT]`: `wrong bytes` arrive; the source has `no start`, or one that
+Started as `python -m contract.two_gpu_check_on_the_host [FAULT]`: `wrong bytes` arrive; the source has `no start`, or it
 `hangs`; failures are told `too late` while the source is stopped; or the GPU has an error of its own, `foreign`.
 """
 
@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from host_devices import HostCuda, HostNccl
+from contract.host_devices import HostCuda, HostNccl
 from nccl_transfer import two_gpu_check
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
