@@ -8,6 +8,7 @@ ever; the next transfer makes a new one, with the next communicator epoch.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -214,9 +215,9 @@ class _Pair:
         return attachment is not None and not attachment.tether.holds and not self._turn.locked()
 
     def close(self) -> None:
-        if self._attachment is not None:
-            self._attachment.end()
-        self._channel.close()
+        self._channel.close()  # ends a transfer that is under way
+        with self._turn:
+            self._detach()
 
     def _attached(self, source: Endpoint, where: str, deadline: float) -> _Attachment:
         if self._attachment is not None and not self._attachment.tether.holds:
@@ -330,15 +331,14 @@ class _Pair:
 
     def _give_up(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
         """Aborts here at once. The source hears it by three ways: the message, the tether, its own deadline."""
-        self._stub.Abort.future(
-            pb.AbortRequest(
-                reader=self._reader,
-                plan=transaction.plan,
-                communicator_epoch=transaction.communicator_epoch,
-                reason=transaction.reason,
-            ),
-            timeout=ABORT_S,
+        request = pb.AbortRequest(
+            reader=self._reader,
+            plan=transaction.plan,
+            communicator_epoch=transaction.communicator_epoch,
+            reason=transaction.reason,
         )
+        with contextlib.suppress(ValueError):  # the channel was closed, and the tether is cut with it
+            self._stub.Abort.future(request, timeout=ABORT_S)
         self._detach(buffer.free)
 
 

@@ -57,7 +57,13 @@ class OwnPeer(PeerProcess):
         self._cuda = CountedCuda(cuda)
         # The reader is to believe that this is another GPU.
         self._peer = Peer(
-            arena_mib << 20, EPOCH, self._cuda, nccl, checksums, "GPU-itself", lambda **event: self._said.put(event)
+            arena_mib << 20,
+            EPOCH,
+            self._cuda,
+            nccl,
+            checksums,
+            "GPU-itself",
+            lambda **event: self._said.put(event),
         )
         self.endpoint = asyncio.run_coroutine_threadsafe(self._peer.start(), self._loop).result(ANSWER_S)
 
@@ -195,7 +201,7 @@ def is_about_gpus(test: Callable) -> bool:
 TESTS = {name: test for name, test in vars(suite).items() if name.startswith("test_") and is_about_gpus(test)}
 globals().update(TESTS)
 
-__all__ = [
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "big_peer", "checked_peer", "fetcher", "in_use", "looped", "make", "mortal_peer", "new_peer", "other_peer", "peer",
     "shared_checked_peer", "shared_peer", "start_peer", "start_reader", "transport", *TESTS,
 ]  # fmt: skip

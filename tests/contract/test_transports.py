@@ -814,6 +814,21 @@ def test_a_peer_that_dies_in_the_middle_of_a_transfer_between_gpus_is_lost(
 
 
 @pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
+def test_a_transfer_between_gpus_whose_transport_is_closed_ends_and_leaves_nothing(
+    in_use, transport, peer, at, after
+):
+    (fetcher, gpu), batch = in_use, two_columns(peer)
+    peer.ask("pause", at=at, after=after)
+    with ThreadPoolExecutor(1) as thread:
+        fetching = thread.submit(fetch, fetcher, batch)
+        assert peer.answer() == {"event": "paused"}
+        fetcher.close()
+        assert fetching.exception(5) is not None
+        wait_until(lambda: gpu.used == 0)
+    peer.ask("go_on")
+
+
+@pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
 def test_a_transfer_between_gpus_that_stops_ends_at_its_deadline_and_leaves_nothing(
     transport, in_use, peer, at, after
 ):
@@ -986,7 +1001,9 @@ def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transpo
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(transport, peer, start_reader):
+def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(
+    transport, peer, start_reader
+):
     before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
     reader = start_reader(transport, batch, 60)
     assert reader.stdout is not None

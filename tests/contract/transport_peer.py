@@ -264,7 +264,9 @@ class Peer:
         for good at its `send`; says so when it does."""
         if at == "copy":
             self.store.copies_left = after
-        elif at == "join":
+            return {}
+        assert self.nccl is not None
+        if at == "join":
             self.nccl.joining = threading.Event()
         else:
             self.nccl.pausing = True

@@ -1,7 +1,8 @@
 """`nccl_transfer.two_gpu_check` on GPUs made of the host, whole or with something wrong.
 
-Started as `python -m contract.two_gpu_check_on_the_host [FAULT]`: `wrong bytes` arrive; the source has `no start`, or it
-`hangs`; failures are told `too late` while the source is stopped; or the GPU has an error of its own, `foreign`.
+Started as `python -m contract.two_gpu_check_on_the_host [FAULT]`: `wrong bytes` arrive; the source has `no start`;
+the source `hangs` at its start; failures are told `too late` while it is stopped; or the GPU has an error of its own,
+`foreign`.
 """
 
 import os
