@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import fcntl
 import functools
+import math
 import mmap
 import os
 import secrets
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nccl_transfer import checksums
-from nccl_transfer.batch import Shard
+from nccl_transfer.batch import ITEM_BYTES, Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64
@@ -45,7 +46,8 @@ def mib(nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`nbytes` bytes of a shard, from byte `start` of the shard on; of which column and element type, for messages.
+    """`nbytes` bytes of a shard, from byte `start` of the shard on; of which column, element type and row shape, for
+    messages and manifests: empty where they are not known.
 
     Raises:
         TransferError: The range reaches beyond the shard.
@@ -56,6 +58,7 @@ class ByteRange:
     nbytes: int
     column: str = field(default="", compare=False)
     dtype: str = field(default="", compare=False)
+    row_shape: tuple[int, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.nbytes < 0 or self.start + self.nbytes > self.shard.nbytes:
@@ -63,6 +66,14 @@ class ByteRange:
                 f"{self.shard.endpoint}: bytes {self.start} to {self.start + self.nbytes} reach beyond "
                 f"shard {self.shard.id} of {self.shard.nbytes} bytes"
             )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(elements, *row_shape) where the range is known to hold whole elements, else empty."""
+        size = ITEM_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
+        if not size or self.start % size or self.nbytes % size:
+            return ()
+        return (self.nbytes // size, *self.row_shape)
 
     def whole_blocks(self) -> ByteRange:
         """The range that can be verified: widened to whole blocks where the shard has checksums."""

@@ -39,6 +39,7 @@ class Endpoint:
     device_uuid: str = field(default="", hash=False)
     data_port: int = field(default=0, hash=False)
     data_key: str = field(default="", hash=False, repr=False)
+    nccl_version: int = field(default=0, hash=False)
 
     def __str__(self) -> str:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"

@@ -31,8 +31,8 @@ def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
         if isinstance(column, RemoteColumn):
             for run in column.runs:
                 if run.nbytes:
-                    r = ByteRange(run.shard, run.start, run.nbytes, name, column.dtype).whole_blocks()
-                    wanted.setdefault(run.shard.endpoint, []).append(r)
+                    r = ByteRange(run.shard, run.start, run.nbytes, name, column.dtype, column.row_shape)
+                    wanted.setdefault(run.shard.endpoint, []).append(r.whole_blocks())
     return {source: union(ranges) for source, ranges in wanted.items()}
 
 

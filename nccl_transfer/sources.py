@@ -25,12 +25,14 @@ class DeviceSources:
 
     Attributes:
         device_uuid: For `Endpoint.device_uuid`.
+        nccl_version: For `Endpoint.nccl_version`.
     """
 
     def __init__(
         self, store: TensorStore, cuda: Cuda | None, nccl: Nccl | None, slot_bytes: int = SLOT_BYTES
     ) -> None:
         self.device_uuid = cuda.uuid if cuda is not None else ""
+        self.nccl_version = nccl.version if cuda is not None and nccl is not None else 0
         self._staging = StagingSource(store, cuda, slot_bytes) if cuda is not None else None
         self._nccl = NcclSource(store, nccl, cuda) if cuda is not None and nccl is not None else None
 

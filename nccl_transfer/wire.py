@@ -18,8 +18,13 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import worker_pb2
 
-_TYPES: dict[str, Any] = {name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES}
-_NAMES = {value: name for name, value in _TYPES.items()}
+ELEMENT_TYPES: dict[str, Any] = {
+    name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES
+}
+"""rlhf.v1.ElementType by dtype name."""
+
+DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
+"""The other way round."""
 
 
 def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
@@ -33,6 +38,7 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
         device_uuid=endpoint.device_uuid,
         data_port=endpoint.data_port,
         data_key=endpoint.data_key,
+        nccl_version=endpoint.nccl_version,
     )
 
 
@@ -51,6 +57,7 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
         message.device_uuid,
         message.data_port,
         message.data_key,
+        message.nccl_version,
     )
 
 
@@ -119,7 +126,7 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
 def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
     """Writes all of a column but its lengths, and returns these."""
     if isinstance(column, RemoteColumn):
-        message.dtype = _TYPES[column.dtype]
+        message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
         runs, size = message.runs, max(column.element_bytes, 1)
         runs.SetInParent()
@@ -133,9 +140,11 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
         return None
     values = column.values
     array, lengths = (values.values, values.lengths) if isinstance(values, Jagged) else (values, None)
-    if str(array.dtype) not in _TYPES:
-        raise InvalidRequest(f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(_TYPES)}")
-    message.dtype = _TYPES[str(array.dtype)]
+    if str(array.dtype) not in ELEMENT_TYPES:
+        raise InvalidRequest(
+            f"column {message.name!r} has dtype {array.dtype}; allowed: {sorted(ELEMENT_TYPES)}"
+        )
+    message.dtype = ELEMENT_TYPES[str(array.dtype)]
     message.row_shape.extend(array.shape[1:])
     message.inline = np.ascontiguousarray(array).tobytes()
     return lengths
@@ -241,9 +250,9 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _S
     content = message.WhichOneof("content")
     if content == "text":
         return LocalColumn(list(message.text.rows))
-    if content is None or message.dtype not in _NAMES:
+    if content is None or message.dtype not in DTYPES:
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
-    dtype, row_shape = _NAMES[message.dtype], tuple(message.row_shape)
+    dtype, row_shape = DTYPES[message.dtype], tuple(message.row_shape)
     lengths, elements = jagged or (None, rows)
     if content == "inline":
         return _decode_inline(message, dtype, row_shape, lengths, elements)

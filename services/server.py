@@ -144,6 +144,7 @@ class RankServer:
             self.sources.device_uuid,
             stream.port,
             stream.key,
+            self.sources.nccl_version,
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})

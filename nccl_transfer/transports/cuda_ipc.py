@@ -214,8 +214,9 @@ class _Borrower:
         return self._loan is not None and not self._loan.tether.holds and not self._turn.locked()
 
     def close(self) -> None:
-        self._give_back()
-        self._channel.close()
+        self._channel.close()  # ends a read that is under way, which uses the memory until then
+        with self._turn:
+            self._give_back()
 
     def _borrowed(self, source: Endpoint, deadline: float) -> _Loan:
         if self._loan is not None and not self._loan.tether.holds:

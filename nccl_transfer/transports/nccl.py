@@ -8,12 +8,13 @@ ever; the next transfer makes a new one, with the next communicator epoch.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -26,11 +27,13 @@ from nccl_transfer.communicator import (
     CupyNccl,
     Message,
     Nccl,
+    version_text,
     why_no_nccl,
 )
 from nccl_transfer.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
 from nccl_transfer.transaction import Phase, Transaction
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.manifest import manifest_item
 from nccl_transfer.transports.tether import Tether, answer, tether_channel
 from rlhf.errors import (
     DeadlineExceeded,
@@ -85,6 +88,11 @@ class NcclTransport(Transport):
             return "it has no GPU"
         if source.device_uuid == self._cuda.uuid:
             return f"both are on {source.device_uuid}, and NCCL takes one rank per GPU"
+        if not source.nccl_version:
+            return "it has no NCCL"
+        if source.nccl_version != self._nccl.version:
+            there, here = version_text(source.nccl_version), version_text(self._nccl.version)
+            return f"NCCL is {there} there and {here} here"
         return None
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
@@ -104,6 +112,12 @@ class NcclTransport(Transport):
             OutOfSpace: One of the two GPUs has no room for them.
         """
         return self._pair(source).receive(source, ranges, deadline)
+
+    def communicator_epoch(self, source: Endpoint) -> int:
+        """Number of the newest communicator with a source, from 1; 0 where there was none."""
+        with self._lock:
+            pair = self._pairs.get(source.address)
+        return pair.epoch if pair is not None else 0
 
     def close(self) -> None:
         with self._lock:
@@ -166,7 +180,11 @@ class _Attachment:
 
 
 class _Pair:
-    """This process and one source: at most one communicator, and one transfer at a time."""
+    """This process and one source: at most one communicator, and one transfer at a time.
+
+    Attributes:
+        epoch: Number of the newest communicator.
+    """
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: grpc.Channel) -> None:
         self._nccl = nccl
@@ -174,7 +192,7 @@ class _Pair:
         self._channel = channel
         self._stub = pb_grpc.TransferServiceStub(channel)
         self._reader = uuid.uuid4().hex
-        self._epoch = 0
+        self.epoch = 0
         self._attachment: _Attachment | None = None
         self._turn = threading.Lock()
 
@@ -197,24 +215,24 @@ class _Pair:
         return attachment is not None and not attachment.tether.holds and not self._turn.locked()
 
     def close(self) -> None:
-        if self._attachment is not None:
-            self._attachment.end()
-        self._channel.close()
+        self._channel.close()  # ends a transfer that is under way
+        with self._turn:
+            self._detach()
 
     def _attached(self, source: Endpoint, where: str, deadline: float) -> _Attachment:
         if self._attachment is not None and not self._attachment.tether.holds:
             self._detach()
         if self._attachment is None:
-            self._epoch += 1
+            self.epoch += 1
             unique_id = self._nccl.unique_id()
             request = pb.AttachRequest(
                 reader=self._reader,
                 epoch=source.epoch,
-                communicator_epoch=self._epoch,
+                communicator_epoch=self.epoch,
                 unique_id=unique_id,
                 nccl_version=self._nccl.version,
             )
-            self._attachment = _Attachment(self._epoch, Tether(self._stub.Attach(request)))
+            self._attachment = _Attachment(self.epoch, Tether(self._stub.Attach(request)))
             try:
                 self._attachment.tether.first(deadline, where)
                 self._attachment.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
@@ -275,7 +293,7 @@ class _Pair:
             plan=transaction.plan,
             epoch=source.epoch,
             communicator_epoch=attachment.epoch,
-            items=map(_manifest_item, ranges),
+            items=map(manifest_item, ranges),
             nbytes=sum(r.nbytes for r in ranges),
             deadline_s=left,
         )
@@ -313,15 +331,14 @@ class _Pair:
 
     def _give_up(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
         """Aborts here at once. The source hears it by three ways: the message, the tether, its own deadline."""
-        self._stub.Abort.future(
-            pb.AbortRequest(
-                reader=self._reader,
-                plan=transaction.plan,
-                communicator_epoch=transaction.communicator_epoch,
-                reason=transaction.reason,
-            ),
-            timeout=ABORT_S,
+        request = pb.AbortRequest(
+            reader=self._reader,
+            plan=transaction.plan,
+            communicator_epoch=transaction.communicator_epoch,
+            reason=transaction.reason,
         )
+        with contextlib.suppress(ValueError):  # the channel was closed, and the tether is cut with it
+            self._stub.Abort.future(request, timeout=ABORT_S)
         self._detach(buffer.free)
 
 
@@ -340,12 +357,6 @@ def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None)
 def _is_answer(error: BaseException) -> bool:
     """Whether the source itself refused, and so is well."""
     return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))
-
-
-def _manifest_item(r: ByteRange) -> pb.ManifestItem:
-    dtype: Any = f"ELEMENT_TYPE_{r.dtype.upper()}" if r.dtype else "ELEMENT_TYPE_UNSPECIFIED"
-    wanted = pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
-    return pb.ManifestItem(range=wanted, column=r.column, dtype=dtype)
 
 
 def own_nccl() -> Nccl:

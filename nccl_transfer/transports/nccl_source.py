@@ -14,8 +14,9 @@ from nccl_transfer.device import Cuda, DeviceBuffer
 from nccl_transfer.store import TensorStore
 from nccl_transfer.transaction import Phase, Transaction
 from nccl_transfer.transports.base import check_epoch, layout
+from nccl_transfer.transports.manifest import check_manifest
 from nccl_transfer.transports.nccl import READER, SOURCE, abort
-from rlhf.errors import InvalidRequest, Refused, TransferError
+from rlhf.errors import Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
 
 SEND_PAUSE_S = 1e-4
@@ -164,7 +165,8 @@ class NcclSource:
 
         Raises:
             Refused: Wrong epoch or communicator, a plan under way already, or a shard was released.
-            TransferError: The manifest contradicts itself, or a range reaches beyond its shard.
+            InvalidRequest: The manifest contradicts itself.
+            TransferError: A range reaches beyond its shard.
             OutOfSpace: The GPU has no room to stage it.
         """
         check_epoch(self._store, request.epoch)
@@ -172,9 +174,7 @@ class NcclSource:
         if offer.transaction is not None and not offer.transaction.phase.over:
             raise Refused(f"{offer.transaction} is under way")
         transaction = Transaction(request.plan, request.communicator_epoch)
-        nbytes = sum(item.range.nbytes for item in request.items)
-        if nbytes != request.nbytes:
-            raise InvalidRequest(f"the items of {transaction} are {nbytes} bytes, not {request.nbytes}")
+        check_manifest(request.items, request.nbytes)
         offer.begin(transaction, request.deadline_s)
         try:
             await offer.run(offer.stage, self._store, request.items)
@@ -184,7 +184,7 @@ class NcclSource:
                 transaction.abort(str(error))
             offer.rest()
             raise
-        return pb.PrepareResponse(nbytes=nbytes)
+        return pb.PrepareResponse(nbytes=request.nbytes)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """The answer to a Commit, when everything was sent.

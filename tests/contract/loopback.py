@@ -1,27 +1,77 @@
-"""A source in the reader's own process, and communicators by which a rank sends to itself: how the `nccl` transport
-runs where there is one GPU, of which NCCL takes one rank."""
+"""What the transports between GPUs run over where there is one GPU, of which NCCL takes one rank: communicators by
+which a rank sends to itself, and a GPU of which is known how much is in use."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import grpc.aio
-import numpy as np
-
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn
-from nccl_transfer.columns import Jagged
-from nccl_transfer.communicator import Communicator, Message, Nccl
+from nccl_transfer.communicator import Communicator, CommunicatorError, Message, Nccl
 from nccl_transfer.device import Cuda, Event
-from nccl_transfer.serving import add_transfer_service
-from nccl_transfer.sources import DeviceSources
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import host_id
-from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.errors import OutOfSpace
 
-EPOCH = 3
+JOIN_S = 10.0
+
+
+class CountedCuda(Cuda):
+    """A GPU that counts what is taken of it here, and gives no more than `capacity` bytes.
+
+    Attributes:
+        used: Bytes that were allocated and not freed.
+    """
+
+    def __init__(self, cuda: Cuda, capacity: int = 4 << 30) -> None:
+        self.uuid = cuda.uuid
+        self.capacity = capacity
+        self._cuda = cuda
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def malloc(self, nbytes: int) -> int:
+        with self._lock:
+            if sum(self._sizes.values()) + nbytes > self.capacity:
+                raise OutOfSpace(f"the GPU has no {nbytes} bytes left")
+            pointer = self._cuda.malloc(nbytes)
+            self._sizes[pointer] = nbytes
+            return pointer
+
+    def free(self, pointer: int) -> None:
+        with self._lock:
+            self._cuda.free(pointer)
+            del self._sizes[pointer]
+
+    def share(self, pointer: int) -> bytes:
+        return self._cuda.share(pointer)
+
+    def open(self, handle: bytes) -> int:
+        return self._cuda.open(handle)
+
+    def close(self, pointer: int) -> None:
+        self._cuda.close(pointer)
+
+    def copy_in(self, pointer: int, data: memoryview) -> None:
+        self._cuda.copy_in(pointer, data)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._cuda.copy(target, source, nbytes)
+
+    def copy_out(self, data: memoryview, pointer: int) -> None:
+        self._cuda.copy_out(data, pointer)
+
+    def event(self) -> Event:
+        return self._cuda.event()
+
+    def open_event(self, handle: bytes) -> Event:
+        return self._cuda.open_event(handle)
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize()
 
 
 class LoopbackNccl(Nccl):
@@ -30,7 +80,7 @@ class LoopbackNccl(Nccl):
     def __init__(self, nccl: Nccl) -> None:
         self.version = nccl.version
         self._nccl = nccl
-        self._joined: dict[bytes, _Loop] = {}
+        self._meetings: dict[bytes, _Meeting] = {}
         self._lock = threading.Lock()
 
     def unique_id(self) -> bytes:
@@ -39,9 +89,25 @@ class LoopbackNccl(Nccl):
     def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
         assert size == 2
         with self._lock:
-            if unique_id not in self._joined:
-                self._joined[unique_id] = _Loop(self._nccl.join(unique_id, 0, 1))
-            return self._joined[unique_id]
+            meeting = self._meetings.get(unique_id)
+            if meeting is None:
+                meeting = self._meetings[unique_id] = _Meeting()
+            else:
+                del self._meetings[unique_id]
+                meeting.loop = _Loop(self._nccl.join(unique_id, 0, 1))
+                meeting.complete.set()
+        if not meeting.complete.wait(JOIN_S):
+            raise CommunicatorError("the other rank did not come")
+        assert meeting.loop is not None
+        return meeting.loop
+
+
+@dataclass
+class _Meeting:
+    """Of two ranks, of which the second makes the communicator of both."""
+
+    loop: _Loop | None = None
+    complete: threading.Event = field(default_factory=threading.Event)
 
 
 class _Loop(Communicator):
@@ -70,59 +136,3 @@ class _Loop(Communicator):
 
     def abort(self) -> None:
         self._communicator.abort()
-
-
-class OwnPeer:
-    """A source on a thread of this process, with the part of `PeerProcess` that needs no other process."""
-
-    def __init__(self, nccl: Nccl, cuda: Cuda, arena_bytes: int) -> None:
-        self.store = TensorStore(arena_bytes)
-        self._sources = DeviceSources(self.store, cuda, nccl)
-        self._steps = itertools.count(1)
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(started),))
-        self._thread.start()
-        assert started.wait(20)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        assert self.store.endpoint is not None
-        return self.store.endpoint
-
-    def put_columns(
-        self, columns: dict[str, tuple[np.ndarray, str, list[int] | None]], layout: str = "as it is"
-    ) -> Batch:
-        assert layout == "as it is"
-        lease, stored = Lease("session", next(self._steps)), {}
-        for name, (array, dtype, lengths) in columns.items():
-            values = array if lengths is None else Jagged(array, np.array(lengths, np.int64))
-            stored[name] = self.store.put_column(values, dtype, lease)
-        first = next(iter(stored.values()))
-        assert isinstance(first, RemoteColumn)
-        return Batch(first.rows, stored)
-
-    def put(self, array: np.ndarray, dtype: str = "", lengths: list[int] | None = None) -> Batch:
-        return self.put_columns({"x": (array, dtype or str(array.dtype), lengths)})
-
-    def release(self) -> None:
-        self.store.release("session")
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        self._loop.close()
-        self.store.close()
-
-    async def _serve(self, started: threading.Event) -> None:
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        add_transfer_service(server, self._sources.handlers())
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        # The reader believes that this is another GPU.
-        self.store.endpoint = Endpoint(address, host_id(), "", EPOCH, "actor", 0, "GPU-itself")
-        await server.start()
-        started.set()
-        await self._stop.wait()
-        self._sources.close()
-        await server.stop(None)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -30,23 +31,37 @@ from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
+from nccl_transfer.sources import DeviceSources
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
 from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.manifest import manifest_item
 from nccl_transfer.transports.memfd import MemfdTransport
 from nccl_transfer.transports.nccl import NcclTransport
 from nccl_transfer.wire import endpoint_from_proto, from_proto, to_proto
-from rlhf.errors import ConfigError, DeadlineExceeded, OutOfSpace, Refused, ServiceLost, TransferError
+from rlhf.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    OutOfSpace,
+    Refused,
+    ServiceLost,
+    TransferError,
+)
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
-PEER = Path(__file__).with_name("transport_peer.py")
+TESTS = Path(__file__).parents[1]
 EPOCH = 3
 MIB = 1 << 20
 GPU = "GPU-of-the-peer"
 TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
 pytestmark = pytest.mark.timeout(60)
+
+
+Make = Callable[[str], Transport]
+"""A new transport of this name."""
 
 
 class PeerProcess:
@@ -59,9 +74,14 @@ class PeerProcess:
         epoch: int = EPOCH,
         devices: str = "host",
         checksums: bool = False,
+        device_uuid: str = "",
     ) -> None:
-        command = [sys.executable, str(PEER), str(arena_mib), str(epoch), devices, str(checksums)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        arguments = [str(arena_mib), str(epoch), devices, str(checksums), device_uuid]
+        command = [sys.executable, "-m", "contract.transport_peer", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS
+        )
+        self.pid = self.process.pid
         self.directory = directory
         self.steps = itertools.count(1)
         message = pb.Endpoint.FromString(bytes.fromhex(self.answer()["endpoint"]))
@@ -85,7 +105,7 @@ class PeerProcess:
         step = next(self.steps)
         described = {}
         for number, (name, (array, dtype, lengths)) in enumerate(columns.items()):
-            path = self.directory / f"{os.getpid()}-{self.process.pid}-{step}-{number}.npy"
+            path = self.directory / f"{os.getpid()}-{self.pid}-{step}-{number}.npy"
             np.save(path, array)
             described[name] = {"path": str(path), "dtype": dtype, "lengths": lengths, "layout": layout}
         reply = self.ask("put", step=step, columns=described)
@@ -147,7 +167,19 @@ def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
     peer.close()
 
 
-def make(transport: str) -> Transport:
+@pytest.fixture
+def other_peer(mortal_peer) -> PeerProcess:
+    """A second one."""
+    return mortal_peer
+
+
+@pytest.fixture
+def new_peer(tmp_path) -> Callable[[], PeerProcess]:
+    """Starts a peer."""
+    return lambda: PeerProcess(tmp_path)
+
+
+def make_on_the_host(transport: str) -> Transport:
     """A transport of the suite; those between GPUs on GPUs made of the host."""
     if transport == "cuda_ipc":
         return CudaIpcTransport(HostCuda(GPU))
@@ -156,21 +188,19 @@ def make(transport: str) -> Transport:
     return create_transports([transport])[0]
 
 
+@pytest.fixture
+def make() -> Make:
+    return make_on_the_host
+
+
 @pytest.fixture(params=TRANSPORTS)
 def transport(request) -> str:
     return request.param
 
 
 @pytest.fixture
-def fetcher(transport) -> Iterator[Fetcher]:
+def fetcher(transport, make) -> Iterator[Fetcher]:
     fetcher = Fetcher(host_id(), [make(transport)])
-    yield fetcher
-    fetcher.close()
-
-
-@pytest.fixture
-def nccl() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), [make("nccl")])
     yield fetcher
     fetcher.close()
 
@@ -368,9 +398,9 @@ def test_threads_may_read_at_the_same_time(fetcher, peer):
             reading.result(20)
 
 
-def test_rows_of_several_ranks_arrive_in_one_batch(fetcher, peer, mortal_peer):
+def test_rows_of_several_ranks_arrive_in_one_batch(fetcher, peer, other_peer):
     array = random_array("int32", (10, 2))
-    both = Batch.concat([peer.put(array[:6]), mortal_peer.put(array[6:])])
+    both = Batch.concat([peer.put(array[:6]), other_peer.put(array[6:])])
     assert_same_bits(fetch(fetcher, both)["x"], array)
 
 
@@ -754,12 +784,12 @@ def test_a_reader_without_the_key_gets_nothing(peer):
     fetcher.close()
 
 
-def test_restarts_of_a_source_leave_nothing_at_its_readers(transport, tmp_path):
+def test_restarts_of_a_source_leave_nothing_at_its_readers(make, transport, new_peer):
     """Each new one comes at a new address; what was held of the old ones goes."""
     fetcher = Fetcher(host_id(), [make(transport)])
 
     def work():
-        peer = PeerProcess(tmp_path)
+        peer = new_peer()
         fetch(fetcher, peer.put(random_array("int32", (4,))))
         peer.kill()
         peer.close()
@@ -851,6 +881,8 @@ def test_stat_says_what_the_store_holds(peer):
     assert stat.peak_bytes >= stat.used_bytes
 
 
+OVER_NCCL = pytest.mark.parametrize("transport", ["nccl"], indirect=True)
+OVER_CUDA_IPC = pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
 BETWEEN_GPUS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"], indirect=True)
 
 PLACES = [
@@ -869,13 +901,13 @@ def two_columns(peer: PeerProcess) -> Batch:
     return peer.put_columns(dict.fromkeys("xy", (array, "uint8", None)))
 
 
-@contextmanager
-def transport_in_use(name: str) -> Iterator[tuple[Fetcher, HostCuda]]:
+@pytest.fixture
+def in_use(transport, make) -> Iterator[tuple[Fetcher, HostCuda]]:
     """A fetcher and the GPU it receives into."""
-    transport = make(name)
-    assert isinstance(transport, CudaIpcTransport | NcclTransport)
-    fetcher = Fetcher(host_id(), [transport])
-    yield fetcher, transport._cuda  # type: ignore[misc]
+    between = make(transport)
+    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    fetcher = Fetcher(host_id(), [between])
+    yield fetcher, between._cuda  # type: ignore[misc]
     fetcher.close()
 
 
@@ -900,67 +932,126 @@ def test_a_peer_that_dies_in_the_middle_of_a_transfer_between_gpus_is_lost(
 
 
 @pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
-def test_a_transfer_between_gpus_that_stops_ends_at_its_deadline_and_leaves_nothing(
-    transport, peer, at, after
+def test_a_transfer_between_gpus_whose_transport_is_closed_ends_and_leaves_nothing(
+    in_use, transport, peer, at, after
 ):
-    batch = two_columns(peer)
-    with transport_in_use(transport) as (fetcher, gpu):
-        fetch(fetcher, batch.take(np.arange(1)))
-        held = gpu.used, peer.ask("device_used")["bytes"]
-        peer.ask("pause", at=at, after=after)
-        start = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=re.escape(str(peer.endpoint))):
-            fetch(fetcher, batch, within_s=0.5)
-        assert time.monotonic() - start < 1.5
+    (fetcher, gpu), batch = in_use, two_columns(peer)
+    peer.ask("pause", at=at, after=after)
+    with ThreadPoolExecutor(1) as thread:
+        fetching = thread.submit(fetch, fetcher, batch)
         assert peer.answer() == {"event": "paused"}
-        assert gpu.used <= held[0]
-        peer.ask("go_on")
-        wait_until(lambda: peer.ask("device_used")["bytes"] <= held[1])
-        assert fetch(fetcher, batch).fetched_bytes == batch.nbytes
+        fetcher.close()
+        assert fetching.exception(5) is not None
+        wait_until(lambda: gpu.used == 0)
+    peer.ask("go_on")
 
 
+@pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
+def test_a_transfer_between_gpus_that_stops_ends_at_its_deadline_and_leaves_nothing(
+    transport, in_use, peer, at, after
+):
+    (fetcher, gpu), batch = in_use, two_columns(peer)
+    fetch(fetcher, batch.take(np.arange(1)))
+    held = gpu.used, peer.ask("device_used")["bytes"]
+    peer.ask("pause", at=at, after=after)
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=re.escape(str(peer.endpoint))):
+        fetch(fetcher, batch, within_s=0.5)
+    assert time.monotonic() - start < 1.5
+    assert peer.answer() == {"event": "paused"}
+    wait_until(lambda: gpu.used <= held[0])
+    peer.ask("go_on")
+    wait_until(lambda: peer.ask("device_used")["bytes"] <= held[1])
+    assert fetch(fetcher, batch).fetched_bytes == batch.nbytes
+
+
+@OVER_NCCL
 @pytest.mark.parametrize(("at", "phase"), [("copy", "prepare"), ("send", "transfer")])
 def test_a_group_that_fails_names_plan_peer_and_phase_and_the_next_has_a_new_communicator(
-    nccl, peer, at, phase
+    fetcher, peer, at, phase
 ):
     batch = two_columns(peer)
     peer.ask("pause", at=at)
     with pytest.raises(
         DeadlineExceeded, match=rf"{re.escape(str(peer.endpoint))}: plan [0-9a-f]{{12}}, {phase}: no answer"
     ):
-        fetch(nccl, batch, within_s=0.5)
+        fetch(fetcher, batch, within_s=0.5)
     assert peer.answer() == {"event": "paused"}
     peer.ask("go_on")
-    fetch(nccl, batch)
-    fetch(nccl, batch)
+    fetch(fetcher, batch)
+    fetch(fetcher, batch)
     assert peer.ask("communicator_epochs") == {"epochs": [2]}
 
 
-def test_a_source_that_does_not_join_ends_the_read_at_its_deadline_and_may_join_later(nccl, peer):
+@OVER_NCCL
+def test_a_source_that_does_not_join_ends_the_read_at_its_deadline_and_may_join_later(fetcher, peer):
     batch, threads = two_columns(peer), threading.active_count()
     peer.ask("pause", at="join")
     with pytest.raises(DeadlineExceeded, match=r"plan [0-9a-f]{12}, attach: no answer"):
-        fetch(nccl, batch, within_s=0.5)
+        fetch(fetcher, batch, within_s=0.5)
     assert peer.answer() == {"event": "paused"}
     peer.ask("go_on")
-    fetch(nccl, batch)
-    nccl.close()
+    fetch(fetcher, batch)
+    fetcher.close()
     wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_a_refused_plan_leaves_the_communicator_as_it_is(nccl, peer):
+@OVER_NCCL
+def test_a_refused_plan_leaves_the_communicator_as_it_is(fetcher, peer):
     batch = two_columns(peer)
-    fetch(nccl, batch)
+    fetch(fetcher, batch)
     peer.release()
     with pytest.raises(Refused, match=r"plan [0-9a-f]{12}, prepare: shard \d+ was released"):
-        fetch(nccl, batch)
-    fetch(nccl, two_columns(peer))
+        fetch(fetcher, batch)
+    fetch(fetcher, two_columns(peer))
     assert peer.ask("communicator_epochs") == {"epochs": [1]}
 
 
-def test_mixed_versions_of_nccl_are_refused(peer):
+@OVER_NCCL
+def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itself_is_refused(
+    fetcher, peer, monkeypatch
+):
+    columns = {
+        "tokens": (random_array("int32", (7,)), "int32", [3, 0, 4]),
+        "hidden": (random_array("bfloat16", (3, 2, 5)), "bfloat16", None),
+    }
+    batch, told = peer.put_columns(columns), []
+
+    def tell(r, rows=0):
+        item = manifest_item(r)
+        told.append((item.column, pb.ElementType.Name(item.dtype), list(item.shape), item.range.nbytes))
+        item.shape[0] += rows
+        return item
+
+    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", tell)
+    fetch(fetcher, batch)
+    assert told == [
+        ("tokens", "ELEMENT_TYPE_INT32", [7], 28),
+        ("hidden", "ELEMENT_TYPE_BFLOAT16", [3, 2, 5], 60),
+    ]
+    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", partial(tell, rows=1))
+    with pytest.raises(InvalidRequest, match=r"column 'tokens', .* 28 bytes are not the 32 of int32 \(8,\)"):
+        fetch(fetcher, batch)
+    monkeypatch.undo()
+    fetch(fetcher, batch)
+    assert peer.ask("communicator_epochs") == {"epochs": [1]}
+
+
+@OVER_NCCL
+@pytest.mark.parametrize("version", [0, 1])
+def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
+    make, transport, peer, version
+):
+    array = random_array("int32", (4,))
+    fetcher = Fetcher(host_id(), [make(transport), *create_transports(["tcp"])])
+    assert_same_bits(fetch(fetcher, moved_to(peer.put(array), nccl_version=version))["x"], array)
+    assert set(fetcher.traffic()) == {"tcp"}
+    fetcher.close()
+
+
+def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
     fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda("GPU-of-the-reader"))])
-    batch = peer.put(random_array("int32", (4,)))
+    batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
     with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
         fetch(fetcher, batch)
     fetcher.close()
@@ -968,25 +1059,24 @@ def test_mixed_versions_of_nccl_are_refused(peer):
 
 @BETWEEN_GPUS
 @pytest.mark.parametrize("whose", ["the source's", "the reader's"])
-def test_a_gpu_without_room_is_an_error_and_the_next_transfer_works(transport, mortal_peer, whose):
-    array = random_array("uint8", (1, MIB))
-    batch = mortal_peer.put(array)
-    with transport_in_use(transport) as (fetcher, gpu):
-        if whose == "the source's":
-            mortal_peer.ask("limit_device", mib=0)
-        elif transport == "nccl":
-            gpu.capacity = 0
-        else:
-            pytest.skip("its reads need no memory of their own")
-        with pytest.raises(OutOfSpace, match=r"has no .* bytes left"):
-            fetch(fetcher, batch)
-        gpu.capacity = 4 << 30
-        mortal_peer.ask("limit_device", mib=64)
-        assert_same_bits(fetch(fetcher, batch)["x"], array)
+def test_a_gpu_without_room_is_an_error_and_the_next_transfer_works(transport, in_use, peer, whose):
+    (fetcher, gpu), array = in_use, random_array("uint8", (1, MIB))
+    batch = peer.put(array)
+    if whose == "the source's":
+        peer.ask("limit_device", mib=0)
+    elif transport == "nccl":
+        gpu.capacity = 0
+    else:
+        pytest.skip("its reads need no memory of their own")
+    with pytest.raises(OutOfSpace, match=r"has no .* bytes left"):
+        fetch(fetcher, batch)
+    gpu.capacity = 4 << 30
+    peer.ask("limit_device", mib=4 << 10)
+    assert_same_bits(fetch(fetcher, batch)["x"], array)
 
 
 @BETWEEN_GPUS
-def test_bytes_can_stay_on_the_gpu(transport, peer):
+def test_bytes_can_stay_on_the_gpu(make, transport, peer):
     array = random_array("uint8", (1, 5 * MIB + 7))
     column = peer.put(array)["x"]
     assert isinstance(column, RemoteColumn)
@@ -1002,18 +1092,24 @@ def test_bytes_can_stay_on_the_gpu(transport, peer):
     between.close()
 
 
-def start_reader(transport: str, batch: Batch, within_s: float) -> subprocess.Popen[bytes]:
-    """A process that fetches a batch."""
-    script, message = PEER.with_name("transport_reader.py"), to_proto(batch).SerializeToString().hex()
-    command = [sys.executable, str(script), transport, message, str(within_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+def run_reader(devices: str, transport: str, batch: Batch, within_s: float) -> subprocess.Popen[bytes]:
+    """A process that fetches a batch; `devices` as for the peer."""
+    message = to_proto(batch).SerializeToString().hex()
+    command = [sys.executable, "-m", "contract.transport_reader", devices, transport, message, str(within_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=TESTS)
+
+
+@pytest.fixture
+def start_reader() -> Callable[[str, Batch, float], subprocess.Popen[bytes]]:
+    """Starts a process that fetches a batch."""
+    return partial(run_reader, "host")
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transport, peer):
+def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transport, peer, start_reader):
     before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
     peer.ask("pause", at="copy", after=1)
-    reader = start_reader(transport, batch, within_s=60)
+    reader = start_reader(transport, batch, 60)
     assert peer.answer() == {"event": "paused"}
     assert peer.ask("device_used")["bytes"] > before
     reader.kill()
@@ -1023,9 +1119,11 @@ def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transpo
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(transport, peer):
+def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(
+    transport, peer, start_reader
+):
     before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
-    reader = start_reader(transport, batch, within_s=60)
+    reader = start_reader(transport, batch, 60)
     assert reader.stdout is not None
     assert reader.stdout.readline() == b"fetched\n"
     if transport == "nccl":
@@ -1038,10 +1136,10 @@ def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(
     wait_until(lambda: peer.ask("device_used")["bytes"] == before)
 
 
-def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_passed(peer):
+def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_passed(peer, start_reader):
     before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
     peer.ask("pause", at="send")
-    reader = start_reader("nccl", batch, within_s=3)
+    reader = start_reader("nccl", batch, 3)
     assert peer.answer() == {"event": "paused"}
     reader.send_signal(signal.SIGSTOP)
     assert peer.ask("device_used")["bytes"] > before
@@ -1050,28 +1148,28 @@ def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_pa
     reader.communicate()
 
 
-def test_a_slot_that_holds_another_generation_is_an_error(peer):
+@OVER_CUDA_IPC
+def test_a_slot_that_holds_another_generation_is_an_error(fetcher, peer):
     batch = peer.put(random_array("uint8", (1, 3 * MIB)))
-    with transport_in_use("cuda_ipc") as (fetcher, _):
-        peer.ask("forge_generation")
-        with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
-            fetch(fetcher, batch)
+    peer.ask("forge_generation")
+    with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
         fetch(fetcher, batch)
+    fetch(fetcher, batch)
 
 
-def test_a_slot_that_changes_while_it_is_read_is_an_error(peer):
-    batch = peer.put(random_array("uint8", (1, 3 * MIB)))
-    with transport_in_use("cuda_ipc") as (fetcher, gpu):
-        copy_out = gpu.copy_out
+@OVER_CUDA_IPC
+def test_a_slot_that_changes_while_it_is_read_is_an_error(in_use, peer):
+    (fetcher, gpu), batch = in_use, peer.put(random_array("uint8", (1, 3 * MIB)))
+    copy_out = gpu.copy_out
 
-        def copy_out_and_overtake(data, pointer):
-            copy_out(data, pointer)
-            if len(data) > 8:
-                gpu.copy_in(pointer - 64, memoryview((4711).to_bytes(8, "little")))
+    def copy_out_and_overtake(data, pointer):
+        copy_out(data, pointer)
+        if len(data) > 8:
+            gpu.copy_in(pointer - 64, memoryview((4711).to_bytes(8, "little")))
 
-        gpu.copy_out = copy_out_and_overtake
-        with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
-            fetch(fetcher, batch)
+    gpu.copy_out = copy_out_and_overtake
+    with pytest.raises(TransferError, match=r"slot 0 holds generation 4711, not 1"):
+        fetch(fetcher, batch)
 
 
 def test_the_device_decides_which_transports_reach_a_rank():
@@ -1082,7 +1180,20 @@ def test_the_device_decides_which_transports_reach_a_rank():
     assert ipc.why_not(same, there) is None
     assert ipc.why_not(other, there) == "it is on GPU-2, not on GPU-1"
     assert nccl.why_not(same, there) == "both are on GPU-1, and NCCL takes one rank per GPU"
-    assert nccl.why_not(other, there) is None
+    assert nccl.why_not(other, there) == "it has no NCCL"
+    assert nccl.why_not(replace(other, nccl_version=22809), there) == "NCCL is 2.28.9 there and 2.27.3 here"
+    assert nccl.why_not(replace(other, nccl_version=22703), there) is None
+
+
+def test_a_rank_tells_the_nccl_that_it_sends_by():
+    store = TensorStore(MIB)
+    for cuda, nccl, told in (
+        (HostCuda(GPU), HostNccl(), 22703),
+        (HostCuda(GPU), None, 0),
+        (None, HostNccl(), 0),
+    ):
+        assert DeviceSources(store, cuda, nccl).nccl_version == told
+    store.close()
 
 
 @pytest.fixture(scope="module")
@@ -1118,7 +1229,7 @@ def shard_of(batch: Batch) -> Shard:
 
 
 def test_a_corrupted_byte_is_an_error_that_names_source_shard_and_column_and_lasts(
-    fetcher, transport, checked_peer
+    fetcher, make, transport, checked_peer
 ):
     array = random_array("uint8", (2, MIB))
     batch = checked_peer.put(array)
@@ -1183,24 +1294,9 @@ def test_a_rank_verifies_its_own_rows_too():
     store.close()
 
 
-def test_nothing_is_left_open_here_or_there(transport, peer, tmp_path):
-    def work():
-        fetcher = Fetcher(host_id(), [make(transport)])
-        doomed = PeerProcess(tmp_path)
-        try:
-            alive, dead = peer.put(random_array("uint8", (4, MIB))), doomed.put(random_array("uint8", (4,)))
-            for _ in range(3):
-                fetch(fetcher, Batch.concat([alive.take(np.arange(0, 1)), alive]))
-            fetch(fetcher, dead)
-            doomed.kill()
-            with pytest.raises(ServiceLost):
-                fetch(fetcher, dead)
-        finally:
-            doomed.close()
-            fetcher.close()
-
+def assert_nothing_is_left_by(work: Callable[[], None], peer: PeerProcess) -> None:
     def open_there() -> int:
-        return len(os.listdir(f"/proc/{peer.process.pid}/fd"))
+        return len(os.listdir(f"/proc/{peer.pid}/fd"))
 
     work()
     here, there = Held.here(), open_there()
@@ -1208,6 +1304,34 @@ def test_nothing_is_left_open_here_or_there(transport, peer, tmp_path):
         work()
     assert_no_more_than(here)
     wait_until(lambda: open_there() <= there)
+
+
+def test_nothing_is_left_open_here_or_there(make, transport, peer):
+    def work():
+        fetcher = Fetcher(host_id(), [make(transport)])
+        batch = peer.put(random_array("uint8", (4, MIB)))
+        for _ in range(3):
+            fetch(fetcher, Batch.concat([batch.take(np.arange(0, 1)), batch]))
+        fetcher.close()
+        peer.release()
+
+    assert_nothing_is_left_by(work, peer)
+
+
+def test_nothing_is_left_open_of_a_peer_that_died(make, transport, peer, new_peer):
+    def work():
+        fetcher, doomed = Fetcher(host_id(), [make(transport)]), new_peer()
+        try:
+            dead = doomed.put(random_array("uint8", (4,)))
+            fetch(fetcher, Batch.concat([peer.put(random_array("uint8", (4,))), dead]))
+            doomed.kill()
+            with pytest.raises(ServiceLost):
+                fetch(fetcher, dead)
+        finally:
+            doomed.close()
+            fetcher.close()
+
+    assert_nothing_is_left_by(work, peer)
 
 
 def test_a_closed_arena_server_leaves_no_thread_and_no_descriptor():

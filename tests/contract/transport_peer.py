@@ -1,9 +1,9 @@
 """A rank that only serves tensors: the other process of the transport suite.
 
-Started as `python transport_peer.py ARENA_MIB EPOCH DEVICES CHECKSUMS`. DEVICES is `host` for a GPU and NCCL made
-of the host, `gpu` for those of this machine; CHECKSUMS is `True` or `False`. Prints its endpoint, then answers every
-line of JSON on stdin with a line of JSON on stdout, and ends with stdin. What it stores comes from .npy files, so
-that the suite owns the expected values.
+Started as `python -m contract.transport_peer ARENA_MIB EPOCH DEVICES CHECKSUMS UUID`. DEVICES is `host` for a GPU and
+NCCL made of the host, `gpu` for those of this machine; CHECKSUMS is `True` or `False`; UUID is what it says of its GPU,
+where that is not to be the truth. Prints its endpoint, then answers every line of JSON on stdin with a line of JSON on
+stdout, and ends with stdin. What it stores comes from .npy files, so that the suite owns the expected values.
 """
 
 import asyncio
@@ -12,14 +12,18 @@ import os
 import struct
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import grpc
 import numpy as np
 
-from host_devices import HostCuda, HostNccl
+from contract.host_devices import HostCuda, HostNccl
+from contract.loopback import CountedCuda
 from nccl_transfer.batch import Batch, Endpoint
 from nccl_transfer.columns import Jagged
+from nccl_transfer.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.device import Event, own_cuda
 from nccl_transfer.serving import add_transfer_service
 from nccl_transfer.sources import DeviceSources
 from nccl_transfer.store import Lease, TensorStore
@@ -33,6 +37,7 @@ from nccl_transfer.transports import (
     stat_response,
     unavailable,
 )
+from nccl_transfer.transports.nccl import own_nccl
 from nccl_transfer.transports.tcp import cut_frames
 from nccl_transfer.wire import endpoint_to_proto, to_proto
 from rlhf.contract import CHANNEL_OPTIONS
@@ -56,60 +61,129 @@ LAYOUTS = {
 """Non-contiguous views of a matrix."""
 
 
-def say(**reply):
-    print(json.dumps(reply), flush=True)
+CAPACITY = 4 << 30
+"""Bytes that may be taken of the GPU."""
+
+Say = Callable[..., None]
+"""Tells the suite something."""
 
 
 class PausingStore(TensorStore):
-    copies_left: int | None = None
-    going_on = threading.Event()
+    def __init__(self, arena_bytes: int, checksums: bool, say: Say) -> None:
+        super().__init__(arena_bytes, checksums)
+        self.copies_left: int | None = None
+        self.going_on = threading.Event()
+        self.say = say
 
     def copy(self, shard_id, start, nbytes, copy):
         if self.copies_left == 0:
             self.copies_left, going_on = None, self.going_on
-            say(event="paused")
+            self.say(event="paused")
             going_on.wait()
         if self.copies_left is not None:
             self.copies_left -= 1
         return super().copy(shard_id, start, nbytes, copy)
 
 
-class PausingNccl(HostNccl):
-    pausing = False
-    joining = threading.Event()
-    joining.set()
+class PausingNccl(Nccl):
+    """NCCL that does not join until told to, or whose next group is never entered."""
 
-    def join(self, unique_id, rank, size):
+    def __init__(self, nccl: Nccl, say: Say) -> None:
+        self.version = nccl.version
+        self.pausing = False
+        self.joining = threading.Event()
+        self.joining.set()
+        self.say = say
+        self._nccl = nccl
+
+    def unique_id(self) -> bytes:
+        return self._nccl.unique_id()
+
+    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
         if not self.joining.is_set():
-            say(event="paused")
+            self.say(event="paused")
             self.joining.wait()
-        communicator = super().join(unique_id, rank, size)
-        group, done = communicator.group, communicator.done
+        return _Pausing(self._nccl.join(unique_id, rank, size), self)
 
-        def group_or_pause(sends, receives):
-            if self.pausing:
-                self.pausing = False
-                communicator.done = lambda: done() and False
-                say(event="paused")
-            else:
-                group(sends, receives)
 
-        communicator.group = group_or_pause
-        return communicator
+class _Pausing(Communicator):
+    def __init__(self, communicator: Communicator, nccl: PausingNccl) -> None:
+        self._communicator = communicator
+        self._nccl = nccl
+        self._paused = False
+
+    def wait(self, event: Event) -> None:
+        self._communicator.wait(event)
+
+    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        if self._nccl.pausing:
+            self._nccl.pausing, self._paused = False, True
+            self._nccl.say(event="paused")
+        else:
+            self._communicator.group(sends, receives)
+
+    def done(self) -> bool:
+        return self._communicator.done() and not self._paused
+
+    def abort(self) -> None:
+        self._communicator.abort()
 
 
 class Peer:
-    def __init__(self, arena_bytes: int, epoch: int, devices: str, checksums: bool) -> None:
+    """The rank.
+
+    Args:
+        arena_bytes: Size of its arena.
+        epoch: Of its service.
+        cuda, nccl: What it has; `cuda` with `used` and `capacity`.
+        checksums: Whether it computes them.
+        device_uuid: What it says of its GPU; empty: the truth.
+        say: Where it says that it has paused.
+    """
+
+    def __init__(
+        self,
+        arena_bytes: int,
+        epoch: int,
+        cuda: HostCuda | CountedCuda,
+        nccl: Nccl | None,
+        checksums: bool,
+        device_uuid: str,
+        say: Say,
+    ) -> None:
         self.epoch = epoch
-        self.store = PausingStore(arena_bytes, checksums)
+        self.say = say
+        self.store = PausingStore(arena_bytes, checksums, say)
         self.arena_server = ArenaServer(self.store)
         self.byte_server = ByteServer(self.store, "127.0.0.1", self.frames)
-        if devices == "host":
-            self.cuda, self.nccl = HostCuda(GPU), PausingNccl()
-            self.sources = DeviceSources(self.store, self.cuda, self.nccl, SLOT_BYTES)
-        else:
-            self.sources = DeviceSources.of_this_process(self.store)
+        self.cuda = cuda
+        self.nccl = PausingNccl(nccl, say) if nccl is not None else None
+        self.sources = DeviceSources(self.store, self.cuda, self.nccl, SLOT_BYTES)
+        self.server: grpc.aio.Server | None = None
+        self.device_uuid = device_uuid or self.sources.device_uuid
         self.configure()
+
+    async def start(self) -> Endpoint:
+        """Serves; the endpoint is where."""
+        self.server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+        add_transfer_service(self.server, self.handlers())
+        address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.store.endpoint = Endpoint(
+            address, host_id(), self.arena_server.name, self.epoch, "actor", os.getpid(), self.device_uuid,
+            self.byte_server.port, self.byte_server.key, self.sources.nccl_version,
+        )  # fmt: skip
+        await self.server.start()
+        return self.store.endpoint
+
+    async def close(self) -> None:
+        """Serves no longer."""
+        self.go_on()
+        self.sources.close()
+        if self.server is not None:
+            await self.server.stop(None)
+        self.arena_server.close()
+        if not self.pause_after:
+            self.byte_server.close()
 
     def handlers(self):
         return {
@@ -123,7 +197,7 @@ class Peer:
         chunks = 0
         async for response in serve_fetch(self.store, request):
             if chunks == self.pause_after:
-                say(event="paused")
+                self.say(event="paused")
                 await asyncio.Event().wait()
             if chunks == self.break_after:
                 self.break_after = self.break_after if self.always else None
@@ -136,7 +210,7 @@ class Peer:
         """The same over plain tcp, in chunks of 1 MiB too."""
         for chunks, pieces in enumerate(cut_frames(store, request, 1 << 20)):
             if chunks == self.pause_after:
-                say(event="paused")
+                self.say(event="paused")
                 threading.Event().wait()
             if chunks == self.break_after:
                 self.break_after = self.break_after if self.always else None
@@ -185,26 +259,28 @@ class Peer:
     def device_used(self):
         return {"bytes": self.cuda.used}
 
-    def use_nccl(self, version):
-        self.nccl.version = version
-        return {}
-
     def pause(self, at, after=0):
         """The next transfer between GPUs stops until `go_on` at its `copy`, after so many of them, or at its `join`, or
         for good at its `send`; says so when it does."""
         if at == "copy":
             self.store.copies_left = after
-        elif at == "join":
+            return {}
+        assert self.nccl is not None
+        if at == "join":
             self.nccl.joining = threading.Event()
         else:
             self.nccl.pausing = True
         return {}
 
     def go_on(self):
-        self.store.copies_left, self.nccl.pausing = None, False
+        """Whatever was paused, or limited, is so no longer."""
+        self.store.copies_left = None
         self.store.going_on.set()
-        self.nccl.joining.set()
         self.store.going_on = threading.Event()
+        if self.nccl is not None:
+            self.nccl.pausing = False
+            self.nccl.joining.set()
+        self.cuda.capacity = CAPACITY
         return {}
 
     def communicator_epochs(self):
@@ -231,25 +307,21 @@ class Peer:
             return {"error": type(error).__name__, "message": str(error)}
 
 
-async def main(arena_mib: int, epoch: int, devices: str, checksums: bool) -> None:
-    peer = Peer(arena_mib << 20, epoch, devices, checksums)
-    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
-    add_transfer_service(server, peer.handlers())
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    peer.store.endpoint = Endpoint(
-        address, host_id(), peer.arena_server.name, epoch, "actor", os.getpid(), peer.sources.device_uuid,
-        peer.byte_server.port, peer.byte_server.key,
-    )  # fmt: skip
-    await server.start()
-    say(endpoint=endpoint_to_proto(peer.store.endpoint).SerializeToString().hex())
+def say(**reply):
+    print(json.dumps(reply), flush=True)
+
+
+async def main(arena_mib: int, epoch: int, devices: str, checksums: bool, device_uuid: str) -> None:
+    if devices == "host":
+        cuda, nccl = HostCuda(GPU), HostNccl()
+    else:
+        cuda, nccl = CountedCuda(own_cuda()), own_nccl() if why_no_nccl() is None else None
+    peer = Peer(arena_mib << 20, epoch, cuda, nccl, checksums, device_uuid, say)
+    say(endpoint=endpoint_to_proto(await peer.start()).SerializeToString().hex())
     while line := await asyncio.to_thread(sys.stdin.readline):
         say(**peer.obey(line))
-    peer.sources.close()
-    await server.stop(None)
-    peer.arena_server.close()
-    if not peer.pause_after:
-        peer.byte_server.close()
+    await peer.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "True"))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "True", sys.argv[5]))

@@ -16,7 +16,12 @@ from nccl_transfer.wire import from_proto, row_numbers, to_proto
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
 
-RANKS = [Endpoint(f"host:{7000 + rank}", "host", f"socket {rank}", 2, "actor", rank) for rank in range(3)]
+RANKS = [
+    Endpoint(
+        f"host:{7000 + rank}", "host", f"socket {rank}", 2, "actor", rank, "GPU", 8000 + rank, "key", 22703
+    )
+    for rank in range(3)
+]
 KINDS = ("local", "local jagged", "text", "remote", "remote jagged", "remote matrix")
 
 Row = tuple | str
