@@ -54,7 +54,7 @@ format: setup ## Format the code.
 bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.dispatch --json benchmarks/results/dispatch.json
-	$(BIN)/python -m benchmarks.transfer --json benchmarks/results/transfer.json
+	$(BIN)/python -m benchmarks.transfer --part hand-off --part stream --part batch --json benchmarks/results/transfer.json
 	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json

@@ -26,7 +26,7 @@ from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn, RemoteColumn
 from nccl_transfer.columns import Jagged
 from nccl_transfer.plans import Relay, endpoints_of, plan_rows
-from nccl_transfer.protocols import blocks, get_protocol
+from nccl_transfer.protocols import get_protocol
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
     CallCancelled,
@@ -308,9 +308,8 @@ class RoleGroup:
         made, parts = Batch(0, {}), ()
         if method.outputs and protocol.splits:
             made = protocol.restore(self._made(method, collected, len(order)), len(order), self.mesh)
-            each, rest = divmod(made.rows, max(len(order), 1))
-            if not rest:
-                made = made.take(blocks(np.argsort(order), each))
+            if made.rows == len(order):
+                made = made.take(np.argsort(order))
         elif method.outputs:
             parts = tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(

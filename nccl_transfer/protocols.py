@@ -31,8 +31,8 @@ class TransferProtocol(ABC):
         splits: Whether the ranks' outputs, put end to end in `collect` order, are the rows of the call.
             If not, the result is one batch per collected rank.
         pads: Whether all parts have the same number of rows: where they do not divide, the first rows are dealt
-            out once more at the end, and `restore` drops what came back for them. A method then returns the same
-            number of rows for each row it was given.
+            out once more at the end, and `restore` drops what came back for them. A method then returns one row
+            for each row it was given.
     """
 
     name: ClassVar[str]
@@ -63,32 +63,24 @@ class TransferProtocol(ABC):
         """What came back for the rows of the call, in their order, each once.
 
         Args:
-            outputs: Outputs of the collected ranks put end to end: k rows side by side for each row a rank was given,
-                k the same for all; or, unless the protocol pads, any other number of rows, which stay as they are.
+            outputs: Outputs of the collected ranks put end to end.
             rows: Number of rows of the call.
             mesh: The mesh they were dealt to.
 
         Raises:
-            InvalidRequest: The protocol pads, and what came back for padding cannot be told from the rest.
+            InvalidRequest: Rows were dealt in another order, or some twice, and not one came back for each: which are
+                whose cannot be told.
         """
         parts = self.distribute(rows, mesh)
         order = np.concatenate([parts[rank] for rank in self.collect(mesh)])
         if np.array_equal(order, np.arange(rows)):
             return outputs
-        each, rest = divmod(outputs.rows, max(len(order), 1))
-        if rest and self.pads:
+        if outputs.rows != len(order):
             raise InvalidRequest(
-                f"{self.name} pads {rows} rows to {len(order)}, for which {outputs.rows} came back: of a method "
-                "called by it, each row has to give the same number of rows"
+                f"{self.name} dealt {rows} rows as {len(order)}, for which {outputs.rows} came back: a method that is "
+                "called by it has to give one row for each"
             )
-        if rest:
-            return outputs
-        return outputs.take(blocks(np.unique(order, return_index=True)[1], each))
-
-
-def blocks(rows: np.ndarray, each: int) -> np.ndarray:
-    """The numbers of the rows that these became where every row made `each` rows, side by side: [rows * each]."""
-    return np.add.outer(rows * each, np.arange(each)).reshape(-1)
+        return outputs.take(np.unique(order, return_index=True)[1])
 
 
 def padded_rows(rows: int, parts: int) -> np.ndarray:

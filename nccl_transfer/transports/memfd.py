@@ -143,12 +143,16 @@ class _Watch:
         self._thread.start()
 
     def add(self, connection: socket.socket) -> None:
-        """Watches a socket until it is closed."""
+        """Watches a socket until it is removed; that has to be before it is closed."""
         self._sockets.register(connection, select.EPOLLIN)
 
+    def remove(self, connection: socket.socket) -> None:
+        self._sockets.unregister(connection)
+
     def close(self) -> None:
-        self._stop.close()
+        self._stop.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        self._stop.close()
         self._stopped.close()
         self._sockets.close()
 
@@ -169,6 +173,7 @@ class MemfdTransport(Transport):
     def __init__(self) -> None:
         self._connections: dict[str, _Connection] = {}
         self._watch: _Watch | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -186,6 +191,7 @@ class MemfdTransport(Transport):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._keep({})
             watch, self._watch = self._watch, None
         if watch is not None:
@@ -197,15 +203,27 @@ class MemfdTransport(Transport):
         if known is None:
             fresh = _connect(source, deadline)
             with self._lock:
-                known = self._connections.setdefault(source.memfd_socket, fresh)
-                if known is fresh:
-                    self._watch = self._watch or _Watch(self._forget_the_dead)
-                    self._watch.add(fresh.socket)
-            if known is not fresh:  # another thread was faster
-                fresh.socket.close()
+                known = self._add(source, fresh)
         if not known.alive:
             raise ServiceLost(f"{source}: the process that held the rows has ended")
         return known
+
+    def _add(self, source: Endpoint, fresh: _Connection) -> _Connection:
+        """Keeps and watches a connection, unless another thread was faster; the one that is kept."""
+        with ExitStack() as unless_kept:
+            unless_kept.enter_context(fresh.socket)
+            if self._closed:
+                raise Refused(f"{source}: this end was closed")
+            if source.memfd_socket in self._connections:
+                return self._connections[source.memfd_socket]
+            try:
+                self._watch = self._watch or _Watch(self._forget_the_dead)
+                self._watch.add(fresh.socket)
+            except OSError as error:
+                raise ServiceLost(f"{source}: its end cannot be waited for: {error.strerror}") from error
+            unless_kept.pop_all()
+        self._connections[source.memfd_socket] = fresh
+        return fresh
 
     def _forget_the_dead(self) -> None:
         """Restarted ranks come back under new names: lets go of the arenas of the old ones."""
@@ -215,6 +233,8 @@ class MemfdTransport(Transport):
     def _keep(self, connections: dict[str, _Connection]) -> None:
         """Closes the sockets of all others. Their arenas go with the last reading that may ask to verify."""
         for name in self._connections.keys() - connections.keys():
+            assert self._watch is not None, "what is connected to is watched"
+            self._watch.remove(self._connections[name].socket)
             self._connections[name].socket.close()
         self._connections = connections
 

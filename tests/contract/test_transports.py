@@ -456,6 +456,16 @@ def test_the_arena_of_a_rank_that_died_is_let_go_of_although_nobody_reads(memfd,
     assert_no_more_than(before)
 
 
+def test_memory_is_not_read_through_a_transport_that_was_closed(peer):
+    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    batch = peer.put(random_array("int32", (4,)))
+    fetcher.close()
+    before = Held.here()
+    with pytest.raises(Refused, match=f"{re.escape(str(peer.endpoint))}: this end was closed"):
+        fetch(fetcher, batch)
+    assert_no_more_than(before)
+
+
 def test_readers_map_an_arena_once_and_anew_where_they_may_write(memfd, peer):
     batch = peer.put(random_array("int32", (5000,)))
     rows = [fetch(memfd, batch)]
