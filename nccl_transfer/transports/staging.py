@@ -27,7 +27,7 @@ class _Staging:
         self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
         self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
         self._cuda = cuda
-        self._newest = 0
+        self._newest = [0] * SLOTS  # generation of each: requests for different slots may come in any order
         self._worker = ThreadPoolExecutor(1, "staging")
 
     def check(self, request: pb.StageRequest) -> None:
@@ -37,9 +37,10 @@ class _Staging:
             raise InvalidRequest(
                 f"{nbytes} bytes in slot {request.slot}: there are {SLOTS} of {self.slot_bytes}"
             )
-        if request.generation <= self._newest:
-            raise Refused(f"generation {request.generation} is not newer than {self._newest}")
-        self._newest = request.generation
+        newest = self._newest[request.slot]
+        if request.generation <= newest:
+            raise Refused(f"generation {request.generation} is not newer than {newest}")
+        self._newest[request.slot] = request.generation
 
     async def fill(self, store: TensorStore, request: pb.StageRequest) -> None:
         await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
