@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 import grpc.aio
 import numpy as np
 
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn
+from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint
 from nccl_transfer.communicator import Communicator, Message, Nccl, why_no_nccl
 from nccl_transfer.device import Cuda, Event, cupy, own_cuda
 from nccl_transfer.fetch import CARRIERS, Fetcher
@@ -96,8 +96,9 @@ def dtype_of(name: str) -> str:
 
 
 def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """The source: on GPU 1, until it is killed. Sends the reader its batch, as a message."""
+    """The source: on GPU 1, until it is killed or the reader has gone. Sends the reader its batch, as a message."""
     asyncio.run(_serve(*devices(1), sizes, reader))
+    os._exit(0)  # NCCL's threads need not be waited for
 
 
 async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
@@ -118,7 +119,8 @@ async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connectio
     lease = Lease("check", 1)
     columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
     reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
-    await server.wait_for_termination()
+    await asyncio.to_thread(reader.poll, None)  # until its end: it says nothing
+    await server.stop(None)
 
 
 class HookedNccl(Nccl):
@@ -126,18 +128,22 @@ class HookedNccl(Nccl):
 
     Attributes:
         enter: Called before every group; whether to enter it.
+        joined: How many communicators it has made.
     """
 
     def __init__(self, nccl: Nccl) -> None:
         self.version = nccl.version
         self.enter: Callable[[], bool] = lambda: True
+        self.joined = 0
         self._nccl = nccl
 
     def unique_id(self) -> bytes:
         return self._nccl.unique_id()
 
     def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        return _Hooked(self._nccl.join(unique_id, rank, size), self)
+        communicator = _Hooked(self._nccl.join(unique_id, rank, size), self)
+        self.joined += 1
+        return communicator
 
 
 class _Hooked(Communicator):
@@ -175,8 +181,7 @@ class Check:
         self, nccl: Nccl, cuda: Cuda, batch: Batch, sizes: Sequence[int], source: BaseProcess
     ) -> None:
         self._nccl = HookedNccl(nccl)
-        self._transport = NcclTransport(self._nccl, cuda)
-        self._fetcher = Fetcher(host_id(), [self._transport])
+        self._fetcher = Fetcher(host_id(), [NcclTransport(self._nccl, cuda)])
         self._batch = batch
         self._sizes = sizes
         assert source.pid is not None
@@ -210,13 +215,13 @@ class Check:
         say(f"{name}: {row.nbytes:,} bytes in {seconds * 1e3:.2f} ms, {row.nbytes / seconds / 1e9:.2f} GB/s")
 
     def _recovers(self, what: str, name: str, spoil: Callable[[], None], mend: Callable[[], None]) -> None:
-        before = self._communicator
+        before = self._nccl.joined
         spoil()
         self._fails(what, DeadlineExceeded, self._batch.select([name]))
         mend()
         self._arrives(name)
-        if self._communicator != before + 1:
-            raise CheckFailed(f"{what}: communicator {self._communicator} came after {before}")
+        if self._nccl.joined != before + 1:
+            raise CheckFailed(f"{what}: communicator {self._nccl.joined} came after {before}")
 
     def _fails(self, what: str, kind: type[RlhfError], batch: Batch) -> None:
         start = time.monotonic()
@@ -235,12 +240,6 @@ class Check:
     def _fetch(self, batch: Batch, within_s: float) -> object:
         (name,) = batch.columns
         return self._fetcher.fetch(batch, time.monotonic() + within_s)[name]
-
-    @property
-    def _communicator(self) -> int:
-        column = self._batch[str(self._sizes[0])]
-        assert isinstance(column, RemoteColumn)
-        return self._transport.communicator_epoch(column.shards[0].endpoint)
 
     def _stay_out(self) -> None:
         self._nccl.enter = lambda: False

@@ -10,11 +10,13 @@ from pathlib import Path
 
 THREADS_OF_GRPC = ("event_engine", "grpc_global_tim", "lifeguard", "resolver-execut", "default-executo")
 """gRPC keeps a pool of threads, one for all its channels, that grows and shrinks with the load."""
+OF_GRPC = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")
+"""What these threads wait with. Our own threads wait with the same, and are counted themselves."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Open descriptors, descriptors of arenas, mapped arenas and threads, those of gRPC's own pool apart."""
+    """Open descriptors, descriptors of arenas, mapped arenas and threads; those of gRPC's own pool apart."""
 
     fds: int
     memfds: int
@@ -27,7 +29,7 @@ class Held:
         targets = [_target(fd) for fd in (process / "fd").iterdir()]
         maps = (process / "maps").read_text().splitlines()
         return Held(
-            len(targets),
+            sum(target not in OF_GRPC for target in targets),
             sum("memfd:rlhf-arena" in target for target in targets),
             sum("memfd:rlhf-arena" in line for line in maps),
             sum(_name(task) not in THREADS_OF_GRPC for task in (process / "task").iterdir()),

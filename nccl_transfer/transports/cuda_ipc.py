@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import struct
-import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,11 +23,11 @@ import numpy as np
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
+from nccl_transfer.transports.arrangement import Arrangement, Arrangements
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
 from nccl_transfer.transports.tether import Tether, answer, tether_channel
-from rlhf.errors import DeadlineExceeded, TransferError
+from rlhf.errors import TransferError
 from rlhf.v1 import transfer_pb2 as pb
-from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 HEADER_BYTES = 64
 GENERATION = struct.Struct("<Q")
@@ -65,7 +65,7 @@ class CudaIpcTransport(Transport):
 
     Args:
         cuda: The GPU; this process's own by default.
-        channel: Opens a channel to an address; called once per source.
+        channel: Opens a channel to an address; called anew for a source that was gone.
     """
 
     name = "cuda_ipc"
@@ -74,9 +74,7 @@ class CudaIpcTransport(Transport):
         self, cuda: Cuda | None = None, channel: Callable[[str], grpc.Channel] = tether_channel
     ) -> None:
         self._cuda = cuda or own_cuda()
-        self._open = channel
-        self._borrowers: dict[str, _Borrower] = {}
-        self._lock = threading.Lock()
+        self._borrowers = Arrangements(partial(_Borrower, self._cuda), channel)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -96,7 +94,7 @@ class CudaIpcTransport(Transport):
         def copy_out(target: int, pointer: int, nbytes: int) -> None:
             self._cuda.copy_out(data[target : target + nbytes], pointer)
 
-        self._borrower(source).read(source, ranges, copy_out, deadline)
+        self._borrowers.of(source).read(source, ranges, copy_out, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
@@ -112,31 +110,14 @@ class CudaIpcTransport(Transport):
             self._cuda.copy(buffer.pointer + target, pointer, nbytes)
 
         try:
-            self._borrower(source).read(source, ranges, copy, deadline)
+            self._borrowers.of(source).read(source, ranges, copy, deadline)
         except BaseException:
             buffer.free()
             raise
         return buffer
 
     def close(self) -> None:
-        with self._lock:
-            borrowers, self._borrowers = list(self._borrowers.values()), {}
-        for borrower in borrowers:
-            borrower.close()
-
-    def _borrower(self, source: Endpoint) -> _Borrower:
-        with self._lock:
-            if source.address not in self._borrowers:
-                self._forget_the_gone()
-                self._borrowers[source.address] = _Borrower(self._cuda, self._open(source.address))
-            return self._borrowers[source.address]
-
-    def _forget_the_gone(self) -> None:
-        """Restarted ranks come back at new addresses: lets go of what the old ones had lent."""
-        gone = {address: borrower for address, borrower in self._borrowers.items() if borrower.is_over}
-        for address, borrower in gone.items():
-            del self._borrowers[address]
-            borrower.close()
+        self._borrowers.close()
 
 
 class _Loan:
@@ -169,16 +150,23 @@ class _Loan:
         self.tether.cut()
 
 
-class _Borrower:
+class _Borrower(Arrangement):
     """This process and one source: at most one loan, and one read at a time."""
 
-    def __init__(self, cuda: Cuda, channel: grpc.Channel) -> None:
+    def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
+        super().__init__(channel)
         self._cuda = cuda
-        self._channel = channel
-        self._stub = pb_grpc.TransferServiceStub(channel)
         self._reader = uuid.uuid4().hex
         self._loan: _Loan | None = None
-        self._turn = threading.Lock()
+
+    @property
+    def tether(self) -> Tether | None:
+        return self._loan.tether if self._loan is not None else None
+
+    def end(self) -> None:
+        if self._loan is not None:
+            self._loan.end()
+        self._loan = None
 
     def read(
         self,
@@ -188,55 +176,37 @@ class _Borrower:
         deadline: float,
     ) -> None:
         """Hands every piece to `copy(target, pointer, nbytes)`, which puts it at `target` of the whole."""
-        if not self._turn.acquire(timeout=remaining_s(deadline, source)):
-            raise DeadlineExceeded(f"{source}: an earlier read took until the deadline")
-        try:
-            loan = self._borrowed(source, deadline)
-            under_way: deque[tuple[list[_Piece], int, int, Any]] = deque()
-            for number, pieces in enumerate(fills(ranges, loan.slot_bytes)):
-                slot, generation = number % len(loan.events), next(loan.generations)
-                if len(under_way) == len(loan.events):
+        with self.turn(source, str(source), deadline):
+            try:
+                loan = self._borrowed(source, deadline)
+                under_way: deque[tuple[list[_Piece], int, int, Any]] = deque()
+                for number, pieces in enumerate(fills(ranges, loan.slot_bytes)):
+                    slot, generation = number % len(loan.events), next(loan.generations)
+                    if len(under_way) == len(loan.events):
+                        self._empty(source, loan, *under_way.popleft(), copy, deadline)
+                    call = self._fill(source, slot, generation, pieces, deadline)
+                    under_way.append((pieces, slot, generation, call))
+                while under_way:
                     self._empty(source, loan, *under_way.popleft(), copy, deadline)
-                call = self._fill(source, slot, generation, pieces, deadline)
-                under_way.append((pieces, slot, generation, call))
-            while under_way:
-                self._empty(source, loan, *under_way.popleft(), copy, deadline)
-        except BaseException:
-            # What is still under way would fill slots that the next read asks for.
-            self._give_back()
-            raise
-        finally:
-            self._turn.release()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the source has gone, and no read is under way."""
-        return self._loan is not None and not self._loan.tether.holds and not self._turn.locked()
-
-    def close(self) -> None:
-        self._channel.close()  # ends a read that is under way, which uses the memory until then
-        with self._turn:
-            self._give_back()
+            except BaseException:
+                # What is still under way would fill slots that the next read asks for.
+                self.end()
+                raise
 
     def _borrowed(self, source: Endpoint, deadline: float) -> _Loan:
         if self._loan is not None and not self._loan.tether.holds:
-            self._give_back()
+            self.end()
         if self._loan is None:
             request = pb.OpenStagingRequest(
                 reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid
             )
-            tether = Tether(self._stub.OpenStaging(request))
+            tether = Tether(self.stub.OpenStaging(request), self.closed)
             try:
                 self._loan = _Loan(self._cuda, tether, tether.first(deadline, f"{source}: open staging"))
             except BaseException:
                 tether.cut()
                 raise
         return self._loan
-
-    def _give_back(self) -> None:
-        if self._loan is not None:
-            self._loan.end()
-        self._loan = None
 
     def _fill(
         self, source: Endpoint, slot: int, generation: int, pieces: Sequence[_Piece], deadline: float
@@ -245,7 +215,7 @@ class _Borrower:
         for piece in pieces:
             r = piece.range
             request.ranges.add(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
-        return self._stub.Stage.future(request, timeout=remaining_s(deadline, source))
+        return self.stub.Stage.future(request, timeout=remaining_s(deadline, source))
 
     def _empty(
         self,

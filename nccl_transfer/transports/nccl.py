@@ -8,7 +8,6 @@ ever; the next transfer makes a new one, with the next communicator epoch.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from nccl_transfer.communicator import (
 )
 from nccl_transfer.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
 from nccl_transfer.transaction import Phase, Transaction
+from nccl_transfer.transports.arrangement import Arrangement, Arrangements
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
 from nccl_transfer.transports.manifest import manifest_item
 from nccl_transfer.transports.tether import Tether, answer, tether_channel
@@ -43,7 +43,6 @@ from rlhf.errors import (
     from_rpc_error,
 )
 from rlhf.v1 import transfer_pb2 as pb
-from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
 
@@ -62,7 +61,7 @@ class NcclTransport(Transport):
 
     Args:
         nccl, cuda: The library and the GPU; this process's own by default.
-        channel: Opens a channel to an address; called once per source.
+        channel: Opens a channel to an address; called anew for a source that was gone.
     """
 
     name = "nccl"
@@ -75,9 +74,7 @@ class NcclTransport(Transport):
     ) -> None:
         self._cuda = cuda or own_cuda()
         self._nccl = nccl or own_nccl()
-        self._open = channel
-        self._pairs: dict[str, _Pair] = {}
-        self._lock = threading.Lock()
+        self._pairs = Arrangements(partial(_Pair, self._nccl, self._cuda), channel)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -111,33 +108,10 @@ class NcclTransport(Transport):
         Raises:
             OutOfSpace: One of the two GPUs has no room for them.
         """
-        return self._pair(source).receive(source, ranges, deadline)
-
-    def communicator_epoch(self, source: Endpoint) -> int:
-        """Number of the newest communicator with a source, from 1; 0 where there was none."""
-        with self._lock:
-            pair = self._pairs.get(source.address)
-        return pair.epoch if pair is not None else 0
+        return self._pairs.of(source).receive(source, ranges, deadline)
 
     def close(self) -> None:
-        with self._lock:
-            pairs, self._pairs = list(self._pairs.values()), {}
-        for pair in pairs:
-            pair.close()
-
-    def _pair(self, source: Endpoint) -> _Pair:
-        with self._lock:
-            if source.address not in self._pairs:
-                self._forget_the_gone()
-                self._pairs[source.address] = _Pair(self._nccl, self._cuda, self._open(source.address))
-            return self._pairs[source.address]
-
-    def _forget_the_gone(self) -> None:
-        """Restarted ranks come back at new addresses: lets go of the communicators with the old ones."""
-        gone = {address: pair for address, pair in self._pairs.items() if pair.is_over}
-        for address, pair in gone.items():
-            del self._pairs[address]
-            pair.close()
+        self._pairs.close()
 
 
 class _Attachment:
@@ -179,76 +153,60 @@ class _Attachment:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-class _Pair:
-    """This process and one source: at most one communicator, and one transfer at a time.
+class _Pair(Arrangement):
+    """This process and one source: at most one communicator, and one transfer at a time."""
 
-    Attributes:
-        epoch: Number of the newest communicator.
-    """
-
-    def __init__(self, nccl: Nccl, cuda: Cuda, channel: grpc.Channel) -> None:
+    def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
+        super().__init__(channel)
         self._nccl = nccl
         self._cuda = cuda
-        self._channel = channel
-        self._stub = pb_grpc.TransferServiceStub(channel)
         self._reader = uuid.uuid4().hex
-        self.epoch = 0
+        self._epoch = 0  # of the newest communicator
         self._attachment: _Attachment | None = None
-        self._turn = threading.Lock()
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
         plan = uuid.uuid4().hex[:12]
-        if not self._turn.acquire(timeout=remaining_s(deadline, source)):
-            raise DeadlineExceeded(f"{source}: plan {plan}, queue: an earlier plan took until the deadline")
-        try:
+        with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             attachment = self._attached(source, f"{source}: plan {plan}, attach", deadline)
             buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
             self._transfer(source, attachment, Transaction(plan, attachment.epoch), ranges, buffer, deadline)
             return buffer
-        finally:
-            self._turn.release()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the source has gone, and no plan is under way."""
-        attachment = self._attachment
-        return attachment is not None and not attachment.tether.holds and not self._turn.locked()
+    def tether(self) -> Tether | None:
+        return self._attachment.tether if self._attachment is not None else None
 
-    def close(self) -> None:
-        self._channel.close()  # ends a transfer that is under way
-        with self._turn:
-            self._detach()
+    def end(self, free: Callable[[], None] = lambda: None) -> None:
+        """As in `Arrangement`; then frees what the communicator was used on."""
+        if self._attachment is not None:
+            self._attachment.end(free)
+        self._attachment = None
 
     def _attached(self, source: Endpoint, where: str, deadline: float) -> _Attachment:
         if self._attachment is not None and not self._attachment.tether.holds:
-            self._detach()
+            self.end()
         if self._attachment is None:
-            self.epoch += 1
+            self._epoch += 1
             unique_id = self._nccl.unique_id()
             request = pb.AttachRequest(
                 reader=self._reader,
                 epoch=source.epoch,
-                communicator_epoch=self.epoch,
+                communicator_epoch=self._epoch,
                 unique_id=unique_id,
                 nccl_version=self._nccl.version,
             )
-            self._attachment = _Attachment(self.epoch, Tether(self._stub.Attach(request)))
+            self._attachment = _Attachment(self._epoch, Tether(self.stub.Attach(request), self.closed))
             try:
                 self._attachment.tether.first(deadline, where)
                 self._attachment.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
             except CommunicatorError as error:
                 explained = self._attachment.explain(error, where)
-                self._detach()
+                self.end()
                 raise explained from error
             except BaseException:
-                self._detach()
+                self.end()
                 raise
         return self._attachment
-
-    def _detach(self, free: Callable[[], None] = lambda: None) -> None:
-        if self._attachment is not None:
-            self._attachment.end(free)
-        self._attachment = None
 
     def _transfer(
         self,
@@ -297,7 +255,7 @@ class _Pair:
             nbytes=sum(r.nbytes for r in ranges),
             deadline_s=left,
         )
-        answer(self._stub.Prepare.future(request, timeout=left), attachment.tether, deadline, where)
+        answer(self.stub.Prepare.future(request, timeout=left), attachment.tether, deadline, where)
 
     def _commit(
         self,
@@ -311,7 +269,7 @@ class _Pair:
         request = pb.CommitRequest(
             reader=self._reader, plan=transaction.plan, communicator_epoch=attachment.epoch
         )
-        commit, communicator = self._stub.Commit.future(request), attachment.communicator
+        commit, communicator = self.stub.Commit.future(request), attachment.communicator
         entered = attachment.submit(partial(communicator.group, [], receives))
 
         def received() -> bool:
@@ -337,9 +295,8 @@ class _Pair:
             communicator_epoch=transaction.communicator_epoch,
             reason=transaction.reason,
         )
-        with contextlib.suppress(ValueError):  # the channel was closed, and the tether is cut with it
-            self._stub.Abort.future(request, timeout=ABORT_S)
-        self._detach(buffer.free)
+        self.stub.Abort.future(request, timeout=ABORT_S)
+        self.end(buffer.free)
 
 
 def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
@@ -355,7 +312,7 @@ def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None)
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether the source itself refused, and so is well."""
+    """Whether it was refused, and the source is well."""
     return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import grpc
 
 from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, from_rpc_error
+from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error
+
+CLOSED = "the transport was closed"
+"""Why this side waits no longer."""
 
 LONGEST_PAUSE_S = 1e-3
 """Between two looks at something awaited; the first pauses are shorter."""
@@ -28,10 +31,12 @@ class Tether:
 
     Args:
         stream: The call, just started.
+        closed: Set where this side is to wait no longer.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, closed: threading.Event) -> None:
         self._stream = stream
+        self._closed = closed
         self._first: Future[Any] = Future()
         self._ended = threading.Event()
         threading.Thread(target=self._read, name="tether", daemon=True).start()
@@ -52,9 +57,14 @@ class Tether:
         Raises:
             DeadlineExceeded: It was not done by the deadline, as of `time.monotonic`.
             ServiceLost: The other side has gone.
+            Refused: This side was closed.
         """
         pause = LONGEST_PAUSE_S / 64
-        while not done():
+        while True:
+            if self._closed.is_set():
+                raise Refused(f"{where}: {CLOSED}")
+            if done():
+                return
             if self._ended.is_set() and not done():
                 raise self._why_ended(where)
             if time.monotonic() > deadline:

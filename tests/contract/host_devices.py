@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -19,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from nccl_transfer.communicator import UNIQUE_ID_BYTES, Communicator, CommunicatorError, Message, Nccl
 from nccl_transfer.device import Cuda, Event, address
-from rlhf.errors import OutOfSpace, TransferError
+from rlhf.errors import TransferError
 
 HANDLE_BYTES = 64
 JOIN_S = 10.0
@@ -44,43 +45,53 @@ class _Block:
     def handle(self) -> bytes:
         return _HANDLE.pack(os.getpid(), self.fd, self.nbytes).ljust(HANDLE_BYTES, b"\0")
 
+    @property
+    def is_open_elsewhere(self) -> bool:
+        """Whether somebody has it of its handle, in this process or another."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
     @staticmethod
     def of_handle(handle: bytes) -> _Block:
         process, fd, nbytes = _HANDLE.unpack_from(handle)
         try:
-            return _Block(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), nbytes)
+            opened = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise TransferError(f"memory of process {process} cannot be opened: {error.strerror}") from error
+        fcntl.flock(opened, fcntl.LOCK_SH)
+        return _Block(opened, nbytes)
 
 
 class HostCuda(Cuda):
-    """A GPU of `capacity` bytes whose stream does everything at once."""
+    """A GPU whose stream does everything at once.
 
-    def __init__(self, uuid: str, capacity: int = 4 << 30) -> None:
+    Attributes:
+        freed_in_use: How often memory was freed that somebody still had open, which CUDA calls undefined.
+    """
+
+    def __init__(self, uuid: str) -> None:
         self.uuid = uuid
-        self.capacity = capacity
+        self.freed_in_use = 0
         self._blocks: dict[int, _Block] = {}
         self._opened: dict[int, _Block] = {}
         self._lock = threading.Lock()
 
-    @property
-    def used(self) -> int:
-        """Bytes that were allocated and not freed, those of events included."""
-        return sum(block.nbytes for block in self._blocks.values())
-
     def malloc(self, nbytes: int) -> int:
+        fd = os.memfd_create("host-gpu", os.MFD_CLOEXEC)
+        os.truncate(fd, nbytes)
+        block = _Block(fd, nbytes)
         with self._lock:
-            if self.used + nbytes > self.capacity:
-                raise OutOfSpace(f"the GPU has no {nbytes} bytes left")
-            fd = os.memfd_create("host-gpu", os.MFD_CLOEXEC)
-            os.truncate(fd, nbytes)
-            block = _Block(fd, nbytes)
             self._blocks[block.address] = block
-            return block.address
+        return block.address
 
     def free(self, pointer: int) -> None:
         with self._lock:
-            self._blocks.pop(pointer).close()
+            block = self._blocks.pop(pointer)
+            self.freed_in_use += block.is_open_elsewhere
+        block.close()
 
     def share(self, pointer: int) -> bytes:
         return self._blocks[pointer].handle

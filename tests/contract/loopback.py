@@ -18,13 +18,14 @@ class CountedCuda(Cuda):
     """A GPU that counts what is taken of it here, and gives no more than `capacity` bytes.
 
     Attributes:
+        cuda: The GPU itself.
         used: Bytes that were allocated and not freed.
     """
 
     def __init__(self, cuda: Cuda, capacity: int = 4 << 30) -> None:
         self.uuid = cuda.uuid
         self.capacity = capacity
-        self._cuda = cuda
+        self.cuda = cuda
         self._sizes: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -37,41 +38,41 @@ class CountedCuda(Cuda):
         with self._lock:
             if sum(self._sizes.values()) + nbytes > self.capacity:
                 raise OutOfSpace(f"the GPU has no {nbytes} bytes left")
-            pointer = self._cuda.malloc(nbytes)
+            pointer = self.cuda.malloc(nbytes)
             self._sizes[pointer] = nbytes
             return pointer
 
     def free(self, pointer: int) -> None:
         with self._lock:
-            self._cuda.free(pointer)
+            self.cuda.free(pointer)
             del self._sizes[pointer]
 
     def share(self, pointer: int) -> bytes:
-        return self._cuda.share(pointer)
+        return self.cuda.share(pointer)
 
     def open(self, handle: bytes) -> int:
-        return self._cuda.open(handle)
+        return self.cuda.open(handle)
 
     def close(self, pointer: int) -> None:
-        self._cuda.close(pointer)
+        self.cuda.close(pointer)
 
     def copy_in(self, pointer: int, data: memoryview) -> None:
-        self._cuda.copy_in(pointer, data)
+        self.cuda.copy_in(pointer, data)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._cuda.copy(target, source, nbytes)
+        self.cuda.copy(target, source, nbytes)
 
     def copy_out(self, data: memoryview, pointer: int) -> None:
-        self._cuda.copy_out(data, pointer)
+        self.cuda.copy_out(data, pointer)
 
     def event(self) -> Event:
-        return self._cuda.event()
+        return self.cuda.event()
 
     def open_event(self, handle: bytes) -> Event:
-        return self._cuda.open_event(handle)
+        return self.cuda.open_event(handle)
 
     def synchronize(self) -> None:
-        self._cuda.synchronize()
+        self.cuda.synchronize()
 
 
 class LoopbackNccl(Nccl):

@@ -26,9 +26,6 @@ from contract.test_transports import EPOCH, Make, PeerProcess, fetcher, in_use
 from contract.transport_peer import Peer
 from nccl_transfer.communicator import Nccl
 from nccl_transfer.device import Cuda
-from nccl_transfer.transports import Transport
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.nccl import NcclTransport
 
 ANSWER_S = 20.0
 DIES_WITH_ITSELF = "a rank of nccl that sends to itself dies with itself"
@@ -183,15 +180,7 @@ def start_reader(transport, devices) -> Callable:
 
 @pytest.fixture
 def make(cuda, looped) -> Iterator[Make]:
-    """What the transports take of the GPU they have to give back."""
-    made = []
-
-    def make(transport: str) -> Transport:
-        made.append(counted := CountedCuda(cuda))
-        return NcclTransport(looped, counted) if transport == "nccl" else CudaIpcTransport(counted)
-
-    yield make
-    suite.wait_until(lambda: not any(counted.used for counted in made))
+    yield from suite.making(lambda _: (looped, cuda))
 
 
 def is_about_gpus(test: Callable) -> bool:

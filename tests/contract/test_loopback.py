@@ -11,6 +11,13 @@ from contract.test_transports import GPU
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(params=["nccl"], scope="module")
+def transport(request) -> str:
+    if request.param != "nccl":
+        pytest.skip("test_transports.py runs it, over the same devices")
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def cuda() -> HostCuda:
     return HostCuda(GPU)

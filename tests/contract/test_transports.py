@@ -27,9 +27,12 @@ import pytest
 from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
+from contract.loopback import CountedCuda
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.columns import Jagged
+from nccl_transfer.communicator import Nccl
+from nccl_transfer.device import Cuda
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
 from nccl_transfer.sources import DeviceSources
 from nccl_transfer.store import Lease, TensorStore
@@ -54,7 +57,7 @@ from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 TESTS = Path(__file__).parents[1]
 EPOCH = 3
 MIB = 1 << 20
-GPU = "GPU-of-the-peer"
+GPU, READERS_GPU = "GPU-of-the-peer", "GPU-of-the-reader"
 TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
 pytestmark = pytest.mark.timeout(60)
@@ -179,18 +182,24 @@ def new_peer(tmp_path) -> Callable[[], PeerProcess]:
     return lambda: PeerProcess(tmp_path)
 
 
-def make_on_the_host(transport: str) -> Transport:
-    """A transport of the suite; those between GPUs on GPUs made of the host."""
-    if transport == "cuda_ipc":
-        return CudaIpcTransport(HostCuda(GPU))
-    if transport == "nccl":
-        return NcclTransport(HostNccl(), HostCuda("GPU-of-the-reader"))
-    return create_transports([transport])[0]
+def making(devices: Callable[[str], tuple[Nccl, Cuda]]) -> Iterator[Make]:
+    """Makes transports; those between GPUs, whose `devices` are asked for by name, have to give back what they take."""
+    made: list[CountedCuda] = []
+
+    def make(transport: str) -> Transport:
+        if transport not in ("cuda_ipc", "nccl"):
+            return create_transports([transport])[0]
+        nccl, cuda = devices(transport)
+        made.append(counted := CountedCuda(cuda))
+        return NcclTransport(nccl, counted) if transport == "nccl" else CudaIpcTransport(counted)
+
+    yield make
+    wait_until(lambda: not any(counted.used for counted in made))
 
 
 @pytest.fixture
-def make() -> Make:
-    return make_on_the_host
+def make() -> Iterator[Make]:
+    yield from making(lambda name: (HostNccl(), HostCuda(READERS_GPU if name == "nccl" else GPU)))
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -912,7 +921,7 @@ def two_columns(peer: PeerProcess) -> Batch:
 
 
 @pytest.fixture
-def in_use(transport, make) -> Iterator[tuple[Fetcher, HostCuda]]:
+def in_use(transport, make) -> Iterator[tuple[Fetcher, CountedCuda]]:
     """A fetcher and the GPU it receives into."""
     between = make(transport)
     assert isinstance(between, CudaIpcTransport | NcclTransport)
@@ -946,14 +955,61 @@ def test_a_transfer_between_gpus_whose_transport_is_closed_ends_and_leaves_nothi
     in_use, transport, peer, at, after
 ):
     (fetcher, gpu), batch = in_use, two_columns(peer)
+    before = peer.ask("device_used")["bytes"]
     peer.ask("pause", at=at, after=after)
     with ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(fetch, fetcher, batch)
         assert peer.answer() == {"event": "paused"}
         fetcher.close()
-        assert fetching.exception(5) is not None
+        with pytest.raises(Refused, match=f"{re.escape(str(peer.endpoint))}: .*the transport was closed"):
+            fetching.result(5)
         wait_until(lambda: gpu.used == 0)
     peer.ask("go_on")
+    wait_until(lambda: peer.ask("device_used")["bytes"] <= before)
+
+
+@BETWEEN_GPUS
+def test_a_transport_between_gpus_that_was_closed_refuses(fetcher, peer):
+    batch = two_columns(peer)
+    fetch(fetcher, batch)
+    fetcher.close()
+    with pytest.raises(Refused, match="the transport was closed"):
+        fetch(fetcher, batch)
+
+
+@BETWEEN_GPUS
+def test_a_source_that_is_back_at_its_address_is_read_from_also_once_it_was_forgotten(
+    fetcher, peer, other_peer
+):
+    array = random_array("int32", (4,))
+    batch = peer.put(array)
+    fetch(fetcher, batch)
+    peer.ask("end_arrangements")
+    fetch(fetcher, other_peer.put(array))
+    assert_same_bits(fetch(fetcher, batch)["x"], array)
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_closing_lets_go_of_the_memory_of_a_source_before_that_frees_it(mortal_peer, reading):
+    copying = threading.Event()
+
+    class Slow(HostCuda):
+        def copy_out(self, data, pointer):
+            copying.set()
+            self.synchronize()
+            super().copy_out(data, pointer)
+
+        def synchronize(self):
+            time.sleep(0.1)
+
+    fetcher = Fetcher(host_id(), [CudaIpcTransport(Slow(GPU))])
+    with ThreadPoolExecutor(1) as thread:
+        fetching = thread.submit(fetch, fetcher, mortal_peer.put(random_array("uint8", (3, MIB))))
+        assert copying.wait(20) if reading else fetching.result(20)
+        fetcher.close()
+        assert (fetching.exception(5) is not None) == reading
+    wait_until(lambda: mortal_peer.ask("device_used")["bytes"] == 0)
+    assert mortal_peer.ask("freed_in_use") == {"times": 0}
 
 
 @pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])
@@ -981,6 +1037,7 @@ def test_a_group_that_fails_names_plan_peer_and_phase_and_the_next_has_a_new_com
     fetcher, peer, at, phase
 ):
     batch = two_columns(peer)
+    fetch(fetcher, batch)
     peer.ask("pause", at=at)
     with pytest.raises(
         DeadlineExceeded, match=rf"{re.escape(str(peer.endpoint))}: plan [0-9a-f]{{12}}, {phase}: no answer"
@@ -1060,7 +1117,7 @@ def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
 
 
 def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
-    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda("GPU-of-the-reader"))])
+    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda(READERS_GPU))])
     batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
     with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
         fetch(fetcher, batch)
@@ -1156,6 +1213,18 @@ def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_pa
     wait_until(lambda: peer.ask("device_used")["bytes"] == before)
     reader.kill()
     reader.communicate()
+
+
+def test_requests_for_different_slots_may_arrive_in_any_order(peer):
+    with grpc.insecure_channel(peer.endpoint.address) as channel:
+        stub = transfer_pb2_grpc.TransferServiceStub(channel)
+        lent = stub.OpenStaging(transfer_pb2.OpenStagingRequest(reader="reader", device_uuid=GPU), timeout=10)
+        next(lent)
+        for slot, generation in ((1, 2), (0, 1)):
+            request = transfer_pb2.StageRequest(reader="reader", slot=slot, generation=generation)
+            assert stub.Stage(request, timeout=10).generation == generation
+        with pytest.raises(grpc.RpcError, match="generation 1 is not newer than 1"):
+            stub.Stage(request, timeout=10)
 
 
 @OVER_CUDA_IPC

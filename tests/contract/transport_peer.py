@@ -135,7 +135,7 @@ class Peer:
     Args:
         arena_bytes: Size of its arena.
         epoch: Of its service.
-        cuda, nccl: What it has; `cuda` with `used` and `capacity`.
+        cuda, nccl: What it has.
         checksums: Whether it computes them.
         device_uuid: What it says of its GPU; empty: the truth.
         say: Where it says that it has paused.
@@ -145,7 +145,7 @@ class Peer:
         self,
         arena_bytes: int,
         epoch: int,
-        cuda: HostCuda | CountedCuda,
+        cuda: CountedCuda,
         nccl: Nccl | None,
         checksums: bool,
         device_uuid: str,
@@ -259,6 +259,16 @@ class Peer:
     def device_used(self):
         return {"bytes": self.cuda.used}
 
+    def freed_in_use(self):
+        """Of a GPU made of the host."""
+        assert isinstance(self.cuda.cuda, HostCuda)
+        return {"times": self.cuda.cuda.freed_in_use}
+
+    def end_arrangements(self):
+        """As if it was restarted at its address."""
+        self.sources.close()
+        return {}
+
     def pause(self, at, after=0):
         """The next transfer between GPUs stops until `go_on` at its `copy`, after so many of them, or at its `join`, or
         for good at its `send`; says so when it does."""
@@ -315,8 +325,8 @@ async def main(arena_mib: int, epoch: int, devices: str, checksums: bool, device
     if devices == "host":
         cuda, nccl = HostCuda(GPU), HostNccl()
     else:
-        cuda, nccl = CountedCuda(own_cuda()), own_nccl() if why_no_nccl() is None else None
-    peer = Peer(arena_mib << 20, epoch, cuda, nccl, checksums, device_uuid, say)
+        cuda, nccl = own_cuda(), own_nccl() if why_no_nccl() is None else None
+    peer = Peer(arena_mib << 20, epoch, CountedCuda(cuda), nccl, checksums, device_uuid, say)
     say(endpoint=endpoint_to_proto(await peer.start()).SerializeToString().hex())
     while line := await asyncio.to_thread(sys.stdin.readline):
         say(**peer.obey(line))

@@ -43,9 +43,9 @@ def devices(number):
 
 
 if __name__ == "__main__":
-    two_gpu_check.FAILING_S = 0.5
+    two_gpu_check.FAILING_S = 1.0
     if FAULT == "hangs":
         two_gpu_check.TIMEOUT_S = 1.0
     if FAULT == "too late":
         two_gpu_check.Check = TooLate
-    os._exit(two_gpu_check.main(devices, (1, 4096, 1 << 20, 32 << 20)))
+    os._exit(two_gpu_check.main(devices, (1, 4096, 1 << 20, 4 << 20)))
