@@ -26,6 +26,9 @@ from rlhf.errors import OutOfSpace, Refused, TransferError
 ALIGNMENT = 64
 """Bytes; data and headers begin at multiples of it."""
 
+COPIED_BYTES = 2 << 20
+"""Up to so many bytes of a read are copied for who wants to write: sooner done than mapping and faulting them in."""
+
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where condemned
 CONDEMNED = "shard {} is marked bad: bytes of it did not match their checksum"
@@ -180,14 +183,14 @@ class ArenaReader:
         return [memory[(begin := r.shard.offset + r.start) : begin + r.nbytes] for r in ranges]
 
     def private_views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The bytes of each range, without a copy, writable.
+        """The bytes of each range, writable: what the caller writes into its views reaches neither the owner nor any
+        other view, earlier or later.
 
-        Every call maps anew and copy-on-write: what the caller writes into its views reaches neither the owner nor
-        any other view, earlier or later; and every page is faulted in anew. The mapping lives as long as the last of
-        its views.
+        More than COPIED_BYTES are not copied but mapped copy-on-write. Every call maps anew, and every page is faulted
+        in anew; the mapping lives as long as the last of its views.
         """
-        if not ranges:
-            return []
+        if sum(r.nbytes for r in ranges) <= COPIED_BYTES:
+            return [memoryview(bytearray(view)) for view in self.views(ranges)]
         begins = [r.shard.offset + r.start for r in ranges]
         first = (min(begins) - ALIGNMENT) // mmap.PAGESIZE * mmap.PAGESIZE
         last = max(begin + r.nbytes for begin, r in zip(begins, ranges, strict=True))

@@ -28,7 +28,7 @@ from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.arena import ByteRange
+from nccl_transfer.arena import COPIED_BYTES, ByteRange
 from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.communicator import Nccl
@@ -377,8 +377,10 @@ def test_columns_held_here_pass_through(fetcher, peer):
     assert got.dtypes == {"x": "int32", "floats": "float32"}
 
 
-def test_what_the_reader_writes_neither_the_peer_nor_later_reads_see(fetcher, peer):
-    array = random_array("int32", (1000, 8))
+@pytest.mark.parametrize("rows", [1000, 70_000], ids=["copied", "mapped"])
+def test_what_the_reader_writes_neither_the_peer_nor_later_reads_see(fetcher, peer, rows):
+    array = random_array("int32", (rows, 8))
+    assert (array.nbytes > COPIED_BYTES) is (rows == 70_000)
     batch = peer.put(array)
     got = fetcher.fetch(batch, time.monotonic() + 20, writable=True)["x"]
     assert isinstance(got, np.ndarray)
@@ -475,13 +477,14 @@ def test_memory_is_not_read_through_a_transport_that_was_closed(peer):
     assert_no_more_than(before)
 
 
-def test_readers_map_an_arena_once_and_anew_where_they_may_write(memfd, peer):
-    batch = peer.put(random_array("int32", (5000,)))
-    rows = [fetch(memfd, batch)]
+def test_readers_map_an_arena_once_and_much_that_they_may_write_to_anew(memfd, peer):
+    little, much = (peer.put(random_array("uint8", (nbytes,))) for nbytes in (COPIED_BYTES, COPIED_BYTES + 1))
+    rows = [fetch(memfd, little)]
     mapped = Held.here().memfd_mappings
-    rows += [fetch(memfd, batch) for _ in range(3)]
+    rows += [fetch(memfd, batch) for batch in (little, much) for _ in range(3)]
+    rows += [memfd.fetch(little, time.monotonic() + 20, writable=True) for _ in range(3)]
     assert Held.here().memfd_mappings == mapped
-    rows += [memfd.fetch(batch, time.monotonic() + 20, writable=True) for _ in range(3)]
+    rows += [memfd.fetch(much, time.monotonic() + 20, writable=True) for _ in range(3)]
     assert Held.here().memfd_mappings == mapped + 3
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nccl_transfer import arena
-from nccl_transfer.arena import ALIGNMENT, ByteRange, FreeList
+from nccl_transfer.arena import ALIGNMENT, COPIED_BYTES, ByteRange, FreeList
 from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
@@ -270,14 +270,15 @@ def test_views_are_read_only():
         view[0] = 1
 
 
-def test_what_a_reader_writes_into_its_private_view_nobody_else_sees():
-    store = new_store()
-    shard = store.put(np.zeros(16, np.uint8), LEASE)
-    (view,) = store.reader.private_views([ByteRange(shard, 0, 16)])
-    view[:] = b"x" * 16
-    (again,) = store.reader.private_views([ByteRange(shard, 0, 16)])
-    (read_only,) = store.reader.views([ByteRange(shard, 0, 16)])
-    assert bytes(again) == bytes(read_only) == bytes(16)
+@pytest.mark.parametrize("nbytes", [16, COPIED_BYTES + 1])
+def test_what_a_reader_writes_into_its_private_view_nobody_else_sees(nbytes):
+    store = new_store(4 << 20)
+    shard = store.put(np.zeros(nbytes, np.uint8), LEASE)
+    (view,) = store.reader.private_views([ByteRange(shard, 0, nbytes)])
+    view[:] = b"x" * nbytes
+    (again,) = store.reader.private_views([ByteRange(shard, 0, nbytes)])
+    (read_only,) = store.reader.views([ByteRange(shard, 0, nbytes)])
+    assert bytes(again) == bytes(read_only) == bytes(nbytes)
     assert store.read_bytes(shard.id, 0, 16) == bytes(16)
 
 
