@@ -139,9 +139,10 @@ def pool(loop) -> Iterator[list[Rank]]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def large_pool(loop) -> Iterator[list[Rank]]:
-    """For meshes of up to 64 ranks, on four hosts."""
+    """For meshes of up to 64 ranks, on four hosts. Of one test: all of them connected with all others, in one process,
+    are more descriptors than it may have."""
     with started([f"host {number % 4}" for number in range(96)], loop) as ranks:
         yield ranks
 
