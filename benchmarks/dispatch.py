@@ -31,6 +31,7 @@ import tomli_w
 from rich.table import Table
 
 from benchmarks.ports import free_port
+from benchmarks.processes import receive
 from benchmarks.report import circumstances, console, json_option, write_json
 from controller.cluster import Cluster
 from controller.config import Config
@@ -154,7 +155,7 @@ def _bare_servers(count: int) -> Iterator[list[str]]:
             theirs.close()
             ours.append(mine)
             processes.append(process)
-        yield [f"127.0.0.1:{_receive(connection)}" for connection in ours]
+        yield [f"127.0.0.1:{receive(connection, START_TIMEOUT_S)}" for connection in ours]
     finally:
         for connection in ours:
             connection.close()
@@ -216,20 +217,11 @@ class Client:
         self._process.join(60)
 
     def wait_until_ready(self) -> None:
-        self.names = _receive(self._pipe)
+        self.names = receive(self._pipe, START_TIMEOUT_S)
 
     def calls(self, name: str, count: int) -> list[float]:
         self._pipe.send((name, count))
-        return _receive(self._pipe)
-
-
-def _receive(connection: Connection) -> Any:
-    if not connection.poll(START_TIMEOUT_S):
-        raise click.ClickException(f"no answer within {START_TIMEOUT_S:g} s")
-    try:
-        return connection.recv()
-    except EOFError:
-        raise click.ClickException("a process ended too early; see its output above") from None
+        return receive(self._pipe, START_TIMEOUT_S)
 
 
 def _obey(system: str, ranks: int, pipe: Connection) -> None:

@@ -32,9 +32,9 @@ def process(target: Callable[..., None], argument: object) -> Iterator[Connectio
             started.kill()
 
 
-def receive(connection: Connection) -> Any:
-    if not connection.poll(TIMEOUT_S):
-        raise click.ClickException(f"no answer within {TIMEOUT_S:g} s")
+def receive(connection: Connection, timeout_s: float = TIMEOUT_S) -> Any:
+    if not connection.poll(timeout_s):
+        raise click.ClickException(f"no answer within {timeout_s:g} s")
     try:
         return connection.recv()
     except EOFError:

@@ -215,6 +215,7 @@ class Arena:
         fd = _reserve(nbytes)
         self.reader = ArenaReader(fd, nbytes, secrets.token_bytes(NONCE_BYTES))
         self.memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED))
+        self.reader._memory = self.memory.toreadonly()  # what is mapped already need not be again
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 

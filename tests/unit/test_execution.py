@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,10 @@ from services.execution import CallQueue
 from services.model_worker import ModelWorker, Traces
 from services.ranks import Ranks
 from services.worker import CallContext, Result, Rows, Worker, register
+
+Stored = tuple[TensorStore, fetch.Fetcher, Column]
+
+TABLE = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
 
 
 class Reference(Worker):
@@ -128,10 +133,9 @@ async def call_with(queue: CallQueue, call_id: str, prompt_ids: Column, *, seque
 def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
     store, fetcher = TensorStore(1 << 16), WatchedFetcher()
     store.endpoint = Endpoint("here")
-    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
 
     async def main() -> None:
-        queue = CallQueue(Reference(table, Ranks(0, 1, 1)), store, fetcher)
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), store, fetcher)
         first = await call(queue, "good", 7)
         gc.collect()
         assert fetcher.last() is None
@@ -148,45 +152,50 @@ def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
     store.close()
 
 
-def test_a_method_may_write_to_its_rows_where_its_worker_says_so_and_nobody_else_sees_it() -> None:
+@pytest.fixture
+def stored() -> Iterator[Stored]:
+    """A store with a column of two rows of one number, and who fetches from it."""
     store = TensorStore(1 << 16)
     store.endpoint = Endpoint("here")
     fetcher = fetch.Fetcher("", [], store)
-    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
-    column = store.put_column(Jagged(np.array([1, 2]), np.array([1, 1])), "int64", Lease("session", 1))
+    yield (
+        store,
+        fetcher,
+        store.put_column(Jagged(np.array([1, 2]), np.array([1, 1])), "int64", Lease("session", 1)),
+    )
+    fetcher.close()
+    store.close()
+
+
+def test_a_method_may_write_to_its_rows_where_its_worker_says_so_and_nobody_else_sees_it(
+    stored: Stored,
+) -> None:
+    store, fetcher, column = stored
 
     async def main() -> None:
-        queue = CallQueue(Writer(table, Ranks(0, 1, 1)), store, fetcher)
+        queue = CallQueue(Writer(TABLE, Ranks(0, 1, 1)), store, fetcher)
         for call_id in ("first", "second"):
             response = await call_with(queue, call_id, column)
             assert response.outcome.metrics["sum"].sum == 5.0
         await queue.drain()
-        queue = CallQueue(ReadingWriter(table, Ranks(0, 1, 1)), store, fetcher)
+        queue = CallQueue(ReadingWriter(TABLE, Ranks(0, 1, 1)), store, fetcher)
         with pytest.raises(ValueError, match="read-only"):
             await call_with(queue, "third", column)
         await queue.drain()
 
     asyncio.run(main())
-    fetcher.close()
-    store.close()
 
 
-def test_tensors_of_model_roles_are_no_copies() -> None:
-    store = TensorStore(1 << 16)
-    store.endpoint = Endpoint("here")
-    fetcher = fetch.Fetcher("", [], store)
-    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path())
-    column = store.put_column(Jagged(np.array([1, 2]), np.array([1, 1])), "int64", Lease("session", 1))
+def test_tensors_of_model_roles_are_no_copies(stored: Stored) -> None:
+    store, fetcher, column = stored
 
     async def main() -> None:
-        queue = CallQueue(TensorReference(table, MetRanks(0, 1, 1)), store, fetcher)
+        queue = CallQueue(TensorReference(TABLE, MetRanks(0, 1, 1)), store, fetcher)
         response = await call_with(queue, "first", column)
         assert response.outcome.metrics["same memory"].sum == 1.0
         await queue.drain()
 
     asyncio.run(main())
-    fetcher.close()
-    store.close()
 
 
 def test_a_call_to_an_offloaded_engine_is_refused_by_ranks_that_stay() -> None:

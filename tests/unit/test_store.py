@@ -262,6 +262,16 @@ def test_a_read_beyond_a_shard_is_refused():
         store.read_bytes(shard.id, 60, 8)
 
 
+def test_the_owner_reads_through_the_mapping_it_has():
+    store = new_store()
+    shard = store.put(np.zeros(16, np.uint8), LEASE)
+    before = arenas_open()
+    (view,) = store.reader.views([ByteRange(shard, 0, 16)])
+    store.reader.check([shard])
+    assert arenas_open() == before
+    assert bytes(view) == bytes(16)
+
+
 def test_views_are_read_only():
     store = new_store()
     shard = store.put(np.zeros(16, np.uint8), LEASE)
