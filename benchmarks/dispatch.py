@@ -36,8 +36,8 @@ from benchmarks.report import circumstances, console, json_option, write_json
 from controller.cluster import Cluster
 from controller.config import Config
 from controller.dataflow import Loop
-from controller.group import Session
 from controller.launch import LaunchedServices
+from controller.session import Session
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import common_pb2, worker_pb2
 from services.server import SERVER_OPTIONS

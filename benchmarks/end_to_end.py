@@ -3,8 +3,11 @@
 The same small Llama, prompts, reward and settings in both. They take turns, so that drift of the machine hits all
 alike, and each has the machine to itself: it starts for its turn and ends with it, because ranks that only wait still
 wake up often enough to slow others down. Throughput is prompt and response tokens of the batch over the time of an
-iteration, as the HybridFlow paper has it (section 8.1). TRL is no dependency of the project. Its trainers come from
-directories of their own, the one of PPO with version 1.12, the last that has it:
+iteration, as the HybridFlow paper has it (section 8.1). Beside each stage of ours stands the time that its matrix
+products alone take at the rate that this machine multiplies them with (`benchmarks.roofline`).
+
+TRL is no dependency of the project. Its trainers come from directories of their own, the one of PPO with version 1.12,
+the last that has it:
 
     pip install --target ~/.cache/rlhf-cluster/trl --no-deps trl accelerate
     pip install --target ~/.cache/rlhf-cluster/trl-ppo --no-deps trl==1.12.0 accelerate
@@ -29,8 +32,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import end_to_end_task as task
+from benchmarks import roofline
 from benchmarks.end_to_end_task import Sizes
-from benchmarks.generate import build_model
+from benchmarks.generate import ARCHITECTURE, build_model
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.turns import Player
@@ -231,7 +235,42 @@ def over_trl(measured: Mapping[str, Measured], name: str) -> tuple[float, float,
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def show(algorithm: str, measured: Mapping[str, Measured], sizes: Sizes) -> None:
+def stage_work(algorithm: str, sizes: Sizes, ranks: int) -> dict[str, list[roofline.Work]]:
+    """The matrix products of each stage on one of the ranks, which have as many rows each."""
+    rows, length = sizes.rows // ranks, sizes.prompt_tokens + sizes.new_tokens
+    prompts = rows // task.GROUP if algorithm == "grpo" else rows
+    read, written = prompts * sizes.prompt_tokens + rows * sizes.new_tokens, rows * sizes.new_tokens
+    together = task.TOKENS_TOGETHER
+    generation = roofline.generation_work(ARCHITECTURE, prompts, rows, sizes.prompt_tokens, sizes.new_tokens)
+    actor = roofline.update_work(ARCHITECTURE, read, rows, length, written, together)
+    if algorithm == "grpo":
+        return {"generate_sequences": generation, "update_actor": actor}
+    return {
+        "generate_sequences": generation,
+        "compute_values": roofline.forward_work(ARCHITECTURE, read, rows, length, 0, together),
+        "compute_ref_log_prob": roofline.forward_work(ARCHITECTURE, read, rows, length, written, together),
+        "update_critic": roofline.update_work(ARCHITECTURE, read, rows, length, 0, together),
+        "update_actor": actor,
+    }
+
+
+def ideal_seconds(algorithms: Iterable[str], sizes: Sizes, cores: int) -> dict[str, dict[str, float]]:
+    """Seconds of each stage's matrix products at the measured rates, by algorithm."""
+    work = {name: stage_work(name, sizes, cores) for name in algorithms}
+    shapes = {each.shape for stages in work.values() for products in stages.values() for each in products}
+    rates = roofline.measure(sorted(shapes, key=str), cores)
+    return {
+        name: {stage: roofline.seconds(products, rates) for stage, products in stages.items()}
+        for name, stages in work.items()
+    }
+
+
+def shares(stages: Mapping[str, float], ideal: Mapping[str, float]) -> dict[str, float]:
+    """Of each stage with matrix products, the time these would take alone over the time that it took."""
+    return {stage: ideal[stage] / stages[stage] for stage in ideal if stages.get(stage)}
+
+
+def show(algorithm: str, measured: Mapping[str, Measured], sizes: Sizes, ideal: Mapping[str, float]) -> None:
     """The tables of one algorithm."""
     table = Table(title=f"{algorithm.upper()}, tokens per second of whole iterations")
     for name in ("system", "processes", "median", "turns", "over TRL (turns)"):
@@ -248,7 +287,7 @@ def show(algorithm: str, measured: Mapping[str, Measured], sizes: Sizes) -> None
         )
     screen = console()
     screen.print(table)
-    screen.print(_stages_table({name: system.mean_stages() for name, system in measured.items()}))
+    screen.print(_stages_table({name: system.mean_stages() for name, system in measured.items()}, ideal))
     for name in measured:
         if TRL in measured and name != TRL:
             ratio = over_trl(measured, name)[0]
@@ -256,14 +295,22 @@ def show(algorithm: str, measured: Mapping[str, Measured], sizes: Sizes) -> None
             screen.print(f"{name} over TRL: {ratio:.2f}, aim at least {LEAST_OVER_TRL:g}: {verdict}")
 
 
-def _stages_table(stages: Mapping[str, Mapping[str, float]]) -> Table:
+def _stages_table(stages: Mapping[str, Mapping[str, float]], ideal: Mapping[str, float]) -> Table:
     shown = {name: seconds for name, seconds in stages.items() if seconds}
-    table = Table(title="Where the time of an iteration goes, mean in milliseconds")
-    for name in ("", *shown):
+    table = Table(
+        title="Where the time of an iteration goes, mean in milliseconds (share of the matmul rate)"
+    )
+    for name in ("", *shown, "matrix products alone"):
         table.add_column(name, justify="right" if name else "left")
     for stage in dict.fromkeys(_in_order(shown.values())):
-        table.add_row(stage, *(f"{seconds.get(stage, 0.0) * 1e3:.0f}" for seconds in shown.values()))
+        alone = f"{ideal[stage] * 1e3:.0f}" if stage in ideal else ""
+        table.add_row(stage, *(_milliseconds(stage, seconds, ideal) for seconds in shown.values()), alone)
     return table
+
+
+def _milliseconds(stage: str, seconds: Mapping[str, float], ideal: Mapping[str, float]) -> str:
+    share = shares(seconds, ideal).get(stage)
+    return f"{seconds.get(stage, 0.0) * 1e3:.0f}" + (f" ({share:.0%})" if share else "")
 
 
 def _in_order(stages: Iterable[Mapping[str, float]]) -> Iterable[str]:
@@ -342,6 +389,7 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         num_parameters = build_task(directory, sizes)
+        ideal = ideal_seconds(versions, sizes, cores)
         for name, version in versions.items():
             contest = Contest(name, sizes, paces, directory, cores)
             for engine in engines:
@@ -355,13 +403,14 @@ def main(
                     err=True,
                 )
             results[name] = contest.run()
-            show(name, results[name], sizes)
+            show(name, results[name], sizes, ideal[name])
     figures = {
         "before": before,
         "after": circumstances(),
         "parameters": num_parameters,
         "sizes": vars(sizes),
         "trl": versions,
+        "matmul_s": ideal,
         "algorithms": {
             algorithm: {
                 name: {
@@ -369,6 +418,7 @@ def main(
                     "seconds": system.seconds,
                     "tokens_per_s": system.rates(sizes),
                     "mean_s": system.mean_stages(),
+                    "share_of_matmul_rate": shares(system.mean_stages(), ideal[algorithm]),
                     **({"over_trl": over_trl(measured, name)} if TRL in measured and name != TRL else {}),
                 }
                 for name, system in measured.items()

@@ -18,10 +18,10 @@ from controller.algorithms import find_algorithm
 from controller.cluster import Cluster
 from controller.config import Config, load
 from controller.data import PromptData
-from controller.group import Session
 from controller.launch import LaunchedServices
 from controller.recorder import Recorder
 from controller.run import Run, Step
+from controller.session import Session
 from controller.tracking.progress import Progress
 from controller.tracking.run_directory import RunDirectory
 

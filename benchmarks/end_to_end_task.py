@@ -25,6 +25,8 @@ VALUE_COEFFICIENT = 0.1
 """Weight of the value loss, where it shares an optimizer with the policy's."""
 LAMBDA = 0.95
 MAX_GRAD_NORM = 1.0
+TOKENS_TOGETHER = 2048
+"""Of a micro-batch, about."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.generate_engines import ENGINES
+from benchmarks.model_flops import Architecture
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.turns import Player
 
@@ -25,18 +26,23 @@ ANCHORS = {"hf": "plain transformers.generate", "vllm": "plain vllm.LLM"}
 LEAST_OF_PLAIN = 0.95
 
 
+ARCHITECTURE = Architecture(
+    hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, head_dim=32, vocabulary=1024
+)
+
+
 def build_model(directory: Path) -> int:
     """Writes a Llama of about 3 million random weights; returns how many exactly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=1024,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
+            vocab_size=ARCHITECTURE.vocabulary,
+            hidden_size=ARCHITECTURE.hidden,
+            intermediate_size=ARCHITECTURE.intermediate,
+            num_hidden_layers=ARCHITECTURE.layers,
+            num_attention_heads=ARCHITECTURE.heads,
+            num_key_value_heads=ARCHITECTURE.kv_heads,
+            head_dim=ARCHITECTURE.head_dim,
             max_position_embeddings=1024,
             eos_token_id=None,
         )

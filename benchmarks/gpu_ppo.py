@@ -29,6 +29,7 @@ from benchmarks.end_to_end_task import Sizes
 from benchmarks.model_flops import PEAK_TFLOPS, Architecture, known_peak_tflops, training_flops
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
+from controller.tracking.timeline import read_events
 
 ARCHITECTURES = {
     "1b": Architecture(
@@ -326,7 +327,7 @@ def main(
         config = directory / "config.toml"
         config.write_text(tomli_w.dumps(configuration(directory, setting, on_gpu=on_gpu)))
         outcome = run(config, directory / "runs")
-        stages = read_stages(json.loads((outcome / "timeline.json").read_text())["traceEvents"], counted)
+        stages = read_stages(read_events(outcome / "timeline.json"), counted)
         metrics = list(read_metrics(outcome / "metrics.jsonl", counted))
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     peak = peak_tflops or known_peak_tflops(device)

@@ -37,10 +37,10 @@ from controller.cluster import Cluster
 from controller.config import Config, load
 from controller.data import PromptData
 from controller.dataflow import CallRecord, FutureBatch
-from controller.group import Session
 from controller.launch import LaunchedServices
 from controller.recorder import Recorder
 from controller.run import Run, Step
+from controller.session import Session
 from controller.tracking.progress import Progress
 from controller.tracking.run_directory import RunDirectory
 from deploy import processes, with_parent
@@ -115,6 +115,7 @@ class Torchrun:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pace = PrefixStore(name, server)
         self._environment = environment(config.services["actor"], self._mark)
+        self._environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         # Where cores are short, threads that spin for others keep them from running: 20 times the time.
         self._environment.setdefault("GOMP_SPINCOUNT", "10000")

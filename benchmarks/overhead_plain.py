@@ -249,7 +249,7 @@ class Reward:
         rows = zip(prompts.tolist(), responses, strict=True)
         return np.asarray(
             [
-                self._function(data.prompts[p], text, data.ground_truths[p], json.loads(data.metadata[p]))
+                self._function(data[p].text, text, data[p].ground_truth, json.loads(data[p].metadata))
                 for p, text in rows
             ]
         )
@@ -270,7 +270,8 @@ class Reward:
             lam=algorithm.lam,
             whiten_advantages=algorithm.whiten_advantages,
         )
-        return _to_torch(result.advantages), _to_torch(result.returns)
+        sent = result.columns
+        return _to_torch(sent["advantages"]), _to_torch(sent["returns"])
 
 
 class World:
@@ -332,7 +333,7 @@ def actor_iteration(actor: Actor, task: Task, world: World, rank: int, work: Wor
     def run(step: int) -> None:
         prompts = task.prompts(step)
         numbers = np.array_split(np.arange(len(prompts)), len(ACTORS))[rank]
-        texts = [task.data.prompts[prompt] for prompt in prompts[numbers]]
+        texts = [task.data[prompt].text for prompt in prompts[numbers]]
         with work.computing():
             sequences, responses = actor.generate(step, numbers, texts)
         for other in (CRITIC, REFERENCE):
@@ -408,7 +409,7 @@ def lone_iteration(config: Config, actor: Actor, task: Task, work: Work) -> Iter
         prompts = task.prompts(step)
         numbers = np.arange(len(prompts))
         with work.computing():
-            sequences, responses = actor.generate(step, numbers, [task.data.prompts[p] for p in prompts])
+            sequences, responses = actor.generate(step, numbers, [task.data[p].text for p in prompts])
             log_probs, values = actor.log_probs(sequences), critic.values(sequences)
             ref_log_probs = reference.log_probs(sequences)
             scores = reward.scores(task.data, prompts, responses)
@@ -442,7 +443,8 @@ def _to_numpy(column: Column) -> Arrays:
     return Jagged(column.values.numpy(), column.lengths)
 
 
-def _to_torch(column: Arrays) -> Column:
+def _to_torch(column: Arrays | np.ndarray) -> Column:
+    assert isinstance(column, Jagged), "PPO has a number for each token"
     return Jagged(torch.from_numpy(column.values), column.lengths)
 
 

@@ -30,6 +30,7 @@ PROBES = (
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlhf-cluster")
 def main() -> None:
     """Check a server against the contract."""
 

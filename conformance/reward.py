@@ -131,18 +131,23 @@ def check_order(target: RewardTarget) -> str:
     if not target.is_repeatable:
         raise Unjudged("verdicts do not repeat, so they cannot be compared", "")
     alone = [target.score([row])[0] for row in target.rows]
-    if not any(map(has_score, alone)):
+    together, reverse = target.score(target.rows), target.score(target.rows[::-1])
+    if not any(map(has_score, (*alone, *together))):
         raise Unjudged("no probe row got a score, so there is nothing to compare", "")
+    if not are_equal(reverse, together[::-1]):
+        raise Violation(
+            "a row's verdict depends on where in the request it stands",
+            "Give verdict i to row i, and score each row by itself.",
+        )
+    if not are_equal(together, alone):
+        raise Violation(
+            "a row's verdict depends on the other rows of the request",
+            "Score each row by itself: runs send rows in other batches, and normalise rewards themselves.",
+        )
     if all(are_equal(alone[:1], [verdict]) for verdict in alone):
         raise Caution(
             f"all {len(alone)} probe rows got the same verdict, so their order cannot be told",
             "Give rows that your reward tells apart: --rows FILE.",
-        )
-    together, reverse = target.score(target.rows), target.score(target.rows[::-1])
-    if not (are_equal(together, alone) and are_equal(reverse, alone[::-1])):
-        raise Violation(
-            "a row's verdict depends on where in the request it stands",
-            "Give verdict i to row i, and score each row by itself.",
         )
     target.alone = alone
     return f"{len(alone)} rows got the same verdicts alone, together and in reverse"

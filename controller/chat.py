@@ -6,8 +6,9 @@ Needs jinja2 and tokenizers, of the extra `data`, where a template is rendered o
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ class Chat:
 
     Args:
         directory: Of the model; its chat_template.jinja, tokenizer_config.json and tokenizer.json are read.
+        now_unix_s: What `strftime_now` of templates tells, in UTC: the start of the run, so that a run that goes on
+            another day has the same prompts. Default: the time of this call.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, now_unix_s: float | None = None) -> None:
         self._directory = directory
+        self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
 
     def render(self, messages: Messages) -> str:
         """The conversation as the text that a response is to follow: as transformers' `apply_chat_template` with
@@ -58,7 +62,10 @@ class Chat:
         path = self._directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{self._directory} has no tokenizer.json, by which tokens are counted")
-        return tokenizers.Tokenizer.from_file(str(path))
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+            raise ConfigError(f"{path} cannot be read: {error}") from None
 
     @cached_property
     def _adds_bos(self) -> bool:
@@ -82,7 +89,7 @@ class Chat:
 
     @cached_property
     def _template(self) -> Any:
-        return _compile(self._template_text())
+        return _compile(self._template_text(), self._now)
 
     def _template_text(self) -> str:
         file = self._directory / "chat_template.jinja"
@@ -99,7 +106,7 @@ class Chat:
         return given
 
 
-def _compile(text: str) -> Any:
+def _compile(text: str, now: datetime) -> Any:
     """A template in the environment that transformers compiles them in: sandboxed, with its filters and functions."""
     jinja2 = required("jinja2", "chat templates")
     sandbox, extensions = (
@@ -136,7 +143,7 @@ def _compile(text: str) -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now.strftime
     try:
         return environment.from_string(text)
     except jinja2.TemplateError as error:

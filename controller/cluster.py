@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import re
 import time
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
 
+from controller.admission import GONE_WITHIN_S, check_tables, origin, wait_until_free
 from controller.client import WORKER, RankClient
 from controller.config import Config
 from controller.dataflow import Loop, Placement, results
-from controller.group import GROUPS, ActorGroup, RewardGroup, RoleGroup, Session
+from controller.group import GROUPS, ActorGroup, RewardGroup, RoleGroup
+from controller.session import Session, StepContext
+from controller.stream import REOPEN_S
 from rlhf.contract import SERVICES
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 
 RETRY_S = 0.2
 CLOSE_S = 5.0
+SILENCE_S = 2.0
+"""Longest that a run waits for services without a word."""
+GARBAGE_THRESHOLD = 50_000
+"""Objects that may be made and not yet be freed before Python looks for cycles among them. A call to 1,024 ranks makes
+some 15,000, which are freed without that when it ends."""
 
 
 class Cluster:
@@ -26,6 +37,7 @@ class Cluster:
 
     Attributes:
         groups: One per service of the config.
+        origins: What the weights of each service that has some began from, in words.
         statuses: Newest status of each rank, by service.
         session: What all calls share.
     """
@@ -34,27 +46,47 @@ class Cluster:
         self.config = config
         self.session = session
         self.groups: dict[str, RoleGroup] = {}
+        self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
         self.statuses: dict[str, dict[int, worker_pb2.WatchResponse]] = {}
         self._loop = Loop()
         self._placement = Placement()
         self._watches: list[asyncio.Task[None]] = []
 
-    def connect(self) -> None:
-        """Finds every rank of every service, checks them, and starts to watch them.
+    def connect(self, say: Callable[[str], None] = lambda line: None, *, keep_weights: bool = False) -> None:
+        """Finds every rank of every service, checks them, starts to watch them, and begins the session on them.
+
+        Args:
+            say: Called with a line that names the services that are waited for, when that takes a while.
+            keep_weights: Go on from the weights, optimizers and policy versions that the services have. False: from
+                their model directories.
 
         Raises:
-            ServiceLost: Nothing answers at an address within `run.connect_timeout_s`.
+            ServiceLost: Services do not answer within `run.connect_timeout_s`; the text names all of them.
             ConfigError: What answers is not what the config says.
+            Refused: Another run has a service.
         """
-        self._loop.run(self._connect(), self.config.run.connect_timeout_s + CLOSE_S)
+        self._loop.run(self._connect(say), self.config.run.connect_timeout_s + CLOSE_S)
+        ours = {name: group for name, group in self.groups.items() if group.description.epoch}
+        check_tables(ours, self.config.services)
+        free = wait_until_free(
+            ours, self.session, lambda name: self._describe(name, time.monotonic() + CLOSE_S)
+        )
+        self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
+        begun = {name: group.begin_session(keep_weights) for name, group in ours.items()}
+        results([call for batch in begun.values() for call in batch.calls])
+        for name, batch in begun.items():
+            (record,) = batch.records()
+            if record.responses[0].model:
+                self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
 
     def close(self) -> None:
-        """Releases what the run holds on the services, as far as they still answer, and disconnects."""
-        try:
+        """Ends the session on the services, as far as they still answer, and disconnects. It takes a bounded time and
+        raises nothing: what ended the run is what is to be told."""
+        # Where the loop is at something else, services notice by themselves that the run is gone.
+        with contextlib.suppress(TimeoutError):
             self._loop.run(self._close(), CLOSE_S * 2)
-        finally:
-            self._loop.close()
+        self._loop.close()
 
     def group(self, name: str) -> RoleGroup:
         """The group of a service, or of what the ranks of another service serve too.
@@ -67,17 +99,35 @@ class Cluster:
             raise ConfigError(f"the algorithm needs a service {name!r}; the config has {sorted(groups)}")
         return groups[name]
 
-    def release(self, through_step: int) -> None:
-        """Frees the rows of finished steps on every rank."""
+    @property
+    def descriptions(self) -> dict[str, worker_pb2.DescribeResponse]:
+        """Description of every service, by name."""
+        return {name: group.description for name, group in self.groups.items()}
+
+    def token_services(self) -> dict[str, worker_pb2.DescribeResponse]:
+        """Descriptions of the services that read token ids, by name."""
+        return {
+            name: group.description
+            for name, group in self.groups.items()
+            if not (isinstance(group, RewardGroup) and group.wants_text)
+        }
+
+    def release(self, step: StepContext) -> None:
+        """Frees the rows that a step's calls have made, on every rank, once none of them is under way."""
+        step.wait()
         ours = [group for group in self.groups.values() if group.description.epoch]
-        releases = [group.release(through_step=through_step) for group in ours]
-        results(releases)
+        results([group.release(step) for group in ours])
+
+    def end_step(self, step: StepContext) -> None:
+        """Releases a step that makes no more calls."""
+        step.has_ended = True
+        self.release(step)
 
     def memory(self) -> dict[str, int]:
         """Resident and device memory by service, in bytes, added over ranks."""
         return {
-            name: sum(status.memory_bytes + status.device_memory_bytes for status in ranks.values())
-            for name, ranks in self.statuses.items()
+            name: sum(status.memory_bytes + status.device_memory_bytes for status in list(ranks.values()))
+            for name, ranks in list(self.statuses.items())
         }
 
     def running(self) -> dict[str, str]:
@@ -90,15 +140,8 @@ class Cluster:
                 shown[f"{name}.{method}"] = f"{status.done}/{status.done_of}" if status and is_known else ""
         return shown
 
-    async def _connect(self) -> None:
-        deadline = time.monotonic() + self.config.run.connect_timeout_s
-        names = list(self.config.services)
-        found = await asyncio.gather(*(self._find(name, deadline) for name in names), return_exceptions=True)
-        for answer in found:
-            if isinstance(answer, BaseException):
-                raise answer
-        for name, description in zip(names, found, strict=True):
-            assert isinstance(description, worker_pb2.DescribeResponse)
+    async def _connect(self, say: Callable[[str], None]) -> None:
+        for name, description in (await self._find_all(say)).items():
             self.groups[name] = await self._group(name, description)
         self._check_vocabularies()
         for name, host in self.config.also_served.items():
@@ -106,6 +149,37 @@ class Cluster:
         for group in self.groups.values():
             if group.description.epoch:
                 self._watches.extend(asyncio.ensure_future(self._watch(client)) for client in group.clients)
+
+    async def _find_all(self, say: Callable[[str], None]) -> dict[str, worker_pb2.DescribeResponse]:
+        """Every service's description. A wrong one is an error at once; missing ones are told together at the end."""
+        timeout_s = self.config.run.connect_timeout_s
+        deadline = time.monotonic() + timeout_s
+        finds = {name: asyncio.create_task(self._find(name, deadline)) for name in self.config.services}
+        missing, told = set(finds), set[str]()
+        try:
+            while missing:
+                waits = [finds[name] for name in missing]
+                await asyncio.wait(waits, timeout=SILENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+                missing = {name for name in missing if not finds[name].done()}
+                for find in finds.values():
+                    if find.done() and not isinstance(find.exception(), ServiceLost | None):
+                        find.result()
+                if missing and missing != told and time.monotonic() < deadline:
+                    told = missing
+                    say(f"waiting for {', '.join(self._named(name) for name in finds if name in missing)}")
+        finally:
+            for find in finds.values():
+                find.cancel()
+        lost = [str(find.exception()) for find in finds.values() if find.exception()]
+        if lost:
+            raise ServiceLost(
+                f"no service answers within {timeout_s:g} s at {'; at '.join(lost)}. Start services with "
+                "rlhf-deploy up CONFIG, or have the run start them: --launch"
+            )
+        return {name: find.result() for name, find in finds.items()}
+
+    def _named(self, name: str) -> str:
+        return f"services.{name} ({self.config.services[name].address})"
 
     async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
         """What a service says of itself, checked against the config."""
@@ -130,7 +204,7 @@ class Cluster:
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
         """What rank 0 of a service says of it, as soon as it answers."""
-        table, timeout_s = self.config.services[name], self.config.run.connect_timeout_s
+        table = self.config.services[name]
         client = RankClient(name, 0, table.address)
         try:
             while True:
@@ -139,10 +213,7 @@ class Cluster:
                     return await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
                 except (ServiceLost, DeadlineExceeded) as error:
                     if time.monotonic() + RETRY_S > deadline:
-                        raise ServiceLost(
-                            f"services.{name}: no service answers at {table.address} within {timeout_s:g} s"
-                            f"{_connection_failure(error)}"
-                        ) from error
+                        raise ServiceLost(f"{self._named(name)}{_connection_failure(error)}") from error
                 except RlhfError as error:
                     if _is_unimplemented(error) and table.role == "reward":
                         return _foreign_reward(name, table.address)
@@ -193,23 +264,34 @@ class Cluster:
                     )
 
     async def _watch(self, client: RankClient) -> None:
-        """Keeps the newest status of a rank, for as long as it answers. A call tells of a lost rank itself."""
-        try:
-            async for status in client.stream(WORKER["Watch"], worker_pb2.WatchRequest(interval_s=0.5)):
-                self.statuses.setdefault(client.service, {})[client.rank] = status
-        except RlhfError:
-            self.statuses.get(client.service, {}).pop(client.rank, None)
+        """Keeps the newest status of a rank, for as long as it answers, and begins anew where the stream breaks. A call
+        tells of a lost rank itself."""
+        while True:
+            try:
+                async for status in client.stream(WORKER["Watch"], worker_pb2.WatchRequest(interval_s=0.5)):
+                    self.statuses.setdefault(client.service, {})[client.rank] = status
+            except RlhfError:
+                self.statuses.get(client.service, {}).pop(client.rank, None)
+            await asyncio.sleep(REOPEN_S)
 
     async def _close(self) -> None:
         for watch in self._watches:
             watch.cancel()
         groups = (*self.groups.values(), *self._also_served.values())
         await asyncio.gather(*(group.cancel_all() for group in groups))
-        request = worker_pb2.ReleaseRequest(session=self.session.name, all_steps=True)
+        request = worker_pb2.EndSessionRequest(session=self.session.name)
         clients = [client for group in self.groups.values() for client in group.clients]
-        releases = (client.call(WORKER["Release"], request, CLOSE_S) for client in clients)
-        await asyncio.gather(*releases, return_exceptions=True)
+        ends = (client.call(WORKER["EndSession"], request, CLOSE_S) for client in clients)
+        await asyncio.gather(*ends, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in clients))
+
+
+def spare_garbage_collector() -> None:
+    """For a process that is a controller and nothing else, once it is connected: what exists by now lives as long as
+    the run, so Python need not look for garbage in it. Saves a fifth of the CPU of a call to 1,024 ranks."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD)
 
 
 def _connection_failure(error: RlhfError) -> str:
@@ -217,7 +299,8 @@ def _connection_failure(error: RlhfError) -> str:
     cause = error.__cause__
     if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
         return ""
-    return ": " + re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
+    reason = re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
+    return ": " + reason.removeprefix("Failed to connect to remote host: ")
 
 
 def _is_unimplemented(error: RlhfError) -> bool:

@@ -44,12 +44,16 @@ class RunTable(Strict):
     evaluate_every: int = Field(default=10, ge=0)
     """Evaluate on the held-out prompts every so many steps, and before the first and after the last; 0: only
     before and after."""
+    evaluation_rows: Positive = 1024
+    """Most held-out rows evaluated at the same time; the rows of one such batch are freed before the next."""
     samples: int = Field(default=8, ge=0)
     """Sample responses written at each evaluation."""
     balance: bool = True
     """Deals sequences out to data ranks by what they cost to compute, and not by how many they are."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time one call may take, waiting for its turn included."""
+    save_timeout_s: float = Field(default=3600.0, gt=0)
+    """The same for calls that save, export or load a model."""
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time to wait for running services to answer."""
 
@@ -106,7 +110,10 @@ class DataTable(Strict):
     prompts_per_step: Positive = 128
     """Prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Rows whose prompt has more tokens are left out; 0: none."""
+    """Most tokens of a prompt; 0: what the services take beside `rollout.max_response_tokens`."""
+    overlong: Literal["skip", "error"] = "skip"
+    """What is done about a row whose prompt, or whose text in `pretrain`, is longer: skip leaves it out and counts it,
+    error ends the run."""
     tokenizer: Path | None = None
     """Model directory whose chat template renders prompts that are lists of messages, and whose tokenizer counts
     tokens. None: that of the actor, or of the first service with a model."""
@@ -132,7 +139,7 @@ class DataTable(Strict):
                 raise ValueError(f"sources: {twice[0]!r} is there twice; give each a name of its own")
         elif NOWHERE in (self.train, self.heldout):
             missing = "train" if self.train == NOWHERE else "heldout"
-            raise ValueError(f"{missing}: Field required")
+            raise ValueError(f"{missing}: required, and not given")
         return self
 
 
@@ -148,7 +155,8 @@ class RolloutTable(Strict):
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of tokens whose probability reaches this."""
+    """Keep the smallest set of tokens whose probability reaches this. With top_k or top_p, estimates of KL are biased:
+    they average over the truncated distribution what is meant over the policy's whole one."""
     stop: tuple[str, ...] = ()
     """Texts that end a response too, as `["\\n\\n"]`: with the token that completes one, which stays; the response's
     text ends before it."""
@@ -188,7 +196,8 @@ class AlgorithmTable(Strict):
     clip_high: NotNegative = 0.2
     """The probability ratio is clipped at 1 plus this."""
     dual_clip: NotNegative = 3.0
-    """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off. For surrogate ppo."""
+    """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off. For surrogate ppo of every
+    algorithm, in whose papers it is not."""
     value_clip: NotNegative = 0.5
     """New values are clipped to within this range of the old; 0: off."""
     entropy_coefficient: NotNegative = 0.0
@@ -214,7 +223,8 @@ class AlgorithmTable(Strict):
     rollout engine's."""
     rollout_correction: Literal["none", "truncate", "mask"] = "none"
     """What is done where the training engine finds another probability than the rollout engine sampled with: the loss
-    is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds."""
+    is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds. Not with
+    rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Whether that is the ratio of each token or of the whole response."""
     rollout_correction_low: NotNegative = 0.5
@@ -360,6 +370,12 @@ class Config(Strict):
                 "algorithm.rollout_correction: needs recompute_log_probs: it corrects the rollout's by the training "
                 "engine's"
             )
+        if self.rollout.truncates:
+            raise ValueError(
+                "algorithm.rollout_correction: does not go with rollout.top_k or rollout.top_p: the rollout's "
+                "log-probabilities are those of the truncated distribution, so that the ratio to the training engine's "
+                "would be the probability that truncation kept, at every token"
+            )
         if algorithm.rollout_correction_low >= algorithm.rollout_correction_high:
             raise ValueError(
                 f"algorithm.rollout_correction_low: {algorithm.rollout_correction_low:g} is not below "
@@ -388,7 +404,7 @@ class Config(Strict):
                     f"rollout.temperature: vLLM, which generates in services.{name}, samples at temperatures from "
                     f"{lowest:g} to {highest:g} (given: {rollout.temperature:g})"
                 )
-            for key, most in _longest_rows(table).items():
+            for key, most in longest_rows(table).items():
                 if most <= rollout.max_response_tokens:
                     raise ValueError(
                         f"services.{name}.{key}: {most} leaves no room for a prompt beside "
@@ -419,7 +435,7 @@ class Config(Strict):
                 )
 
 
-def _longest_rows(table: Service) -> dict[str, int]:
+def longest_rows(table: Service) -> dict[str, int]:
     """The keys of a service that bound the tokens of a prompt and its response together."""
     if not isinstance(table, ModelTable):
         return {}

@@ -8,21 +8,27 @@ split or interleaved, as the resource pools say (HybridFlow, sections 4.1 and 4.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
 
+from controller.session import StepContext
 from nccl_transfer.batch import Batch, Column, concat_columns
 from nccl_transfer.columns import Jagged
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""How long a busy loop may hold up the end of a run, and its thread again as long."""
 
 
 class Loop:
@@ -62,10 +68,11 @@ class Loop:
         return self.start(work).result(timeout_s)
 
     def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
-        self.start(_cancel_all()).result(5)
+        """Cancels what still runs and ends the thread; one that is busy ends with its process."""
+        with contextlib.suppress(TimeoutError):
+            self.start(_cancel_all()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(CLOSE_S)
 
 
 async def _cancel_all() -> None:
@@ -81,7 +88,7 @@ class CallRecord:
 
     Attributes:
         service, method: Name in the config; Python name of the method.
-        started_s, ended_s: Unix time of dispatch and of the last response.
+        started_s, ended_s: Unix time at which its turn came on the first rank, and of the last response.
         metrics: Means over the ranks by name.
         policy_version: Of the service after the call.
         responses: The response of each rank, in rank order.
@@ -106,11 +113,14 @@ class FutureBatch:
         rows: Number of rows.
         columns: Columns by name.
         calls: The calls that make them.
+        step: The step on whose behalf calls on these rows are made, of batches of several steps that of the first;
+            None: the one that was begun last.
     """
 
     rows: int
     columns: Mapping[str, Future[Column]]
     calls: tuple[Future[CallRecord], ...] = field(default=())
+    step: StepContext | None = None
 
     @staticmethod
     def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> FutureBatch:
@@ -123,16 +133,20 @@ class FutureBatch:
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         calls = (*self.calls, *(call for call in other.calls if call not in self.calls))
-        return FutureBatch(self.rows, {**self.columns, **other.columns}, calls)
+        return FutureBatch(self.rows, {**self.columns, **other.columns}, calls, self.step or other.step)
+
+    def of_step(self, step: StepContext | None) -> FutureBatch:
+        """The same rows, as those of a step."""
+        return replace(self, step=step)
 
     def select(self, names: Iterable[str]) -> FutureBatch:
         """Only these columns."""
-        return FutureBatch(self.rows, {name: self[name] for name in names}, self.calls)
+        return replace(self, columns={name: self[name] for name in names})
 
     def drop(self, *names: str) -> FutureBatch:
         """All columns but these, of which there may be some."""
         kept = {name: column for name, column in self.columns.items() if name not in names}
-        return FutureBatch(self.rows, kept, self.calls)
+        return replace(self, columns=kept)
 
     def rename(self, **names: str) -> FutureBatch:
         """Columns under other names: `costs.rename(rewards="costs")`, so that two rewards fit into one batch."""
@@ -140,12 +154,12 @@ class FutureBatch:
         if missing:
             raise InvalidRequest(f"the batch has no columns {missing}; it has {sorted(self.columns)}")
         renamed = {names.get(name, name): column for name, column in self.columns.items()}
-        return FutureBatch(self.rows, renamed, self.calls)
+        return replace(self, columns=renamed)
 
     def take(self, rows: np.ndarray) -> FutureBatch:
         """These rows in this order."""
         taken = {name: then(column, lambda c: c.take(rows)) for name, column in self.columns.items()}
-        return FutureBatch(len(rows), taken, self.calls)
+        return replace(self, rows=len(rows), columns=taken)
 
     def repeat(self, times: int) -> FutureBatch:
         """Every row `times` times, side by side: several samples per prompt."""
@@ -157,7 +171,8 @@ class FutureBatch:
         names = [name for name in batches[0].columns if all(name in batch for batch in batches)]
         joined = {name: then(all_of([batch[name] for batch in batches]), concat_columns) for name in names}
         calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
-        return FutureBatch(sum(batch.rows for batch in batches), joined, calls)
+        step = next((batch.step for batch in batches if batch.step), None)
+        return FutureBatch(sum(batch.rows for batch in batches), joined, calls, step)
 
     def checked(self, check: Callable[[CallRecord], CallRecord]) -> FutureBatch:
         """The same rows, once every call that makes them has passed; what `check` raises is what becomes of them."""
@@ -167,7 +182,7 @@ class FutureBatch:
             name: then(all_of([passed, column]), lambda values: values[1])
             for name, column in self.columns.items()
         }
-        return FutureBatch(self.rows, columns, calls)
+        return replace(self, columns=columns, calls=calls)
 
     def __getitem__(self, name: str) -> Future[Column]:
         if name not in self.columns:
@@ -235,8 +250,8 @@ def promise() -> Future[Any]:
 
 
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
-    """Their results; one that is there already costs no turn of the loop."""
-    return [f.result() if f.done() else await asyncio.wrap_future(f) for f in futures]
+    """Their results; one that is there already costs no turn of the loop. Who gives up waiting cancels none of them."""
+    return [f.result() if f.done() else await asyncio.shield(asyncio.wrap_future(f)) for f in futures]
 
 
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
@@ -274,25 +289,84 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
 def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:
     """Resolves a future once all those before it are: a call that failed early still keeps its place in the order."""
     left = [other for other in before if not other.done()]
-    if not left:
-        future.set_result(None)
+    if left:
+        left[0].add_done_callback(lambda _: resolve_after(left[1:], future))
+    else:
+        _resolve(future)
+
+
+_resolving = threading.local()
+
+
+def _resolve(future: Future[None]) -> None:
+    """Resolves a future, and those that wait for it alone one after the other: within each other, a few hundred would
+    exceed Python's depth of calls."""
+    if hasattr(_resolving, "next"):
+        _resolving.next.append(future)
         return
-    left[0].add_done_callback(lambda _: resolve_after(left[1:], future))
+    _resolving.next = waiting = deque([future])
+    try:
+        while waiting:
+            waiting.popleft().set_result(None)
+    finally:
+        del _resolving.next
+
+
+class Place:
+    """A call's place in the order of calls on its devices.
+
+    Args:
+        queue: Whose ranks run the call.
+        before: The last calls on its devices.
+        patience_s: See below.
+
+    Attributes:
+        first: What has to have happened before the call may be sent.
+        patience_s: Longest time that the call may wait for its inputs and for its turn, in seconds.
+    """
+
+    def __init__(self, queue: object, before: Sequence[Place], patience_s: float) -> None:
+        self.queue = queue
+        self.patience_s = patience_s
+        # Calls that share a queue are ordered by the ranks: the next may be sent as soon as this one has been.
+        self.first = [each.sent if each.queue is queue else each.ended for each in before]
+        self.sent, self.ended = promise(), promise()
+        self._all_before = [each.ended for each in before]
+
+    def was_sent(self) -> None:
+        """The call's ranks have it."""
+        self.sent.set_result(None)
+
+    def leave(self) -> None:
+        """The call has ended, or will not be made; it keeps its place in the order until those before it are gone."""
+        if not self.sent.done():
+            resolve_after(self.first, self.sent)
+        resolve_after(self._all_before, self.ended)
 
 
 class Placement:
     """Keeps calls on common devices in call order, and lets all others run at the same time."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Future[None]] = {}
+        self._last: dict[str, Place] = {}
+        self._unfinished: dict[Place, float] = {}
 
-    def enter(self, devices: frozenset[str]) -> tuple[list[Future[None]], Future[None]]:
+    def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
         """Takes a place in the order; called in program order.
 
-        Returns:
-            What has to end before the call may start, and the future to resolve when the call has ended.
+        A call may wait for as long as all unfinished calls before it, on whatever devices, may take one after another.
+        Calls that keep to their time never make a later one give up, and no call waits for ever.
+
+        Args:
+            devices: Where the call runs.
+            queue: Whose ranks run the call: calls of one queue run on the same ranks, in the order in which they are
+                sent, so several may be under way.
+            time_s: Longest time of the call itself, once its turn has come.
         """
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
-        ended = promise()
-        self._last.update(dict.fromkeys(devices, ended))
-        return before, ended
+        patience_s = sum(self._unfinished.copy().values()) + time_s
+        place = Place(queue, before, patience_s)
+        self._last.update(dict.fromkeys(devices, place))
+        self._unfinished[place] = time_s
+        place.ended.add_done_callback(lambda _: self._unfinished.pop(place, None))
+        return place

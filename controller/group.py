@@ -7,11 +7,8 @@ request to each rank, and collects references to what the ranks made. Tensors st
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +18,13 @@ from google.protobuf import json_format, struct_pb2
 
 from controller.balance import cost_of, dealt, ranked
 from controller.client import WORKER, RankClient
-from controller.dataflow import CallRecord, FutureBatch, Loop, Placement, all_of, awaited, resolve_after, then
+from controller.dataflow import CallRecord, FutureBatch, Loop, Place, Placement, all_of, awaited, then
+from controller.requests import Part, cut, local_bytes, serialized, share_columns
+from controller.session import Session, StepContext
 from nccl_transfer import wire
 from nccl_transfer.batch import Batch, Column, LocalColumn, RemoteColumn
 from nccl_transfer.columns import Jagged
-from nccl_transfer.plans import Relay, endpoints_of, plan_rows
+from nccl_transfer.plans import Relay
 from nccl_transfer.protocols import get_protocol
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
@@ -41,56 +40,27 @@ from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, reward_pb2, worker_pb2
 
 SETTLE_S = 2.0
 """After a rank has failed, how long to wait for what the others say: the culprit may answer last."""
+LATE_S = 15.0
+"""How long a call may go on past its time: its outcome is asked for, other ranks are stopped and listened to."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass
-class Session:
-    """What calls of one run share.
+class RankQueue:
+    """The session's calls on the ranks of a service, which run them in the order of their sequence numbers.
 
     Attributes:
-        name: Unique name of the run, by which services keep leases.
-        seed: Seed of the run.
-        step: Training step; 0 before the first.
-        timeout_s: Longest time of a call.
-        balance: Whether sequences are dealt out to ranks by cost, and not by count.
-        controller_bytes: Bytes of rows that passed through the controller since the last reset.
+        sent: Number of calls that the ranks have been sent.
+        under_way: When calls are due that have not been answered, by call id, in the event loop's time.
     """
 
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    started_unix_ns: int = field(default_factory=time.time_ns)
-    seed: int = 0
-    step: int = 0
-    timeout_s: float = 600.0
-    balance: bool = True
-    controller_bytes: int = 0
-    ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
-    call_numbers: Iterator[int] = field(default_factory=itertools.count)
+    sent: int = 0
+    under_way: dict[str, float] = field(default_factory=dict)
 
-    def begin_step(self, step: int) -> None:
-        self.step = step
-        self.ordinals.clear()
-
-    def header(self, service: str, method: str) -> common_pb2.Call:
-        """The header of the next call of a method, all but sequence and epoch."""
-        ordinal = self.ordinals[service, method]
-        self.ordinals[service, method] += 1
-        call_id = f"{self.name}_{next(self.call_numbers)}"
-        return common_pb2.Call(
-            call_id=call_id,
-            session=self.name,
-            session_started_unix_ns=self.started_unix_ns,
-            seed=self.seed,
-            step=self.step,
-            ordinal=ordinal,
-        )
-
-
-@dataclass
-class Turns:
-    """How many calls of the session the ranks of a service have been sent."""
-
-    taken: int = 0
+    def time_for(self, timeout_s: float) -> float:
+        """Seconds until a call that is sent now is due: its own time begins when those before it are due."""
+        now = asyncio.get_running_loop().time()
+        return max([now, *self.under_way.values()]) - now + timeout_s
 
 
 class RoleGroup:
@@ -121,7 +91,7 @@ class RoleGroup:
         self._devices = devices
         self._placement = placement
         self._loop = loop
-        self._turns = Turns()
+        self._queue = RankQueue()
         self._methods = group_methods(description.role)
 
     def second_role(self, role: str) -> RoleGroup:
@@ -133,7 +103,7 @@ class RoleGroup:
         group = GROUPS[role](
             self.clients, description, self._devices, self.session, self._placement, self._loop
         )
-        group.name, group._turns = role, self._turns
+        group.name, group._queue = role, self._queue
         return group
 
     def call(
@@ -165,38 +135,63 @@ class RoleGroup:
                 f"{self.name}.{name} needs columns {missing}; the batch has {sorted(batch.columns)}"
             )
         inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
-        header = self.session.header(self.name, name)
-        before, ended = self._placement.enter(self._devices)
-        result = self._loop.start(self._run(method, inputs, header, options, before, ended))
+        step = self.session.step_of(batch.step)
+        header = self.session.header(step, self.name, name)
+        place = self._placement.enter(self._devices, self._queue, 2 * self.session.timeout_s + LATE_S)
+        result = self._loop.start(self._run(method, inputs, header, step, options, place))
+        step.made(result)
         expected = method.outputs if outputs is None else outputs
         columns = {column: _column_of(result, column) for column in expected}
-        return FutureBatch(batch.rows, columns, (_record_of(result),))
+        return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
 
     async def _run(
         self,
         method: Method,
         inputs: FutureBatch,
         header: common_pb2.Call,
+        step: StepContext,
         options: dict[str, Any],
-        before: list[Future[None]],
-        ended: Future[None],
+        place: Place,
     ) -> tuple[Batch, CallRecord]:
         try:
-            names = list(inputs.columns)
-            columns = await awaited(inputs.columns[name] for name in names)
-            await awaited(before)
-            header.sequence, header.epoch = self._turns.taken + 1, self.description.epoch
-            batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
-            order, numbers = self._dealt(method, batch, options)
-            requests = self._requests(method, batch.take(order), numbers, header, options)
-            self._turns.taken += 1
+            order, numbers, parts = await self._turn(method, inputs, step, options, place)
+            header.sequence, header.epoch = self._queue.sent + 1, self.description.epoch
+            requests = self._requests(method, parts, numbers, header, step, options)
             self.running[header.call_id] = method.name
             started = time.time()
-            responses = await self._send(method, requests)
-            return self._collect(method, order, responses, started)
+            responses = await self._send(method, header.call_id, requests, place)
+            return self._collect(method, order, responses, step, started)
         finally:
             self.running.pop(header.call_id, None)
-            resolve_after(before, ended)
+            self._queue.under_way.pop(header.call_id, None)
+            place.leave()
+
+    async def _turn(
+        self, method: Method, inputs: FutureBatch, step: StepContext, options: dict[str, Any], place: Place
+    ) -> tuple[np.ndarray, np.ndarray, list[Part]]:
+        """Waits until the call may be sent; returns the order and the numbers of its rows, and its parts.
+
+        Raises:
+            DeadlineExceeded: It waits for longer than all that it waits for may take.
+        """
+        try:
+            async with asyncio.timeout(place.patience_s) as patience:
+                names = list(inputs.columns)
+                columns = await awaited(inputs.columns[name] for name in names)
+                batch = Batch(inputs.rows, dict(zip(names, columns, strict=True)))
+                order, numbers = self._dealt(method, batch, options)
+                parts = await self._parts(method, batch.take(order), step)
+                await awaited(place.first)
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            missing = [name for name, column in inputs.columns.items() if not column.done()]
+            what = f"columns {missing}" if missing else "the calls before it on its devices to end"
+            raise DeadlineExceeded(
+                f"{self.name}.{method.snake_name} waited {place.patience_s:g} s for {what}, which is longer than all "
+                "calls before it may take"
+            ) from error
+        return order, numbers, parts
 
     def _dealt(self, method: Method, batch: Batch, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """The rows in the order in which the transfer protocol cuts them into parts, and the numbers they go by there.
@@ -217,62 +212,68 @@ class RoleGroup:
         numbers = np.concatenate([part[np.argsort(by_cost[part])] for part in parts])
         return by_cost[numbers], numbers
 
+    async def _parts(self, method: Method, batch: Batch, step: StepContext) -> list[Part]:
+        """The rows of each part, by the method's transfer protocol; none of a method that takes no rows."""
+        if not method.takes_rows:
+            return []
+        parts = cut(batch, get_protocol(method.spec.transfer_protocol), self.mesh)  # type: ignore[union-attr]
+        if not self.description.dispatches:
+            return parts
+        return await share_columns(parts, self.clients, self.session.name, step, self.session.timeout_s)
+
     def _requests(
         self,
         method: Method,
-        batch: Batch,
+        parts: Sequence[Part],
         numbers: np.ndarray,
         header: common_pb2.Call,
+        step: StepContext,
         options: dict[str, Any],
-    ) -> list[Any]:
-        """One request per rank, by the method's transfer protocol."""
+    ) -> list[bytes]:
+        """One serialized request per rank."""
         if not method.takes_rows:
-            return [method.request(call=header, **options)] * len(self.clients)
-        rows = get_protocol(method.spec.transfer_protocol).distribute(batch.rows, self.mesh)  # type: ignore[union-attr]
-        parts = [batch.take(each) for each in rows]
-        return [
-            self._request(method, part, numbers[each], relays, header, options)
-            for part, each, relays in zip(parts, rows, self._relays(batch, parts), strict=True)
-        ]
+            return [method.request(call=header, **options).SerializeToString()] * len(self.clients)
 
-    def _relays(self, batch: Batch, parts: Sequence[Batch]) -> list[Sequence[Relay]]:
-        """What the ranks fetch for each other; nothing where all rows are on the hosts that need them."""
-        sources = {endpoint.host_id for endpoint in endpoints_of(batch)}
-        if len(parts) == 1 or all(sources <= {rank.host_id} for rank in self.endpoints):
-            return [()] * len(parts)
-        return [(*plan.kept, *plan.relayed) for plan in plan_rows(parts, self.endpoints)]
+        def encode(part: Part, relays: Sequence[Relay]) -> Any:
+            return self._request(method, part, numbers[part.places], relays, header, options)
+
+        step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
+        return serialized(parts, self.endpoints, encode)
 
     def _request(
         self,
         method: Method,
-        part: Batch,
+        part: Part,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
         options: dict[str, Any],
     ) -> Any:
-        self._count(part)
-        return method.request(call=header, batch=wire.to_proto(part, rows, relays), **options)
+        """The request of the ranks of a part; `rows` are the numbers of its rows."""
+        return method.request(call=header, batch=wire.to_proto(part.batch, rows, relays), **options)
 
-    def _count(self, batch: Batch) -> None:
-        self.session.controller_bytes += sum(
-            column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn)
-        )
-
-    async def _send(self, method: Method, requests: list[Any]) -> list[Any]:
+    async def _send(self, method: Method, call_id: str, requests: list[bytes], place: Place) -> list[Any]:
         """Sends each rank its request; if one fails, stops the others and raises what the culprit said."""
-        timeout_s = self.session.timeout_s
+        timeout_s = self._queue.time_for(self.session.timeout_s)
+        self._queue.under_way[call_id] = asyncio.get_running_loop().time() + timeout_s
+        self._queue.sent += 1
         calls: list[asyncio.Future[Any]] = []
         try:
             for client, request in zip(self.clients, requests, strict=True):
                 calls.append(client.start(method, request, timeout_s))
-            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            place.was_sent()
+            silent: list[RankClient] = []
+            done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and not any(call.exception() for call in done):
+                # It is late. Ranks that answer Cancel will say what became of the call; one that does not is to blame.
+                silent = await self._cancel(call_id)
+                done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if not any(call.exception() for call in done):
                 return [call.result() for call in calls]
-            silent = await self._cancel(requests[0].call.call_id)
+            silent = silent or await self._cancel(call_id)
             await asyncio.wait(calls, timeout=SETTLE_S)
         except BaseException:
-            await self._cancel(requests[0].call.call_id)
+            await self._cancel(call_id)
             raise
         finally:
             for call in calls:
@@ -301,7 +302,7 @@ class RoleGroup:
         return [client for client, answer in answered if isinstance(answer, DeadlineExceeded)]
 
     def _collect(
-        self, method: Method, order: np.ndarray, responses: list[Any], started: float
+        self, method: Method, order: np.ndarray, responses: list[Any], step: StepContext, started: float
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
@@ -310,12 +311,13 @@ class RoleGroup:
             made = protocol.restore(self._made(method, collected, len(order)), len(order), self.mesh)
             if made.rows == len(order):
                 made = made.take(np.argsort(order))
+            step.count_bytes(local_bytes(made))
         elif method.outputs:
             parts = tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,
-            started_s=started,
+            started_s=started + self._queued_s(responses),
             ended_s=time.time(),
             metrics=_merge_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
@@ -324,26 +326,32 @@ class RoleGroup:
         )
         return made, record
 
+    def _queued_s(self, responses: Sequence[Any]) -> float:
+        """How long every rank was at earlier calls; a server of another package has no queue of ours."""
+        if not self.description.epoch:
+            return 0.0
+        return min(response.outcome.timing.queue_s for response in responses)
+
     def _made(self, method: Method, collected: list[Any], rows: int) -> Batch:
         if not method.outputs:
             return Batch(0, {})
-        made = Batch.concat([batch for r in collected if (batch := wire.from_proto(r.batch)).columns])
-        self._count(made)
-        return made
+        return Batch.concat([batch for r in collected if (batch := wire.from_proto(r.batch)).columns])
 
-    def release(self, *, through_step: int | None = None) -> Future[None]:
-        """Frees the rows of steps up to `through_step`, or of all, on every rank."""
-        request = worker_pb2.ReleaseRequest(
-            session=self.session.name, through_step=through_step or 0, all_steps=through_step is None
-        )
+    def release(self, step: StepContext) -> Future[None]:
+        """Frees the rows that a step's calls have made, on every rank."""
+        request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
 
         async def run() -> None:
             calls = (
-                client.call(WORKER["Release"], request, self.session.timeout_s) for client in self.clients
+                client.reach(WORKER["Release"], request, self.session.timeout_s) for client in self.clients
             )
             await asyncio.gather(*calls)
 
         return self._loop.start(run())
+
+    def begin_session(self, keep_weights: bool) -> FutureBatch:
+        """Goes back to the model's directory, or on from what the session before has left."""
+        return self.call("begin_session", keep_weights=keep_weights)
 
     def synchronize(self) -> FutureBatch:
         """A fence: done when every earlier call of the group is."""
@@ -446,7 +454,7 @@ class RewardGroup(RoleGroup):
         tried = self.try_reward(batch)
         both = all_of([tried["rewards"], tried["reward_errors"]])
         rewards = then(both, lambda columns: _all_scored(columns[0], columns[1], self.name))
-        return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls)
+        return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls, batch.step)
 
     def try_reward(self, batch: FutureBatch) -> FutureBatch:
         """rewards, as `compute_reward`, and reward_errors: why a row could not be scored, empty where it was. The
@@ -481,7 +489,7 @@ class RewardGroup(RoleGroup):
     def _request(
         self,
         method: Method,
-        part: Batch,
+        part: Part,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
@@ -489,8 +497,7 @@ class RewardGroup(RoleGroup):
     ) -> Any:
         if not self.wants_text or method.name != "ComputeReward":
             return super()._request(method, part, rows, relays, header, options)
-        self._count(part)
-        return method.request(call=header, text_rows=_text_rows(part), **options)
+        return method.request(call=header, text_rows=_text_rows(part.batch), **options)
 
     def _made(self, method: Method, collected: list[Any], rows: int) -> Batch:
         if method.name != "ComputeReward":
@@ -501,7 +508,6 @@ class RewardGroup(RoleGroup):
                 raise RewardFailed(f"{client}: {len(response.scores)} verdicts for {len(part)} rows")
         scores = [score for response in collected for score in response.scores]
         batch = Batch(len(scores), {"rewards": LocalColumn(_rewards(scores, self.name))})
-        self._count(batch)
         errors = LocalColumn([_failure(score) for score in scores])
         return Batch(len(scores), {**batch.columns, "reward_errors": errors})
 

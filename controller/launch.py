@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ from controller.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 
 STOP_TIMEOUT_S = 40.0
-EXPLAIN_TIMEOUT_S = 15.0
-"""How long the launcher may take to see that a service is lost: torchrun first ends the ranks that are left."""
+EXPLAIN_TIMEOUT_S = 20.0
+"""How long the launcher may take to say that a service is lost: it first stops the others."""
 READY = b"ready\n"
 
 
@@ -62,6 +63,10 @@ class LaunchedServices:
     ) -> None:
         self._stop()
 
+    def log_of(self, service: str) -> Path:
+        """Log of a service's ranks."""
+        return self._log.with_name(f"{service}.log")
+
     def explain(self, error: RlhfError) -> RlhfError:
         """A lost service in the launcher's own words, where it has any: it sees exit codes and logs."""
         if not isinstance(error, ServiceLost):
@@ -71,6 +76,9 @@ class LaunchedServices:
         except subprocess.TimeoutExpired:
             return error
         said = self._last_error()
+        if self._process.returncode < 0:
+            how = signal.Signals(-self._process.returncode).name
+            said = f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
         return ServiceLost(f"{said}; {error}") if said else error
 
     def _wait_until_ready(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,10 +18,35 @@ class Position:
     Attributes:
         epoch: Passes over all of its rows that are over.
         index: Rows of the pass under way that are over.
+        left_out: Rows that were read and not dealt out, of all passes.
     """
 
     epoch: int = 0
     index: int = 0
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a loader stands: plain numbers.
+
+    Attributes:
+        seed: Of the orders.
+        sizes: Rows of each source.
+        positions: Of each source.
+    """
+
+    seed: int
+    sizes: tuple[int, ...]
+    positions: tuple[Position, ...]
+
+
+class NothingKept(ConfigError):
+    """Every row of a source is left out."""
+
+
+Keeps = Callable[[np.ndarray], np.ndarray]
+"""From rows [n] int64 to which of them may be dealt out [n] bool."""
 
 
 class Loader:
@@ -32,49 +57,85 @@ class Loader:
         sizes: Rows of each source. They are numbered on from source to source.
         weights: Share of each source, above 0.
         seed: Of the orders.
-
-    Attributes:
-        position: Of each source. Put an earlier one back, and the same rows come again.
+        name: What the orders are drawn for: two loaders of one seed have orders of their own.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self._sizes = tuple(sizes)
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str = "data") -> None:
         self._weights = np.asarray(weights, np.float64)
         self._first = np.cumsum([0, *sizes])
-        self._seed = seed
-        self.position = tuple(Position() for _ in sizes)
+        self._name = name
+        self._state = State(seed, tuple(sizes), tuple(Position() for _ in sizes))
 
-    def take(self, count: int) -> np.ndarray:
-        """The next rows [count] int64."""
-        read = [p.epoch * size + p.index for p, size in zip(self.position, self._sizes, strict=True)]
-        rows = np.empty(count, np.int64)
-        owners = in_proportion(self._weights, read, count)
-        for source, size in enumerate(self._sizes):
-            mine = np.flatnonzero(owners == source)
-            places = read[source] + np.arange(len(mine))
-            rows[mine] = self._first[source] + shuffled(places, size, self._key(source))
-            read[source] += len(mine)
-        self.position = tuple(
-            Position(*divmod(number, size)) for number, size in zip(read, self._sizes, strict=True)
-        )
-        return rows
+    @property
+    def state(self) -> State:
+        """Where it stands. Put an earlier one back, and the same rows come again."""
+        return self._state
 
-    def restore(self, position: Sequence[Position]) -> None:
-        """Goes to a position that a loader of the same data had.
+    def take(self, count: int, keeps: Keeps | None = None) -> np.ndarray:
+        """The next rows [count] int64.
+
+        Args:
+            keeps: Rows that it does not keep are left out, and the next ones of their source come in their place.
 
         Raises:
-            ConfigError: It is one of other data.
+            NothingKept: It keeps no row of a source.
         """
-        fits = len(position) == len(self._sizes) and all(
-            0 <= each.index < size and each.epoch >= 0
-            for each, size in zip(position, self._sizes, strict=True)
+        positions = self._state.positions
+        dealt = [
+            p.epoch * size + p.index - p.left_out
+            for p, size in zip(positions, self._state.sizes, strict=True)
+        ]
+        rows = np.empty(count, np.int64)
+        owners = in_proportion(self._weights, dealt, count)
+        after = []
+        for source, position in enumerate(positions):
+            mine = np.flatnonzero(owners == source)
+            rows[mine], position = self._take_from(source, position, len(mine), keeps)
+            after.append(position)
+        self._state = replace(self._state, positions=tuple(after))
+        return rows
+
+    def restore(self, state: State) -> None:
+        """Goes to where a loader of the same data and seed stood.
+
+        Raises:
+            ConfigError: It is a state of other data, or of another seed.
+        """
+        if state.seed != self._state.seed:
+            raise ConfigError(
+                f"run.seed: {self._state.seed} draws other rows than {state.seed}, the seed of the state to go on from"
+            )
+        fits = state.sizes == self._state.sizes and len(state.positions) == len(state.sizes)
+        fits = fits and all(
+            0 <= each.index < size
+            and each.epoch >= 0
+            and 0 <= each.left_out <= each.epoch * size + each.index
+            for each, size in zip(state.positions, state.sizes, strict=True)
         )
         if not fits:
-            raise ConfigError(f"data: {position} is no position in sources of {self._sizes} rows")
-        self.position = tuple(position)
+            raise ConfigError(f"data: {state} is no position in sources of {self._state.sizes} rows")
+        self._state = state
+
+    def _take_from(
+        self, source: int, position: Position, count: int, keeps: Keeps | None
+    ) -> tuple[np.ndarray, Position]:
+        """The next rows of a source [count], and where it stands after them."""
+        size, first = self._state.sizes[source], self._first[source]
+        read, left_out, in_vain = position.epoch * size + position.index, position.left_out, 0
+        parts: list[np.ndarray] = [np.empty(0, np.int64)]
+        while (missing := count - sum(map(len, parts))) > 0:
+            rows = first + shuffled(read + np.arange(missing), size, self._key(source))
+            kept = rows if keeps is None else rows[keeps(rows)]
+            read, left_out = read + missing, left_out + missing - len(kept)
+            in_vain = 0 if len(kept) else in_vain + missing
+            if in_vain >= 2 * size:
+                raise NothingKept(f"data: every row of source {source + 1} is left out")
+            parts.append(kept)
+        return np.concatenate(parts), Position(*divmod(read, size), left_out)
 
     def _key(self, source: int) -> str:
-        return f"data/{self._seed}/{source}" if source else f"data/{self._seed}"
+        key = f"{self._name}/{self._state.seed}"
+        return f"{key}/{source}" if source else key
 
 
 def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.ndarray:
@@ -97,12 +158,51 @@ def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.
 
 
 def shuffled(places: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Rows at these places, from 0, of pass after pass over `size` rows, each in an order drawn from (key, pass)."""
-    passes = {int(p): _order(size, f"{key}/{p}") for p in np.unique(places // size)}
-    return np.asarray([passes[int(place) // size][place % size] for place in places], np.int64)
+    """Rows at these places, from 0, of pass after pass over `size` rows, each in an order drawn from (key, pass).
+
+    Args:
+        places: [n] int64.
+
+    Returns:
+        Rows [n] int64, each computed by itself: the cost does not depend on `size`.
+    """
+    passes, indices = np.divmod(np.asarray(places, np.int64), size)
+    rows = np.empty(len(indices), np.int64)
+    for number in np.unique(passes):
+        mine = passes == number
+        rows[mine] = permuted(indices[mine], size, f"{key}/{number}")
+    return rows
 
 
-def _order(size: int, key: str) -> np.ndarray:
+ROUNDS = 90
+"""Rounds of the shuffle; Ethereum shuffles its validators, up to 2^40, with as many."""
+
+
+def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
+    """Values of a permutation of range(size) drawn by a key: the swap-or-not shuffle (Hoang, Morris and Rogaway 2012,
+    "An Enciphering Scheme Based on a Card Shuffle").
+
+    Each round pairs index x with (pivot - x) mod size and swaps the pair, or not, by a bit of their larger one.
+
+    Args:
+        indices: [n] int64, from 0 to below size.
+
+    Returns:
+        [n] int64.
+    """
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    return generator.permutation(size)
+    pivots = generator.integers(size, size=ROUNDS)
+    salts = generator.integers(2**64, size=ROUNDS, dtype=np.uint64)
+    for pivot, salt in zip(pivots, salts, strict=True):
+        partners = (pivot - indices) % size
+        indices = np.where(_bits(np.maximum(indices, partners), salt), partners, indices)
+    return indices
+
+
+def _bits(numbers: np.ndarray, salt: np.uint64) -> np.ndarray:
+    """One bit of each number [n] bool: the lowest of its hash by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    mixed = numbers.astype(np.uint64) ^ salt
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ mixed >> np.uint64(31)) & np.uint64(1) == 1

@@ -1,7 +1,8 @@
 """Rows from where people keep them: JSONL, parquet, and datasets of Hugging Face, each by path.
 
-A row is a dictionary of plain values, as JSON has them. The libraries for parquet and datasets come with the extra
-`data` and are imported where they are needed.
+Rows stay on the disk, and each is read when it is asked for: of JSONL the offsets of its lines are held, 8 bytes a row;
+all else is memory-mapped Arrow. A row is a dictionary of plain values, as JSON has them. The libraries for parquet and
+datasets come with the extra `data` and are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -9,24 +10,47 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 from rlhf.errors import ConfigError
 
 Row = dict[str, Any]
-Placed = tuple[Row, str]
-"""A row, and where it stands, for messages."""
 
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files that mark a directory that `datasets` has saved or prepared."""
 SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
 """What a directory with the files of a dataset has in it."""
+BATCH = 1000
+"""Rows of a dataset read together where all are read."""
+CHUNK_BYTES = 1 << 20
 
 
-def read_rows(path: Path, key: str, split: str = "train", subset: str = "") -> list[Placed]:
-    """All rows of a file or a dataset.
+class Rows(Protocol):
+    """Rows of a file or dataset, at least one. Reading one raises ConfigError where it is not a row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order: faster than one by one."""
+        ...
+
+    def where(self, row: int) -> str:
+        """Where a row stands, for messages."""
+        ...
+
+
+def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> Rows:
+    """The rows of a file or a dataset.
 
     Args:
         path: A parquet file; any other file is JSONL, gzipped where it ends with .gz; a directory with a dataset; or
@@ -35,18 +59,88 @@ def read_rows(path: Path, key: str, split: str = "train", subset: str = "") -> l
         split, subset: Of a dataset.
 
     Raises:
-        ConfigError: There is no such file or dataset, it has no rows, a row cannot be read, or a library is missing.
+        ConfigError: There is no such file or dataset, it has no rows, or a library is missing.
     """
+    rows: Rows
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
-        found = _dataset_rows(path, key, split, subset)
+        rows = DatasetRows(_load_dataset(path, key, split, subset), f"{key}: {path}, split {split}")
     elif path.suffix == ".parquet":
-        found = _parquet_rows(path, key)
+        rows = DatasetRows(_load_parquet(path, key), f"{key}: {path}")
     else:
-        found = _json_rows(path, key)
-    rows = list(found)
-    if not rows:
+        rows = JsonRows(path, key)
+    if not len(rows):
         raise ConfigError(f"{key}: {path} has no rows")
     return rows
+
+
+class JsonRows:
+    """Rows of a JSONL file. A gzipped one is unpacked to a temporary file."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._source = f"{key}: {path}"
+        try:
+            with _unpacked(path) as file:
+                self._starts = _line_starts(file)
+                self._file = os.dup(file.fileno())
+        except (OSError, EOFError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(f"{self._source}: {reason}") from None
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int, /) -> Row:
+        start, end = self._starts[row], self._starts[row + 1]
+        # What follows the line up to the next row is blank.
+        line = os.pread(self._file, end - start, start).partition(b"\n")[0]
+        try:
+            return _parse(line)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.where(row)}: not UTF-8: {error.reason} at byte {error.start}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.where(row)}: not JSON: {error}") from None
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[row] for row in range(len(self)))
+
+    def where(self, row: int) -> str:
+        """The file and the line, from 1."""
+        before, start = 0, self._starts[row]
+        for offset in range(0, start, CHUNK_BYTES):
+            before += os.pread(self._file, min(CHUNK_BYTES, start - offset), offset).count(b"\n")
+        return f"{self._source}:{before + 1}"
+
+
+class DatasetRows:
+    """Rows of a `datasets.Dataset`, as JSON would have them: dates and the like become text."""
+
+    def __init__(self, dataset: Any, source: str) -> None:
+        self._dataset = dataset
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int, /) -> Row:
+        return self._plain(self._dataset[row], row)
+
+    def __iter__(self) -> Iterator[Row]:
+        number = 0
+        for batch in self._dataset.iter(BATCH):
+            for values in zip(*batch.values(), strict=True):
+                yield self._plain(dict(zip(batch, values, strict=True)), number)
+                number += 1
+
+    def where(self, row: int) -> str:
+        """The dataset and the row, from 1."""
+        return f"{self._source}, row {row + 1}"
+
+    def _plain(self, values: Row, row: int) -> Row:
+        try:
+            return json.loads(json.dumps(values, default=str, allow_nan=False))
+        except ValueError as error:
+            raise ConfigError(f"{self.where(row)}: not JSON: {error}") from None
 
 
 def is_dataset(directory: Path) -> bool:
@@ -73,60 +167,81 @@ def _may_be_on_hub(path: Path) -> bool:
     return not path.exists() and not path.is_absolute() and not path.suffix and len(path.parts) == 2
 
 
-def _json_rows(path: Path, key: str) -> Iterator[Placed]:
+def _unpacked(path: Path) -> BinaryIO:
+    if path.suffix != ".gz":
+        return path.open("rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        # Only \n ends a line: text in JSON may have other line separators in it.
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}: {path}: not UTF-8: {error.reason} at byte {error.start}") from None
-    except (OSError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{key}: {path}: {reason}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{key}: {path}:{number}"
-            yield _parse(line, where), where
+        with gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, file, CHUNK_BYTES)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file  # type: ignore[return-value]
 
 
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-        # Half a surrogate pair and NaN pass for JSON here, but not on the wire.
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+def _line_starts(file: BinaryIO) -> array[int]:
+    """Offsets of the lines that are not blank, and the end of the file."""
+    starts, offset = array("q"), 0
+    # Only \n ends a line: text in JSON may have other line separators in it.
+    for line in file:
+        if not line.isspace():
+            starts.append(offset)
+        offset += len(line)
+    starts.append(offset)
+    return starts
+
+
+def _parse(line: bytes) -> Row:
+    """The object of a line; an empty one where it is another value.
+
+    Raises:
+        ValueError: It is not JSON, or not UTF-8.
+    """
+    row = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite)
+    if b"\\u" in line:
+        # Half a surrogate pair passes for JSON, but not on the wire.
+        json.dumps(row, ensure_ascii=False).encode()
     return row if isinstance(row, dict) else {}
 
 
-def _parquet_rows(path: Path, key: str) -> Iterator[Placed]:
-    parquet = required("pyarrow.parquet", key)
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is too large")
+    return number
+
+
+def _load_parquet(path: Path, key: str) -> Any:
+    """A parquet file as a dataset, which is kept unpacked in the cache of `datasets`."""
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path}: no such file")
+    return _loaded(f"{key}: {path}", lambda datasets: datasets.Dataset.from_parquet(str(path)))
+
+
+def _load_dataset(path: Path, key: str, split: str, subset: str) -> Any:
+    def load(datasets: Any) -> Any:
+        if not any((path / name).is_file() for name in SAVED):
+            return datasets.load_dataset(str(path), subset or None, split=split)
+        saved = datasets.load_from_disk(str(path))
+        if not isinstance(saved, datasets.DatasetDict):
+            return saved
+        if split not in saved:
+            raise ConfigError(f"{key}: {path} has no split {split!r}; it has: {', '.join(saved)}")
+        return saved[split]
+
+    return _loaded(f"{key}: dataset {path}", load)
+
+
+def _loaded(what: str, load: Callable[[Any], Any]) -> Any:
+    datasets = required("datasets", what)
+    datasets.disable_progress_bars()
     try:
-        rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{key}: {path}: {reason}") from None
-    return _plain(rows, f"{key}: {path}")
-
-
-def _dataset_rows(path: Path, key: str, split: str, subset: str) -> Iterator[Placed]:
-    datasets = required("datasets", key)
-    try:
-        if any((path / name).is_file() for name in SAVED):
-            loaded = datasets.load_from_disk(str(path))
-            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            loaded = datasets.load_dataset(str(path), subset or None, split=split)
-    except KeyError:
-        raise ConfigError(f"{key}: {path} has no split {split!r}; it has: {', '.join(loaded)}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{key}: dataset {path} cannot be loaded: {reason}") from error
-    return _plain(loaded, f"{key}: {path}, split {split}")
-
-
-def _plain(rows: Iterable[Row], source: str) -> Iterator[Placed]:
-    """The rows as JSON would have them: dates and the like become text."""
-    for number, row in enumerate(rows, 1):
-        where = f"{source}, row {number}"
-        yield _parse(json.dumps(row, default=str), where), where
+        return load(datasets)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ConfigError(f"{what} cannot be loaded: {reason}") from error

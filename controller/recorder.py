@@ -11,27 +11,45 @@ from types import TracebackType
 from typing import Any, Self
 
 from controller.dataflow import CallRecord
+from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
 from controller.tracking.progress import Progress
-from controller.tracking.report import write_report
+from controller.tracking.report import RUN_FILE, SUMMARY_FILE, write_report
 from controller.tracking.run_directory import RunDirectory
 from controller.tracking.timeline import Timeline
 
-TIMELINE_FILE = "timeline.json"
-SUMMARY_FILE = "summary.json"
+REPORT_EVERY_S = 60.0
 
 
 class Recorder:
-    """Writes a run's files and shows its progress. A context manager: whatever ends the run, the timeline and
-    the report are written, of as much as there is."""
+    """Writes the files of a run as it goes, and shows its progress. A context manager: however the run ends, its report
+    is written.
 
-    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
+    Args:
+        directory: Of the run.
+        progress: Where it is shown.
+        identity: What the run is; see `controller.identity`.
+        report_every_s: Seconds between two reports of a run that goes on.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        progress: Progress,
+        identity: Mapping[str, Any] | None = None,
+        report_every_s: float = REPORT_EVERY_S,
+    ) -> None:
         self.directory = directory
         self.progress = progress
         self.started_s = time.time()
+        self._identity = dict(identity or {})
+        self._report_every_s = report_every_s
+        self._reported_s = time.monotonic()
+        self._figures = Figures()
         self._metrics = MetricsWriter(directory.path)
         self._samples = SamplesWriter(directory.path)
-        self._timeline = Timeline()
+        self._timeline = Timeline(directory.path, self.started_s)
+        directory.write_json(RUN_FILE, self._identity)
 
     @property
     def path(self) -> Path:
@@ -46,15 +64,17 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.__exit__(kind, error, trace)
-        self._metrics.close()
-        self._samples.close()
         # A full disk has been reported by the write that met it; it must not hide that error here.
         try:
-            self._timeline.write(self.path / TIMELINE_FILE)
-            write_report(self.path)
+            self._metrics.check()
+            self._timeline.close()
+            write_report(self.path, self._figures)
         except Exception:
             if error is None:
                 raise
+        finally:
+            self._metrics.close()
+            self._samples.close()
 
     @contextmanager
     def following(
@@ -80,11 +100,16 @@ class Recorder:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers of a finished step; step 0 is the evaluation before training."""
         self._metrics.log(step, metrics)
+        self._figures.add(step, metrics)
         self.progress.step(step, metrics)
+        if time.monotonic() - self._reported_s >= self._report_every_s:
+            write_report(self.path, self._figures, is_running=True)
+            self._reported_s = time.monotonic()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Sample responses of an evaluation."""
         self._samples.log(step, rows)
+        self._figures.add_samples(step, rows)
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         """Draws calls on the timeline: as the controller saw them, and what each rank did in them."""
@@ -95,10 +120,12 @@ class Recorder:
             for rank, response in enumerate(record.responses):
                 rank_track = (record.service, f"rank {rank}")
                 self._rank_call(rank_track, record.method, response.outcome.timing, step)
+        self._timeline.flush()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Writes summary.json."""
-        self.directory.write_json(SUMMARY_FILE, dict(figures))
+        """Writes summary.json: these figures, and what the run is."""
+        self._metrics.check()
+        self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
 
     def _rank_call(self, track: tuple[str, str], method: str, timing: Any, step: int) -> None:
         start = timing.arrived_unix_s

@@ -3,14 +3,16 @@ and what becomes of rows that could not be scored. They never count as zero."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from controller.dataflow import CallRecord, FutureBatch, all_of, then
 from controller.group import RewardGroup
+from controller.session import StepContext
 from nccl_transfer.batch import Column, LocalColumn
 from nccl_transfer.columns import Jagged
 from rlhf.errors import InvalidRequest, RewardFailed
@@ -39,6 +41,7 @@ class Failures:
 class Part:
     """What one service scores of a batch: these rows [n], each with this weight [n]."""
 
+    service: str
     group: RewardGroup
     rows: np.ndarray
     weights: np.ndarray
@@ -52,7 +55,7 @@ class Reward:
         groups: The services by name.
         recipes: By source of the rows, the weight of each service.
         failures: What is done about rows that could not be scored.
-        noted: Where it counts what it did about them, by name of the metric.
+        step_of: The step of a batch, which notes what was done about them.
     """
 
     def __init__(
@@ -61,17 +64,20 @@ class Reward:
         groups: Mapping[str, RewardGroup],
         recipes: Mapping[str, Recipe],
         failures: Failures,
-        noted: dict[str, float],
+        step_of: Callable[[FutureBatch], StepContext],
     ) -> None:
         self._name = name
         self._groups = groups
         self._recipes = recipes
         self._failures = failures
-        self._noted = noted
+        self._step_of = step_of
 
     def score(self, batch: FutureBatch, column: str = "rewards", **others: FutureBatch) -> FutureBatch:
         """The batch with its rewards, without the groups of rows that could not be scored where the config says to
         drop those. A row's group is that of column "group"; without that column it is the row.
+
+        A reward made of several services has their scores too, unweighted and of the whole response, in columns
+        "rewards/SERVICE" [rows] float64: not a number where that service does not score the row.
 
         Args:
             column: What the rewards are called.
@@ -85,22 +91,26 @@ class Reward:
         asked = {column: batch, **others}
         if self._failures.policy != "drop_group":
             for name, rows in asked.items():
-                batch |= self.compute_reward(rows).rename(rewards=name).repeat(batch.rows // rows.rows)
+                made = self.compute_reward(rows)
+                names = {old: name + old.removeprefix("rewards") for old in made.columns}
+                batch |= made.rename(**names).repeat(batch.rows // rows.rows)
             return batch
         settled = {name: self._settle(rows).repeated(batch.rows // rows.rows) for name, rows in asked.items()}
         failed = [row for each in settled.values() for row in each.causes]
         kept = rows_to_keep(np.asarray(sorted(set(failed)), np.int64), _groups_of(batch))
-        self._note("reward/rows_dropped", batch.rows - len(kept))
+        self._step_of(batch).note("reward/rows_dropped", batch.rows - len(kept))
         if not len(kept):
             raise next(each for each in settled.values() if each.causes).error(self._name)
         scored = batch.take(kept)
         for name, each in settled.items():
-            column_of = _column([each.verdicts[row] for row in kept], self._name)
-            scored |= FutureBatch(len(kept), FutureBatch.of(**{name: column_of}).columns, each.calls)
+            columns = {name: _column([each.verdicts[row] for row in kept], self._name)}
+            columns |= {f"{name}/{service}": scores[kept] for service, scores in each.parts.items()}
+            scored |= FutureBatch(len(kept), FutureBatch.of(**columns).columns, each.calls)
         return scored
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """rewards: one per row [rows] float64, or one per response token (jagged).
+        """rewards: one per row [rows] float64, or one per response token (jagged). Of a reward made of several services
+        also their scores, as `score` says.
 
         Raises:
             RewardFailed: Rows could not be scored, with the cause of the first; when resolved, or, after retries, at
@@ -110,8 +120,9 @@ class Reward:
             settled = self._settle(batch)
             if settled.causes:
                 raise settled.error(self._name)
-            columns = FutureBatch.of(rewards=_column(settled.verdicts, self._name)).columns
-            return FutureBatch(batch.rows, columns, settled.calls)
+            parts_of = {f"rewards/{service}": scores for service, scores in settled.parts.items()}
+            columns = FutureBatch.of(rewards=_column(settled.verdicts, self._name), **parts_of).columns
+            return FutureBatch(batch.rows, columns, settled.calls, batch.step)
         parts = self._parts(batch)
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
         if len(parts) == 1 and len(parts[0].rows) == batch.rows and np.all(parts[0].weights == 1):
@@ -121,23 +132,42 @@ class Reward:
             lambda columns: LocalColumn(_column(self._combined(batch.rows, parts, columns), self._name)),
         )
         calls = tuple(call for each in made for call in each.calls)
-        return FutureBatch(batch.rows, {"rewards": rewards}, calls)
+        columns = {"rewards": rewards}
+        for service in self._composed:
+            columns[f"rewards/{service}"] = self._part_scores(service, batch.rows, parts, made)
+        return FutureBatch(batch.rows, columns, calls, batch.step)
+
+    @property
+    def _composed(self) -> list[str]:
+        """The services, where any row is scored by several; else none."""
+        is_composed = any(len(recipe) > 1 for recipe in self._recipes.values())
+        return (
+            list(dict.fromkeys(name for recipe in self._recipes.values() for name in recipe))
+            if is_composed
+            else []
+        )
+
+    @staticmethod
+    def _part_scores(
+        service: str, rows: int, parts: Sequence[Part], made: Sequence[FutureBatch]
+    ) -> Future[Column]:
+        for part, each in zip(parts, made, strict=True):
+            if part.service == service:
+                return then(each["rewards"], partial(_spread_column, rows, part.rows))
+        return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
     def judge(self, batch: FutureBatch) -> FutureBatch:
         """rewards, as `compute_reward`; not-a-number where a row could not be scored and the config says to drop."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)
-        self._note("reward/rows_dropped", len(settled.causes))
+        self._step_of(batch).note("reward/rows_dropped", len(settled.causes))
         verdicts = [
             _unscored(settled) if row in settled.causes else verdict
             for row, verdict in enumerate(settled.verdicts)
         ]
         columns = FutureBatch.of(rewards=_column(verdicts, self._name)).columns
-        return FutureBatch(batch.rows, columns, settled.calls)
-
-    def _note(self, name: str, count: int) -> None:
-        self._noted[name] = self._noted.get(name, 0.0) + count
+        return FutureBatch(batch.rows, columns, settled.calls, batch.step)
 
     def _parts(self, batch: FutureBatch) -> list[Part]:
         """Which service scores which rows, with which weights."""
@@ -153,7 +183,7 @@ class Reward:
             weights = np.asarray([recipe.get(service, np.nan) for recipe in recipes])[recipe_of]
             rows = np.flatnonzero(~np.isnan(weights))
             if len(rows):
-                parts.append(Part(self._groups[service], rows, weights[rows]))
+                parts.append(Part(service, self._groups[service], rows, weights[rows]))
         return parts
 
     def _combined(self, rows: int, parts: Sequence[Part], columns: Sequence[Column]) -> list[Verdict]:
@@ -170,6 +200,7 @@ class Reward:
         # All are asked before the first is waited for.
         tried = [part.group.try_reward(_rows_of(batch, part.rows)) for part in parts]
         totals: list[Verdict | None] = [None] * batch.rows
+        scores = {service: np.full(batch.rows, np.nan) for service in self._composed}
         causes: dict[int, str] = {}
         calls: list[Future[CallRecord]] = []
         for part, first in zip(parts, tried, strict=True):
@@ -178,7 +209,10 @@ class Reward:
             for row, weight, verdict in zip(part.rows.tolist(), part.weights, one.verdicts, strict=True):
                 totals[row] = add(totals[row], weight * verdict, self._name)
             causes |= {int(part.rows[place]): cause for place, cause in one.causes.items()}
-        return Settled([0.0 if total is None else total for total in totals], causes, tuple(calls))
+            if part.service in scores:
+                scores[part.service] = _spread(batch.rows, part.rows, one.verdicts)
+        verdicts = [0.0 if total is None else total for total in totals]
+        return Settled(verdicts, causes, tuple(calls), scores)
 
     def _retried(self, part: Part, batch: FutureBatch, first: FutureBatch) -> Settled:
         settled = Settled.of(first)
@@ -186,7 +220,7 @@ class Reward:
             if not settled.causes:
                 break
             failed = np.asarray(sorted(settled.causes))
-            self._note("reward/rows_retried", len(failed))
+            self._step_of(batch).note("reward/rows_retried", len(failed))
             again = Settled.of(part.group.try_reward(batch.take(part.rows[failed])))
             settled = settled.replaced(failed, again)
         return settled
@@ -200,11 +234,13 @@ class Settled:
         verdicts: One per row; of a row that failed it means nothing.
         causes: By row that failed, why.
         calls: That it took.
+        parts: Of a reward made of several services, the score of each [rows]; see `Reward.score`.
     """
 
     verdicts: list[Verdict]
     causes: Mapping[int, str]
     calls: tuple[Future[CallRecord], ...]
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
     def of(tried: FutureBatch) -> Settled:
@@ -227,7 +263,8 @@ class Settled:
         """What was said about each row, for `times` rows side by side."""
         verdicts = [verdict for verdict in self.verdicts for _ in range(times)]
         causes = {row * times + i: cause for row, cause in self.causes.items() for i in range(times)}
-        return Settled(verdicts, causes, self.calls)
+        parts = {service: np.repeat(scores, times) for service, scores in self.parts.items()}
+        return Settled(verdicts, causes, self.calls, parts)
 
     def error(self, name: str) -> RewardFailed:
         row, cause = next(iter(self.causes.items()))
@@ -278,6 +315,17 @@ def _column(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.nd
         raise RewardFailed(f"{name}: some rows have one score and others a score per token")
     rows = [np.asarray(verdict) for verdict in verdicts]
     return Jagged(np.concatenate(rows), np.asarray([len(row) for row in rows], np.int64))
+
+
+def _spread_column(rows: int, numbers: np.ndarray, column: Column) -> Column:
+    return LocalColumn(_spread(rows, numbers, verdicts_of(column)))
+
+
+def _spread(rows: int, numbers: np.ndarray, verdicts: Sequence[Verdict]) -> np.ndarray:
+    """Scores of whole responses [rows], from the verdicts on some of them; not a number for the others."""
+    scores = np.full(rows, np.nan)
+    scores[numbers] = [float(np.sum(verdict)) for verdict in verdicts]
+    return scores
 
 
 def _unscored(settled: Settled) -> Verdict:

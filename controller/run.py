@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,16 +12,18 @@ import numpy as np
 from controller.advantage import Advantage
 from controller.cluster import Cluster
 from controller.config import Config
-from controller.data import PromptData, TextData
+from controller.data import Prompt, PromptData, TextData, columns_of
 from controller.dataflow import CallRecord, FutureBatch, results
+from controller.draws import Limit, draw, rows_that_fit
+from controller.evaluation import Evaluation, batches, mean_of_scored, policy_evaluation, row_scores
 from controller.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
 from controller.loader import Loader
 from controller.parity import DriftCheck, parity_metrics
 from controller.recorder import Recorder
 from controller.rewards import Failures, Reward
-from controller.tracking.metrics import Sample
+from controller.session import StepContext
 from controller.tracking.transfer import transfer_metrics
-from nccl_transfer.batch import Batch, Column, LocalColumn
+from nccl_transfer.batch import Batch, Column, LocalColumn, RemoteColumn
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
@@ -31,11 +34,6 @@ G = TypeVar("G", bound=RoleGroup)
 S = TypeVar("S")
 
 COUNTED = ("prompt_ids", "response_ids")
-
-Evaluation = tuple[dict[str, float], Sequence[FutureBatch]]
-"""Metrics of the held-out rows, by name, and the batches whose calls made them."""
-Evaluate = Callable[[FutureBatch], Evaluation]
-"""From the held-out rows to their evaluation."""
 
 
 class Actor:
@@ -69,11 +67,12 @@ class Actor:
         """
         config = self._run.config
         if not config.algorithm.recompute_log_probs:
-            return FutureBatch(batch.rows, {"log_probs": batch["rollout_log_probs"]}, batch.calls)
+            return batch.select(["rollout_log_probs"]).rename(rollout_log_probs="log_probs")
         if config.rollout.truncates:
             batch = batch.drop("rollout_log_probs")
         made = self._group.compute_log_prob(batch, config.rollout.temperature)
-        check = DriftCheck(self._run.step, config.algorithm.max_log_prob_drift)
+        step = self._run.step_of(batch)
+        check = DriftCheck(step.number, config.algorithm.max_log_prob_drift)
         return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
@@ -183,6 +182,7 @@ class Step:
     """One training step, as an algorithm sees it.
 
     Args:
+        context: On whose behalf calls on its rows are made.
         draw: The next prompts of the data, each repeated for its samples, and their groups.
         pretraining: See below.
 
@@ -196,22 +196,26 @@ class Step:
     """
 
     def __init__(
-        self, number: int, draw: Callable[[], tuple[FutureBatch, FutureBatch]], pretraining: FutureBatch
+        self,
+        context: StepContext,
+        draw: Callable[[], tuple[FutureBatch, FutureBatch]],
+        pretraining: FutureBatch,
     ) -> None:
-        self.number = number
-        self.prompts, self.groups = draw()
-        self.pretraining = pretraining
+        self.number = context.number
+        self.context = context
+        self._draw = draw
+        self.prompts, self.groups = self._next()
+        self.pretraining = pretraining.of_step(context)
         self.metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
         self.batch = self.prompts
-        self._draw = draw
 
     def rounds(self, most: int) -> Iterator[FutureBatch]:
         """Prompts with their groups, in rounds of as many as a step has: first those of the step, then further ones of
         the data, for as long as more are asked for."""
         yield self.prompts | self.groups
         for _ in range(most - 1):
-            prompts, groups = self._draw()
+            prompts, groups = self._next()
             yield prompts | groups
 
     def compute(self, function: Callable[..., Advantage], *columns: Any, **options: Any) -> FutureBatch:
@@ -225,12 +229,16 @@ class Step:
         except ValueError as error:
             raise InvalidRequest(f"compute_advantage, step {self.number}: {error}") from error
         self.metrics |= result.metrics
-        return FutureBatch.of(**result.columns)
+        return FutureBatch.of(**result.columns).of_step(self.context)
 
     def finish(self, *batches: FutureBatch) -> None:
         """Waits for every call that made these batches; the first is the one the step trained on."""
         self.batch = batches[0]
         self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
+
+    def _next(self) -> tuple[FutureBatch, FutureBatch]:
+        prompts, groups = self._draw()
+        return prompts.of_step(self.context), groups.of_step(self.context)
 
 
 class Run:
@@ -239,15 +247,18 @@ class Run:
     Args:
         config: The whole configuration.
         data: Prompts to train on, and held-out ones.
-        pretrain: Texts to go on learning, where there are any.
         cluster: Connected services.
         recorder: Where metrics, samples, timeline and progress go.
+        pretrain: Texts to go on learning, where there are any.
+        limits: Of prompts and of such texts; None: however long they are.
 
     Attributes:
         evaluations: Metrics of the held-out rows, of each evaluation.
         batches_drawn: How far the data has been read, in batches of prompts.
-        loader: Which rows come next.
+        loader: Which prompts come next.
+        text_loader: Which texts come next, where there are any.
         kept: By name, dataclasses that hold what an algorithm remembers from step to step.
+        recorder: Where metrics, samples, timeline and progress go.
     """
 
     def __init__(
@@ -257,21 +268,24 @@ class Run:
         cluster: Cluster,
         recorder: Recorder,
         pretrain: TextData | None = None,
+        limits: tuple[Limit | None, Limit | None] = (None, None),
     ) -> None:
         self.config = config
         self.evaluations: list[dict[str, float]] = []
         self.batches_drawn = 0
-        self.loader = _loader(config, data[0])
+        weights = [source.weight for source in config.data.all_sources]
+        self.loader = Loader(data[0].sizes, weights, config.run.seed)
+        self.text_loader = Loader([len(pretrain)], [1.0], config.run.seed, "pretrain") if pretrain else None
         self.kept: dict[str, Any] = {}
         self._cluster = cluster
-        self._recorder = recorder
+        self.recorder = recorder
         self._train, self._heldout = data
         self._pretrain = pretrain
+        self._limit, self._text_limit = limits
         self._fetcher = Fetcher(host_id(), create_transports())
         self._tokens = 0
         self._seconds = 0.0
         self._steps = 0
-        self._noted: dict[str, float] = {}
 
     def actor(self, name: str = "actor") -> Actor:
         """The policy; `name` is that of its service, here and below."""
@@ -289,7 +303,7 @@ class Run:
         parts = {part: self._group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
         table = self.config.algorithm
         failures = Failures(table.on_failed_reward, table.reward_retries)
-        return Reward(name, parts, recipes, failures, self._noted)
+        return Reward(name, parts, recipes, failures, self.step_of)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
         """A reward service that learns."""
@@ -297,41 +311,47 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of the step that is under way; 0 before the first."""
-        return self._cluster.session.step
+        """Number of the step that was begun last; 0 before the first."""
+        return self._cluster.session.newest.number
+
+    def step_of(self, batch: FutureBatch) -> StepContext:
+        """The step on whose behalf calls on these rows are made."""
+        return self._cluster.session.step_of(batch.step)
+
+    @property
+    def groups(self) -> Mapping[str, RoleGroup]:
+        """The groups of the configuration's services by name."""
+        return self._cluster.groups
 
     @property
     def rewards_want_text(self) -> bool:
         """Whether any reward scores text, so that responses have to come as text too."""
         return any(isinstance(g, RewardGroup) and g.wants_text for g in self._cluster.groups.values())
 
-    def steps(self, evaluate: Evaluate | None = None) -> Iterator[Step]:
+    def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
         """The training steps, with evaluations between them; afterwards everything they left is freed.
 
         Args:
-            evaluate: What is measured on the held-out rows; default: the mean reward of greedy responses to them.
+            evaluation: What is measured on the held-out rows; default: the mean reward of greedy responses to them.
         """
         config = self.config
-        evaluate = evaluate or self._evaluate_policy
-        self._evaluate(0, evaluate)
+        evaluation = evaluation or policy_evaluation(self)
+        self._evaluate(self._cluster.session.newest, evaluation)
         for number in range(1, config.run.steps + 1):
-            session = self._cluster.session
-            session.begin_step(number)
-            self._noted.clear()
-            before, started = session.controller_bytes, time.time()
-            step = Step(number, self._draw, self._pretraining(number))
+            context, started = self._cluster.session.begin_step(number), time.time()
+            step = Step(context, self._draw, self._pretraining())
             yield step
             if not step.records:
                 raise InvalidRequest(f"the algorithm did not call step.finish in step {number}")
             seconds = time.time() - started
-            self._recorder.calls(number, step.records)
-            metrics = self._step_metrics(step, seconds, session.controller_bytes - before)
+            self.recorder.calls(number, step.records)
+            metrics = self._step_metrics(step, seconds)
             if number == config.run.steps or (
                 config.run.evaluate_every and number % config.run.evaluate_every == 0
             ):
-                metrics |= self._evaluate(number, evaluate, log=False)
-            self._cluster.release(number)
-            self._recorder.step(number, metrics)
+                metrics |= self._evaluate(context, evaluation, log=False)
+            self._cluster.end_step(context)
+            self.recorder.step(number, metrics)
 
     def keep(self, name: str, state: S) -> S:
         """Notes a dataclass of plain values that an algorithm changes from step to step, and returns it."""
@@ -343,13 +363,24 @@ class Run:
         return _lengths(batch.result(["response_ids"])["response_ids"])
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
-        """Values of float columns on the controller: what `compute_advantage` reads. Waits for them."""
+        """Values on the controller, of what `compute_advantage` reads: float columns of the ranks, and columns that are
+        here. Waits for them.
+
+        Raises:
+            InvalidRequest: A column of the ranks holds no floats, as token ids do not: these stay where they are.
+        """
         resolved = batch.result(names)
+        for name, column in resolved.columns.items():
+            if isinstance(column, RemoteColumn) and not column.dtype.startswith(("float", "bfloat")):
+                raise InvalidRequest(
+                    f"run.fetch: column {name!r} holds {column.dtype} on the ranks; only float columns come to the "
+                    "controller"
+                )
         rows = self._fetcher.fetch(resolved, time.monotonic() + self.config.run.call_timeout_s)
         remote = [c.nbytes for c in resolved.columns.values() if not isinstance(c, LocalColumn)]
         values = {name: _own(rows.values[name]) for name in names}
         rows.verify()
-        self._cluster.session.controller_bytes += sum(remote)
+        self.step_of(batch).count_bytes(sum(remote))
         return values
 
     def finish(self, trained: str = "actor") -> dict[str, Any]:
@@ -361,7 +392,7 @@ class Run:
         if not self._steps:
             raise InvalidRequest("the algorithm finished no step")
         group = self._group(trained, RoleGroup)
-        directory = self._recorder.path.resolve() / trained
+        directory = self.recorder.path.resolve() / trained
         saved = group.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
         record = saved.records()[0]
         first, last = self.evaluations[0], self.evaluations[-1]
@@ -371,11 +402,12 @@ class Run:
         summary |= {
             "steps": self._steps,
             "tokens_per_s": self._tokens / self._seconds,
-            "wall_s": time.time() - self._recorder.started_s,
+            "wall_s": time.time() - self.recorder.started_s,
             f"{trained}_sha256": record.responses[0].sha256,
-            "seed": self.config.run.seed,
+            "heldout_prompts_left_out": len(self._heldout) - len(self._heldout_rows),
+            **{name.removeprefix("data/"): count for name, count in self._left_out.items()},
         }
-        self._recorder.summary(summary)
+        self.recorder.summary(summary)
         return summary
 
     def close(self) -> None:
@@ -396,25 +428,26 @@ class Run:
         config, count = self.config, self.config.data.prompts_per_step
         numbers = self.batches_drawn * count + np.arange(count)
         self.batches_drawn += 1
-        rows = self.loader.take(count)
-        prompts, groups = self._train.batch(rows), FutureBatch.of(group=numbers)
+        drawn = draw(self._train, self.loader, count, self._limit, _text_of)
+        prompts, groups = columns_of(drawn), FutureBatch.of(group=numbers)
         samples = config.rollout.samples_per_prompt
         return prompts.repeat(samples), groups.repeat(samples)
 
-    def _pretraining(self, step: int) -> FutureBatch:
+    def _pretraining(self) -> FutureBatch:
         rows = self.config.rows_per_step
-        if self._pretrain is None:
+        if self._pretrain is None or self.text_loader is None:
             return FutureBatch(rows, {})
-        return FutureBatch.of(pretrain_text=self._pretrain.texts_of_step(step, rows, self.config.run.seed))
+        texts = draw(self._pretrain, self.text_loader, rows, self._text_limit, str)
+        return FutureBatch.of(pretrain_text=texts)
 
-    def _step_metrics(self, step: Step, seconds: float, controller_bytes: int) -> dict[str, float]:
+    def _step_metrics(self, step: Step, seconds: float) -> dict[str, float]:
         calls: dict[tuple[str, str], list[CallRecord]] = {}
         stages: dict[str, float] = {}
         for record in step.records:
             calls.setdefault((record.service, record.method), []).append(record)
             key = f"time/{self._stage(record)}_s"
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s
-        metrics = step.metrics | self._noted
+        metrics = step.metrics | step.context.noted | self._left_out
         for (service, _), records in calls.items():
             metrics |= {f"{service}/{name}": value for name, value in _mean_metrics(records).items()}
         batch = step.batch.result(step.batch.columns)
@@ -422,10 +455,12 @@ class Run:
         responses = _tokens(batch, "response_ids")
         self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, step.number
         metrics |= {
-            "transfer/controller_bytes": float(controller_bytes),
+            "transfer/controller_bytes": float(step.context.controller_bytes),
             "transfer/batch_bytes": float(batch.nbytes),
             "time/step_s": seconds,
         }
+        if "reward/mean" not in metrics and "rewards" in batch.columns:
+            metrics["reward/mean"] = mean_of_scored(row_scores(step.batch))
         if "response_ids" in batch.columns:
             metrics["response/length_mean"] = responses / max(batch.rows, 1)
             metrics["time/tokens_per_s"] = tokens / seconds
@@ -437,64 +472,39 @@ class Run:
         role = self._cluster.group(record.service).description.role
         return record.method if record.service == role else f"{record.service}_{record.method}"
 
-    def _evaluate(self, step: int, evaluate: Evaluate, *, log: bool = True) -> dict[str, float]:
-        """Measures on the held-out rows, and notes it."""
-        if step == 0:
-            self._cluster.session.begin_step(0)
+    @cached_property
+    def _heldout_rows(self) -> np.ndarray:
+        """The held-out rows that are evaluated: those that are short enough."""
+        return rows_that_fit(self._heldout, self._limit, _text_of)
+
+    @property
+    def _left_out(self) -> dict[str, int]:
+        """Rows that were read and left out so far, because they are too long."""
+        loaders = {"data/prompts_left_out": self.loader, "data/texts_left_out": self.text_loader}
+        return {
+            name: sum(position.left_out for position in loader.state.positions)
+            for name, loader in loaders.items()
+            if loader is not None
+        }
+
+    def _evaluate(self, step: StepContext, evaluation: Evaluation, *, log: bool = True) -> dict[str, float]:
+        """Measures on the held-out rows, a batch at a time, whose rows are freed before the next."""
         started = time.time()
-        measured, made = evaluate(self._heldout.batch(np.arange(len(self._heldout))))
+        parts: list[Mapping[str, np.ndarray]] = []
+        for batch in batches(self._heldout, self._heldout_rows, self.config.run.evaluation_rows):
+            values, made = evaluation.measure(batch.of_step(step))
+            parts.append(values)
+            for each in made:
+                self.recorder.calls(step.number, each.records())
+            self._cluster.release(step)
+        measured = evaluation.summarize({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
         self.evaluations.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
         metrics["time/evaluation_s"] = time.time() - started
-        for batch in made:
-            self._recorder.calls(step, batch.records())
         if log:
-            self._cluster.release(step)
-            self._recorder.step(step, metrics)
+            self._cluster.end_step(step)
+            self.recorder.step(step.number, metrics)
         return metrics
-
-    def _evaluate_policy(self, prompts: FutureBatch) -> Evaluation:
-        """Mean reward of greedy responses to the held-out prompts; writes some of them as samples."""
-        responses = self.actor().generate_sequences(prompts, greedy=True)
-        scored = self.reward().judge(prompts | responses)
-        others = {name: self.reward(name).judge(prompts | responses) for name in self._other_rewards()}
-        scores = _row_scores(scored)
-        measured = {"accuracy": _mean_of_scored(scores)}
-        for source in dict.fromkeys(self._heldout.sources):
-            of_source = np.asarray([other == source for other in self._heldout.sources])
-            measured[f"accuracy_{source}"] = _mean_of_scored(scores[of_source])
-        measured |= {name: _mean_of_scored(_row_scores(other)) for name, other in others.items()}
-        self._sample(self._cluster.session.step, prompts, responses, scores)
-        return measured, (responses | scored, *others.values())
-
-    def _other_rewards(self) -> list[str]:
-        """Rewards and costs beside the reward: by themselves, or made of several."""
-        config, groups = self.config, self._cluster.groups
-        made_up = {
-            name: weights for name, weights in config.rewards.items() if weights.keys() <= groups.keys()
-        }
-        parts = {
-            part for weights in (*config.recipes("reward").values(), *made_up.values()) for part in weights
-        }
-        alone = [
-            name for name, group in groups.items() if isinstance(group, RewardGroup) and name not in parts
-        ]
-        own = {source.reward for source in config.data.all_sources} | {"reward"}
-        return [name for name in (*alone, *made_up) if name not in own]
-
-    def _sample(self, step: int, prompts: FutureBatch, responses: FutureBatch, scores: np.ndarray) -> None:
-        count = min(self.config.run.samples, len(self._heldout))
-        if not count:
-            return
-        first = prompts.take(np.arange(count))
-        if "response" in responses:
-            shown = first | responses.select(["response"]).take(np.arange(count))
-        else:
-            shown = first | self.actor().generate_sequences(first, greedy=True, return_text=True)
-        texts = shown.result(["prompt", "response", "ground_truth"]).columns.values()
-        columns = [column.texts for column in texts if isinstance(column, LocalColumn)]
-        rows = zip(*columns, scores[:count].tolist(), strict=True)
-        self._recorder.samples(step, [Sample(*row) for row in rows])
 
 
 def _own(values: Any) -> Any:
@@ -511,24 +521,8 @@ def _mean_metrics(records: list[CallRecord]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def _loader(config: Config, train: PromptData) -> Loader:
-    sizes = train.sizes or (len(train),)
-    return Loader(sizes, [source.weight for source in config.data.all_sources], config.run.seed)
-
-
-def _mean_of_scored(scores: np.ndarray) -> float:
-    """Mean of the rows that could be scored [rows]; not a number where none could."""
-    found = scores[~np.isnan(scores)]
-    return float(np.mean(found)) if len(found) else float("nan")
-
-
-def _row_scores(scored: FutureBatch) -> np.ndarray:
-    """Score per response; scores of tokens are added up. Waits for them."""
-    rewards = scored.result(["rewards"])["rewards"]
-    assert isinstance(rewards, LocalColumn), "verdicts come in the response itself"
-    if isinstance(rewards.values, Jagged):
-        return np.asarray([rewards.values.row(row).sum() for row in range(rewards.rows)])
-    return np.asarray(rewards.values)
+def _text_of(prompt: Prompt) -> str:
+    return prompt.text
 
 
 def _lengths(column: Column) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,11 +16,12 @@ from types import FrameType
 import click
 
 from controller.config import load
-from deploy import health, state
+from deploy import health, preflight, state
 from deploy.launch import Launcher
+from deploy.logs import read_lines
 from deploy.processes import POLL_S
 from deploy.state import Deployment
-from deploy.supervisor import Supervisor
+from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
 
 READY = "ready"
@@ -45,6 +48,7 @@ _set_option = click.option(
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlhf-cluster")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Start, watch and stop the services of a config on this host."""
@@ -70,7 +74,7 @@ def up(
 
     When a service ends, the others are stopped and the exit code is 1.
     """
-    log_dir = (log_dir or Path("runs/logs") / config.stem).resolve()
+    log_dir = log_dir.resolve() if log_dir else _log_dir(config)
     if detach:
         _up_detached(config, settings, log_dir, only)
     else:
@@ -97,6 +101,8 @@ def status(config: Path, settings: tuple[str, ...]) -> None:
         pid = supervisor.pid if supervisor else "-"
         rows.append((name, table.address, answer.state, str(ranks), str(epoch), str(pid)))
     _print_table(rows)
+    if deployment and deployment.settings:
+        click.echo(f"started with {_flags(deployment.settings)}")
     if any(answer.state != health.SERVING for answer in answers):
         sys.exit(1)
 
@@ -115,6 +121,44 @@ def down(launcher: Launcher, config: Path) -> None:
         click.echo(f"{config}: stopped what a killed supervisor had left")
 
 
+@main.command()
+@_config_argument
+@_set_option
+@click.option("--only", multiple=True, metavar="NAME", help="Check only this service; repeatable.")
+def check(config: Path, settings: tuple[str, ...], only: tuple[str, ...]) -> None:
+    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses."""
+    loaded = load(config, settings)
+    names = service_names(loaded, only)
+    preflight.check(loaded, names)
+    click.echo(f"{config}: {', '.join(names)} can be started")
+
+
+@main.command()
+@_config_argument
+@click.argument("service", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is added, until Ctrl-C.")
+def logs(config: Path, service: str | None, follow: bool) -> None:
+    """Show the log of SERVICE, or of all services that `up` of CONFIG started last."""
+    deployment = state.find(config)
+    directory = Path(deployment.log_dir) if deployment else _log_dir(config)
+    services = load(config, deployment.settings if deployment else ()).services
+    if service is not None and service not in services:
+        raise ConfigError(f"no service {service!r}; there are: {', '.join(services)}")
+    found = [
+        log for name in ([service] if service else services) if (log := directory / f"{name}.log").exists()
+    ]
+    if not found:
+        raise RlhfError(f"there is no log of {service or 'a service'} in {directory}")
+    with contextlib.suppress(KeyboardInterrupt):
+        for log, line in read_lines(found, follow):
+            click.echo(f"{log.stem} | {line}" if len(found) > 1 else line)
+
+
+def _log_dir(config: Path) -> Path:
+    """Where logs go unless the command line says so."""
+    return (Path("runs/logs") / config.stem).resolve()
+
+
 def _up(
     launcher: Launcher, config_path: Path, settings: tuple[str, ...], log_dir: Path, only: tuple[str, ...]
 ) -> None:
@@ -126,6 +170,8 @@ def _up(
         Supervisor(config, deployment, only, launcher, say=_say) as supervisor,
     ):
         supervisor.start()
+        if settings:
+            _say(f"with {_flags(settings)}")
         ready = False
         while not received:
             if supervisor.poll() and not ready:
@@ -183,6 +229,10 @@ def _catch_signals() -> list[signal.Signals]:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, note)
     return received
+
+
+def _flags(settings: tuple[str, ...]) -> str:
+    return shlex.join(part for setting in settings for part in ("--set", setting))
 
 
 def _say(line: str) -> None:

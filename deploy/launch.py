@@ -1,4 +1,4 @@
-"""How a service is started: its command line and its environment."""
+"""How the ranks of a service are started: their command line and their environment."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from pathlib import Path
 
 from deploy.processes import MARK
 from rlhf.config import ServiceTable
-
-SHUTDOWN_TIMEOUT_S = 10
-"""Time torchrun gives its workers between SIGTERM and SIGKILL; shorter than `Launcher.grace_s`, so that
-torchrun ends its workers itself."""
 
 
 @dataclass(frozen=True)
@@ -30,37 +26,24 @@ class Job:
     """The config file."""
     settings: tuple[str, ...]
     """`key.path=value` settings put into the config."""
-    scratch: Path
-    """Directory for the launcher's own files; removed when the service has ended."""
 
 
-def torchrun(job: Job) -> list[str]:
-    """The command line that starts the service under torchrun.
-
-    The rendezvous store binds a port of the kernel's choice and the workers reuse it, so there is no moment in
-    which a port chosen before can be taken by someone else.
-    """
+def rank_command(job: Job) -> list[str]:
+    """The command line of one rank; its environment says which."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={job.table.ranks}", f"--rdzv-id={job.name}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-        *("--max-restarts=0", f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}", f"--log-dir={job.scratch}"),
-        *("-m", f"services.{job.role}", "--config", str(job.config), "--name", job.name),
+        *(sys.executable, "-m", f"services.{job.role}", "--config", str(job.config), "--name", job.name),
         *(part for setting in job.settings for part in ("--set", setting)),
     ]
 
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
-    """The environment of a service: this process's with the deployment's mark and the table's threads.
+    """The environment that a service's ranks share: this process's with the deployment's mark and the table's threads.
 
     Where the user has set a variable that is only a default here, the user's value stays.
     """
-    defaults = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if table.address.startswith(("127.", "localhost:", "[::1]:")):
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     threads = str(table.threads)
     return {
-        **defaults,
+        **{"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
@@ -73,7 +56,7 @@ def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
 class Launcher:
     """How services are started and stopped."""
 
-    command: Callable[[Job], list[str]] = torchrun
-    """The command line of a service."""
+    command: Callable[[Job], list[str]] = rank_command
+    """The command line of a rank."""
     grace_s: float = 15.0
-    """Time a service has between SIGTERM and SIGKILL."""
+    """Time a rank has between SIGTERM and SIGKILL."""

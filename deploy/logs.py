@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from deploy.processes import POLL_S
 
 FATAL = "fatal: "
 """What the user can mend a service says in one line that starts with this."""
 
 _TAIL_BYTES = 64 * 1024
 _LINE_LIMIT = 400
-_TORCHRUN_LINE = re.compile(r"[A-Z]\d{4} .* torch/distributed/")
-_WORKER_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
 
-def explain_exit(code: int, log: Path) -> str:
-    """One line on why a service with this exit code and log, NAME.log, ended: its last fatal line, or else how
-    it ended and the evidence."""
+def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
+    """One line on why a service ended: how the rank ended that others may have followed, or its first fatal line.
+
+    Args:
+        ended: Exit codes, as of `subprocess`, by rank, of those that have ended.
+        ranks: Number of ranks.
+        log: Log of the service, NAME.log.
+    """
     lines = _tail(log)
+    # What a signal has killed can say nothing, and its peers only that they miss it.
+    killed = [rank for rank, code in ended.items() if code < 0]
     fatal = [line for line in lines if line.startswith(FATAL)]
-    if fatal:
-        return fatal[-1].removeprefix(FATAL).removeprefix(f"{log.stem}: ")
-    # torchrun reports the worker that failed first; what follows is its own traceback.
-    for number, line in enumerate(lines):
-        if failure := _WORKER_FAILURE.search(line):
-            return f"rank {failure[2]} {_how_it_ended(int(failure[1]), lines[:number], log)}"
-    return _how_it_ended(code, lines, log)
+    if fatal and not killed:
+        return fatal[0].removeprefix(FATAL).removeprefix(f"{log.stem}: ")
+    failed = [rank for rank, code in ended.items() if code]
+    rank = next(iter([*killed, *failed, *ended]))
+    return (
+        f"rank {rank} {_how_it_ended(ended[rank], lines, log)}"
+        if ranks > 1
+        else _how_it_ended(ended[rank], lines, log)
+    )
 
 
 def evidence(log: Path) -> str:
-    """`: LAST LINE (log: PATH)`, with the last line that says something and is not torchrun's, if any."""
+    """`: LAST LINE (log: PATH)`, with the last line that says something, if any."""
     return _evidence(_tail(log), log)
 
 
+def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
+    """The lines of some logs, each with its log; with `follow` also those that are added, for ever."""
+    with contextlib.ExitStack() as stack:
+        files = {log: stack.enter_context(log.open("rb")) for log in logs}
+        begun = dict.fromkeys(logs, b"")
+        while True:
+            for log, file in files.items():
+                if log.stat().st_size < file.tell():  # it was begun anew
+                    file.seek(0)
+                *lines, begun[log] = (begun[log] + file.read()).split(b"\n")
+                yield from ((log, line.decode(errors="replace")) for line in lines)
+            if not follow:
+                yield from ((log, rest.decode(errors="replace")) for log, rest in begun.items() if rest)
+                return
+            time.sleep(POLL_S)
+
+
 def _evidence(lines: list[str], log: Path) -> str:
-    own = [line for line in lines if line and not _TORCHRUN_LINE.match(line)]
+    own = [line for line in lines if line]
     last = f": {own[-1][:_LINE_LIMIT]}" if own else ""
     return f"{last} (log: {log})"
 

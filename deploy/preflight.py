@@ -19,7 +19,8 @@ def check(config: Config, names: list[str]) -> None:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist, or an
             address cannot be served.
     """
-    check_torch()
+    for name in names:
+        check_torch(name, config.services[name])
     for name in names:
         check_engines(name, config.services[name])
     for name in names:
@@ -28,11 +29,13 @@ def check(config: Config, names: list[str]) -> None:
         check_address(name, config.services[name])
 
 
-def check_torch() -> None:
-    """Raises ConfigError where torch, which every service runs on, is not installed."""
-    if not _is_installed("torch"):
+def check_torch(name: str, table: Service) -> None:
+    """Raises ConfigError where torch is not installed and the service needs it: all do but a reward of one rank that
+    has no model."""
+    needs_torch = isinstance(table, ModelTable) or table.kind == "model" or table.ranks > 1
+    if needs_torch and not _is_installed("torch"):
         raise ConfigError(
-            "torch is not installed and services need it; install an extra, for example "
+            f"torch is not installed and services.{name} needs it; install an extra, for example "
             "pip install 'rlhf-cluster[cpu]' (or cu12, cu13)"
         )
 

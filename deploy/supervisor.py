@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,13 +17,17 @@ from deploy.logs import evidence, explain_exit
 from deploy.state import Deployment
 from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.rendezvous import LocalRendezvous, rank_environment
 
 
 @dataclass
 class _Service:
+    """A service that was started; `processes` are its ranks, in their order."""
+
     name: str
     table: ServiceTable
-    process: subprocess.Popen[bytes]
+    processes: list[subprocess.Popen[bytes]]
+    rendezvous: LocalRendezvous
     probe: Probe
     log: Path
     started: float = field(default_factory=time.monotonic)
@@ -34,8 +37,10 @@ class _Service:
 class Supervisor:
     """The services of one deployment.
 
+    The ranks of a service are children of this process; when one ends, the service is lost.
+
     As a context manager it stops, on the way out, every process it started. Use it from the main thread: the
-    services are told to end when the thread that started them ends, should this process be killed.
+    ranks are told to end when the thread that started them ends, should this process be killed.
     """
 
     def __init__(
@@ -58,20 +63,12 @@ class Supervisor:
         Raises:
             ConfigError: `only` names a service that the config does not have.
         """
-        for name in only:
-            if name not in config.services:
-                raise ConfigError(f"no service {name!r}; there are: {', '.join(config.services)}")
         self._config = config
         self._deployment = deployment
-        self._names = [
-            name
-            for name, table in config.services.items()
-            if not table.external and (not only or name in only)
-        ]
+        self._names = service_names(config, only)
         self._launcher = launcher or Launcher()
         self._say = say
         self._log_dir = Path(deployment.log_dir)
-        self._scratch = self._log_dir / ".torchrun"
         self._services: list[_Service] = []
 
     def __enter__(self) -> Supervisor:
@@ -89,7 +86,7 @@ class Supervisor:
         """
         preflight.check(self._config, self._names)
         for name in self._names:
-            self._services.append(self._start(name))
+            self._start(name)
 
     def poll(self) -> bool:
         """Looks at all services and returns at once: whether all of them have become healthy.
@@ -99,9 +96,11 @@ class Supervisor:
             DeadlineExceeded: One is not healthy within its `startup_timeout_s`.
         """
         for service in self._services:
-            code = service.process.poll()
-            if code is not None:
-                raise ServiceLost(f"service {service.name}: {explain_exit(code, service.log)}")
+            codes = {rank: process.poll() for rank, process in enumerate(service.processes)}
+            ended = {rank: code for rank, code in codes.items() if code is not None}
+            if ended:
+                cause = explain_exit(ended, len(codes), service.log)
+                raise ServiceLost(f"service {service.name}: {cause}")
         for service in self._services:
             if not service.healthy:
                 self._look_for_health(service)
@@ -115,12 +114,13 @@ class Supervisor:
         """
         processes.stop(self._deployment.id, self._launcher.grace_s)
         for service in self._services:
-            service.process.wait()
+            for process in service.processes:
+                process.wait()
+            service.rendezvous.close()
             service.probe.close()
         self._services.clear()
-        shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _start(self, name: str) -> _Service:
+    def _start(self, name: str) -> None:
         table = self._config.services[name]
         job = Job(
             name=name,
@@ -128,25 +128,32 @@ class Supervisor:
             table=table,
             config=Path(self._deployment.config),
             settings=self._deployment.settings,
-            scratch=self._scratch,
         )
         log = self._log_dir / f"{name}.log"
+        service = _Service(name, table, [], LocalRendezvous(), Probe(table.address), log)
+        # Known before its first rank starts, so that whatever happens now, `stop` ends what has started.
+        self._services.append(service)
+        common = environment(table, self._deployment.id)
         with self._open(log) as sink:
-            process = subprocess.Popen(
-                with_parent.wrap(self._launcher.command(job)),
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=environment(table, self._deployment.id),
-                # Ctrl-C in the terminal is the supervisor's to handle.
-                start_new_session=True,
-            )
+            for rank in range(table.ranks):
+                own = rank_environment(rank, table.ranks, service.rendezvous.path)
+                service.processes.append(self._start_rank(job, {**common, **own}, sink))
         self._say(f"{name}: started, {_ranks(table)} at {table.address}, log {log}")
-        return _Service(name, table, process, Probe(table.address), log)
+
+    def _start_rank(self, job: Job, variables: dict[str, str], sink: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            with_parent.wrap(self._launcher.command(job)),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            # Ctrl-C in the terminal is the supervisor's to handle.
+            start_new_session=True,
+        )
 
     def _open(self, log: Path) -> BinaryIO:
         try:
-            self._scratch.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(parents=True, exist_ok=True)
             return log.open("wb")
         except OSError as error:
             raise RlhfError(f"log {log}: {error.strerror}") from None
@@ -161,6 +168,20 @@ class Supervisor:
                 f"service {service.name}: not healthy after {service.table.startup_timeout_s:g} s"
                 f"{evidence(service.log)}"
             )
+
+
+def service_names(config: Config, only: tuple[str, ...] = ()) -> list[str]:
+    """The services that are started here: of those in `only`, or of all, the ones that are not external.
+
+    Raises:
+        ConfigError: `only` names a service that the config does not have.
+    """
+    for name in only:
+        if name not in config.services:
+            raise ConfigError(f"no service {name!r}; there are: {', '.join(config.services)}")
+    return [
+        name for name, table in config.services.items() if not table.external and (not only or name in only)
+    ]
 
 
 def _ranks(table: ServiceTable) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import plan_rows
+from nccl_transfer.plans import needed, plan_relays
 from nccl_transfer.protocols import TransferProtocol, get_protocol
 
 PAGE = Path(__file__).with_name("transfer.md")
@@ -45,23 +45,17 @@ def draw(protocol: TransferProtocol) -> str:
 
 
 def draw_relay() -> str:
-    """3D_PROTO with ranks 0 to 3 on the host of the rows and 4 to 7 on another, as `plan_rows` plans it."""
+    """3D_PROTO with ranks 0 to 3 on the host of the rows and 4 to 7 on another, with the relays of `plan_relays`."""
     here, there = "host A", "host B"
     source = Endpoint("holder:1", here)
     ranks = [Endpoint(f"{rank}:1", here if rank < 4 else there, rank=rank) for rank in range(MESH.size)]
-    plans = plan_rows(
-        [held(source).take(part) for part in get_protocol("3D_PROTO").distribute(8, MESH)], ranks
-    )
-    reads = [
-        (rank, letters(plan.direct[source])) for rank, plan in zip(ranks, plans, strict=True) if plan.direct
-    ]
-    ((reader, crossing),) = [(rank, rows) for rank, rows in reads if rank.host_id == there]
-    takes = [
-        f"-- {letters(relay.ranges)}, memfd --> rank {rank.rank}"
-        for rank, plan in zip(ranks, plans, strict=True)
-        for relay in plan.relayed
-    ]
-    near = [f"-- {rows}, memfd --> rank {rank.rank}" for rank, rows in reads if rank.host_id == here]
+    rows = get_protocol("3D_PROTO").distribute(len(ROWS), MESH)
+    crossing = letters(needed(held(source).take(rows[4]))[source])
+    (relay,) = plan_relays(held(source).take(rows[4]), ranks[4:])
+    reader = relay.reader
+    reads = [(ranks[rank], letters(needed(held(source).take(rows[rank]))[source])) for rank in range(4)]
+    takes = [f"-- {crossing}, memfd --> rank {rank.rank}" for rank in ranks[4:] if rank != reader]
+    near = [f"-- {rows}, memfd --> rank {rank.rank}" for rank, rows in reads]
     left = fork(f"the rows: {ROWS}", [*near, f"-- {crossing}, tcp "])
     width = max(map(len, left)) + 2
     left[-1] = left[-1].ljust(width, "-")

@@ -3,7 +3,7 @@ other responses to its prompt. Run it on the quickstart with `rlhf-controller --
 
 import numpy as np
 
-from controller.advantage import Advantage, sequence_scores, spread
+from controller.advantage import Advantage, sequence_scores
 from controller.algorithm import algorithm
 from controller.run import Run
 from rlhf.config import Strict
@@ -22,15 +22,13 @@ def optimist(run: Run, options: Options) -> None:
         batch |= actor.compute_log_prob(batch)
         batch = reward.score(batch)
         rewards, group = run.fetch(batch, "rewards", "group").values()
-        batch |= step.compute(compute_advantage, rewards, run.lengths(batch), group, options.optimism)
+        batch |= step.compute(compute_advantage, rewards, group, options.optimism)
         step.finish(batch, actor.update_actor(batch))
 
 
-def compute_advantage(
-    rewards: np.ndarray, lengths: np.ndarray, group: np.ndarray, optimism: float
-) -> Advantage:
+def compute_advantage(rewards: np.ndarray, group: np.ndarray, optimism: float) -> Advantage:
     scores, above = sequence_scores(rewards), np.zeros(len(group))
     for row, score in enumerate(scores):
         others = np.delete(scores, row)[np.delete(group, row) == group[row]]
         above[row] = score - optimism * others.max() - (1 - optimism) * others.mean()
-    return Advantage(spread(above, lengths), {"score/mean": float(scores.mean())})
+    return Advantage(above, {"score/mean": float(scores.mean())})

@@ -25,6 +25,7 @@ DEFAULT_RATE = 10.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlhf-cluster")
 @click.argument("role", required=False, type=click.Choice(ROLES))
 @click.option("--target", metavar="HOST:PORT", help="Where the service, or its rank 0, serves.")
 @click.option(

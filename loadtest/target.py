@@ -158,7 +158,8 @@ class Caller:
         self._timeout_s = timeout_s
         self._stubs = target.stubs(method, response=method.response.FromString)  # type: ignore[attr-defined]
         self._session = f"loadtest-{uuid.uuid4().hex}"
-        self._started_unix_ns = time.time_ns()
+        youngest = target.description.session_started_unix_ns if target.description else 0
+        self._started_unix_ns = max(time.time_ns(), youngest + 1000)
         self._numbers = itertools.count()
         self._running: set[str] = set()
         takes_call = "call" in method.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]

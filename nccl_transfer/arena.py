@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nccl_transfer import checksums
-from nccl_transfer.batch import ITEM_BYTES, Shard
+from nccl_transfer.batch import ELEMENT_BYTES, Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64
@@ -73,7 +73,7 @@ class ByteRange:
     @property
     def shape(self) -> tuple[int, ...]:
         """(elements, *row_shape) where the range is known to hold whole elements, else empty."""
-        size = ITEM_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
+        size = ELEMENT_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
         if not size or self.start % size or self.nbytes % size:
             return ()
         return (self.nbytes // size, *self.row_shape)
@@ -148,6 +148,19 @@ class ArenaReader:
         self.nonce = nonce
         self._close_fd = weakref.finalize(self, os.close, fd)
 
+    @staticmethod
+    def of_peer(fd: int, nbytes: int, nonce: bytes) -> ArenaReader:
+        """A reader of an arena that another process handed out; arguments as above.
+
+        Raises:
+            TransferError: The descriptor is no sealed memfd of at least `nbytes` bytes: its owner could truncate it,
+                and a read beyond its end would kill this process (SIGBUS).
+        """
+        if reason := _why_unsafe(fd, nbytes):
+            os.close(fd)
+            raise TransferError(f"an arena was handed out that cannot be read safely: {reason}")
+        return ArenaReader(fd, nbytes, nonce)
+
     def close(self) -> None:
         """Lets go of descriptor and mapping; views handed out stay good, but nobody can verify them any more."""
         self._close_fd()
@@ -197,6 +210,18 @@ class ArenaReader:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         memory = memoryview(mmap.mmap(self.fd, last - first, mmap.MAP_PRIVATE, access, offset=first))
         return [memory[b - first : b - first + r.nbytes] for b, r in zip(begins, ranges, strict=True)]
+
+
+def _why_unsafe(fd: int, nbytes: int) -> str | None:
+    """Reason why an arena's descriptor cannot be mapped; None where it can."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return "it is no memfd"
+    if not seals & fcntl.F_SEAL_SHRINK:
+        return "it is not sealed against shrinking"
+    size = os.fstat(fd).st_size
+    return f"it has {size} bytes, and was said to have {nbytes}" if not 0 < nbytes <= size else None
 
 
 class Arena:

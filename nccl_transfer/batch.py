@@ -25,6 +25,12 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Size in bytes of an element, by dtype name (torch's and numpy's)."""
 
+TEXT = "utf8"
+"""Element type of a jagged column whose rows are texts: an element is a byte of UTF-8."""
+
+ELEMENT_BYTES: Mapping[str, int] = {**ITEM_BYTES, TEXT: 1}
+"""Size in bytes of an element of a column by reference."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -121,7 +127,7 @@ class RemoteColumn:
 
     @property
     def element_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * math.prod(self.row_shape)
+        return ELEMENT_BYTES[self.dtype] * math.prod(self.row_shape)
 
     @property
     def elements(self) -> np.ndarray:
@@ -188,16 +194,41 @@ class RemoteColumn:
         return tuple(self._find_runs())
 
     def _find_runs(self) -> Iterator[Run]:
-        place, elements, size = self.scattered, self.elements, self.element_bytes
-        parts = place.element[1:] != (place.element + elements)[:-1]
+        shards, size = self.scattered.shards, self.element_bytes
+        totals = np.add.reduceat(self.elements, self._run_starts)
+        for (shard, rows, first), total in zip(self.run_places, totals.tolist(), strict=True):
+            yield Run(shards[shard], rows, first * size, total * size)
+
+    @functools.cached_property
+    def _run_starts(self) -> np.ndarray:
+        """The first row of each run, of a column that has rows."""
+        place = self.scattered
+        parts = place.element[1:] != (place.element + self.elements)[:-1]
         if len(place.shards) > 1:
             parts |= place.shard[1:] != place.shard[:-1]
-        starts = np.concatenate(([0], parts.nonzero()[0] + 1))
-        stops = [*starts[1:].tolist(), self.rows]
-        totals = np.add.reduceat(elements, starts)
-        for start, stop, total in zip(starts.tolist(), stops, totals.tolist(), strict=True):
-            shard = place.shards[int(place.shard[start])]
-            yield Run(shard, stop - start, int(place.element[start]) * size, total * size)
+        return np.concatenate(([0], parts.nonzero()[0] + 1))
+
+    @property
+    def run_places(self) -> list[tuple[int, int, int]]:
+        """Maximal runs, in row order, as `of_runs` takes them: index into `shards`, rows, first element of each."""
+        if self.rows == 0:
+            return []
+        if isinstance(self.place, Run):
+            return [(0, self.rows, self.place.start // max(self.element_bytes, 1))]
+        place, starts = self.scattered, self._run_starts
+        rows = np.diff(starts, append=self.rows)
+        columns = (place.shard[starts], rows, place.element[starts])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    @property
+    def holders(self) -> list[Endpoint]:
+        """The ranks that hold bytes of the rows."""
+        if not self.nbytes:
+            return []
+        if isinstance(self.place, Run):
+            return [self.place.shard.endpoint]
+        used = np.unique(self.place.shard[self.elements > 0]).tolist()
+        return list(dict.fromkeys(self.place.shards[number].endpoint for number in used))
 
     @staticmethod
     def of_run(
@@ -210,7 +241,7 @@ class RemoteColumn:
         elements: int | None = None,
     ) -> RemoteColumn:
         """A column whose rows lie side by side; `elements`, where it is known, is how many they have together."""
-        size = ITEM_BYTES[dtype] * math.prod(row_shape)
+        size = ELEMENT_BYTES[dtype] * math.prod(row_shape)
         if elements is None:
             elements = rows if lengths is None else int(lengths.sum())
         return RemoteColumn(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -45,11 +48,29 @@ class Jagged(Generic[A]):
     def rows(self) -> int:
         return len(self.lengths)
 
-    @property
+    @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """Where rows begin and end, [rows + 1] int64: row i is `values[offsets[i]:offsets[i + 1]]`."""
-        return np.concatenate(([0], np.cumsum(self.lengths)))
+        """Where rows begin and end, [rows + 1] int64, read-only: row i is `values[offsets[i]:offsets[i + 1]]`."""
+        offsets = np.concatenate(([0], np.cumsum(self.lengths)))
+        offsets.flags.writeable = False
+        return offsets
 
     def row(self, index: int) -> A:
-        offsets = self.offsets
-        return self.values[offsets[index] : offsets[index + 1]]
+        """Row `index` of the column, in constant time."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+
+def encode_texts(texts: Sequence[str]) -> Jagged[np.ndarray]:
+    """Texts as jagged bytes of UTF-8, uint8."""
+    encoded = [text.encode() for text in texts]
+    return Jagged(np.frombuffer(b"".join(encoded), np.uint8), np.array([*map(len, encoded)], np.int64))
+
+
+def decode_texts(column: Jagged[np.ndarray]) -> list[str]:
+    """The texts of `encode_texts`.
+
+    Raises:
+        UnicodeDecodeError: The bytes of a row are not UTF-8.
+    """
+    data, offsets = column.values.tobytes(), column.offsets.tolist()
+    return [data[start:stop].decode() for start, stop in itertools.pairwise(offsets)]

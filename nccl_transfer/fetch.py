@@ -7,17 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from nccl_transfer.arena import CONDEMNED, ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.batch import ITEM_BYTES, TEXT, Batch, Endpoint, RemoteColumn, Run, Shard
 from nccl_transfer.checksums import first_mismatch
-from nccl_transfer.columns import Jagged
-from nccl_transfer.plans import Ranges, Relay, difference, intersection, needed, position
+from nccl_transfer.columns import Jagged, decode_texts
+from nccl_transfer.plans import Ranges, Relay, needed, position
 from nccl_transfer.relay import Errand, RelayBoard, RelayTaker
 from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import Reading, Traffic, Transport
@@ -70,32 +70,16 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What was read of one rank's shards: ranges in order, none touching another twice, and the bytes of each."""
+    """What was read of one rank's shards: ranges in order, none touching another, and the bytes of each."""
 
     ranges: Sequence[ByteRange]
-    views: Sequence[memoryview]
-    readings: Sequence[Reading]
+    reading: Reading
 
-    @staticmethod
-    def of(parts: Sequence[tuple[Sequence[ByteRange], Reading]]) -> _Found:
-        """What several readings of a rank's shards gave."""
-        pieces = [piece for ranges, reading in parts for piece in zip(ranges, reading.views, strict=True)]
-        pieces.sort(key=lambda piece: position(piece[0]))
-        return _Found([r for r, _ in pieces], [view for _, view in pieces], [reading for _, reading in parts])
-
-    def view(self, wanted: ByteRange | Run) -> memoryview:
-        """The bytes of a range that was read, in one reading or in several."""
-        number = bisect.bisect(self.ranges, position(wanted), key=position) - 1
-        first = wanted.start - self.ranges[number].start
-        view = self.views[number][first : first + wanted.nbytes]
-        if len(view) == wanted.nbytes:
-            return view
-        joined, filled = memoryview(bytearray(wanted.nbytes)), 0
-        while filled < wanted.nbytes:
-            joined[filled : filled + len(view)] = view
-            filled, number = filled + len(view), number + 1
-            view = self.views[number][: wanted.nbytes - filled] if filled < wanted.nbytes else view
-        return joined
+    def view(self, run: Run) -> memoryview:
+        """The bytes of a run, which lies within one of the ranges."""
+        number = bisect.bisect(self.ranges, position(run), key=position) - 1
+        first = run.start - self.ranges[number].start
+        return self.reading.views[number][first : first + run.nbytes]
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +122,7 @@ class Fetcher:
         Args:
             batch: Rows by reference, by value or mixed.
             deadline: Latest end, as of `time.monotonic`.
-            errand: What to keep for ranks of this host, and what to take from them.
+            errand: The call's relays: what to keep for ranks of this host, and what to take from them.
             writable: Whether what the batch has by reference comes as arrays that may be written to, which the rank
                 they came from does not see; else they are read-only. Memory of this host is then mapped anew each
                 time, and its pages are faulted in anew.
@@ -165,7 +149,7 @@ class Fetcher:
                 values[name] = column.values
         own = self._store.endpoint if self._store is not None else None
         fetched_bytes = sum(part.nbytes for source, part in found.items() if source != own)
-        readings = tuple(reading for part in found.values() for reading in part.readings)
+        readings = tuple(part.reading for part in found.values())
         return Rows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
 
     @property
@@ -190,27 +174,22 @@ class Fetcher:
         self, wanted: Ranges, errand: Errand, deadline: float, writable: bool
     ) -> dict[Endpoint, _Found]:
         own = self._store.endpoint if self._store is not None else None
-        keeps = {relay.source: relay for relay in errand.relays if relay.reader == own}
-        # Of the ranges as they are wanted here: these know which column they are of.
-        takes = [
-            replace(relay, ranges=tuple(intersection(wanted[relay.source], relay.ranges)))
-            for relay in errand.relays
-            if relay.reader != own
+        keeps, takes = errand.kept_by(own), errand.taken_by(own, self._host_id)
+        # Reads first: they wait for no other rank, so ranks that take from each other do not block one another.
+        first = [source for source in wanted if source not in takes]
+        second = [source for source in wanted if source in takes]
+        jobs = [
+            *(
+                partial(self._read, source, wanted[source], keeps.get(source), errand, deadline)
+                for source in first
+            ),
+            *(partial(self._take, takes[source], wanted[source], errand, deadline) for source in second),
         ]
-        jobs: list[tuple[Endpoint, Callable[[], tuple[Sequence[ByteRange], Reading]]]] = []
-        for source, ranges in wanted.items():
-            for relay in takes:
-                if relay.source == source:
-                    ranges = difference(ranges, relay.ranges)
-            if ranges:
-                jobs.append(
-                    (source, partial(self._read, source, ranges, keeps.get(source), errand, deadline))
-                )
-        jobs += [(relay.source, partial(self._take, relay, errand, deadline)) for relay in takes]
-        parts: dict[Endpoint, list[tuple[Sequence[ByteRange], Reading]]] = {}
-        for (source, _), (ranges, reading) in zip(jobs, self._run_all([job for _, job in jobs]), strict=True):
-            parts.setdefault(source, []).append((ranges, reading.writable() if writable else reading))
-        return {source: _Found.of(found) for source, found in parts.items()}
+        readings = self._run_all(jobs)
+        return {
+            source: _Found(wanted[source], reading.writable() if writable else reading)
+            for source, reading in zip([*first, *second], readings, strict=True)
+        }
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         if len(jobs) <= 1:
@@ -227,29 +206,28 @@ class Fetcher:
         keep: Relay | None,
         errand: Errand,
         deadline: float,
-    ) -> tuple[Sequence[ByteRange], Reading]:
+    ) -> Reading:
         if self._store is not None and source == self._store.endpoint:
-            return ranges, read_in_place(self._store.reader, ranges)
+            return read_in_place(self._store.reader, ranges)
         transport = self._transport_to(source)
         start = time.perf_counter()
         reading = transport.read(source, ranges, deadline)
         self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
         if keep is not None:
-            self.relays.keep(keep, _Found.of([(ranges, reading)]).view, errand)
-        return ranges, reading
+            self.relays.keep(keep, ranges, reading.views, errand)
+        return reading
 
     def _tell_neighbours(self, errand: Errand, error: BaseException) -> None:
         """Those that wait for what this rank was to read for them hear why it does not come."""
         own = self._store.endpoint if self._store is not None else None
-        for relay in errand.relays:
-            if relay.reader == own:
-                self.relays.fail(relay, error, errand.call_id)
+        for relay in errand.kept_by(own).values():
+            self.relays.fail(relay, error, errand.call_id)
 
-    def _take(self, relay: Relay, errand: Errand, deadline: float) -> tuple[Sequence[ByteRange], Reading]:
+    def _take(self, relay: Relay, ranges: Sequence[ByteRange], errand: Errand, deadline: float) -> Reading:
         start = time.perf_counter()
-        reading = self._taker.take(relay, errand.call_id, deadline)
-        self._count("relay", sum(r.nbytes for r in relay.ranges), time.perf_counter() - start)
-        return relay.ranges, reading
+        reading = self._taker.take(relay, ranges, errand.call_id, deadline)
+        self._count("relay", sum(r.nbytes for r in ranges), time.perf_counter() - start)
+        return reading
 
     def _check_condemned(self, wanted: Ranges) -> None:
         """What was found wrong once is wrong for good, also where the owner could not be told."""
@@ -260,7 +238,7 @@ class Fetcher:
 
     def _verify_checksums(self, found: Mapping[Endpoint, _Found]) -> None:
         for source, part in found.items():
-            for r, view in zip(part.ranges, part.views, strict=True):
+            for r, view in zip(part.ranges, part.reading.views, strict=True):
                 wrong = first_mismatch(view, r.start, r.shard.checksums) if r.shard.checksums else None
                 if wrong is not None:
                     reason = (
@@ -298,7 +276,8 @@ def _dtypes(batch: Batch) -> dict[str, str]:
     dtypes = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
-            dtypes[name] = column.dtype
+            if column.dtype != TEXT:
+                dtypes[name] = column.dtype
         elif isinstance(column.values, Jagged):
             dtypes[name] = str(column.values.values.dtype)
         elif isinstance(column.values, np.ndarray):
@@ -306,10 +285,13 @@ def _dtypes(batch: Batch) -> dict[str, str]:
     return dtypes
 
 
-def _assemble(
-    column: RemoteColumn, views: Sequence[memoryview], writable: bool
-) -> np.ndarray | Jagged[np.ndarray]:
+def _assemble(column: RemoteColumn, views: Sequence[memoryview], writable: bool) -> Values:
     """The column's rows out of their runs: the run itself where there is one, else one copy of all."""
+    if column.dtype == TEXT:
+        try:
+            return decode_texts(Jagged(np.frombuffer(b"".join(views), np.uint8), column.elements))
+        except UnicodeDecodeError as error:
+            raise TransferError(f"a text that was fetched is not UTF-8: {error}") from None
     carrier = CARRIERS[column.dtype]
     parts = [np.frombuffer(view, carrier) for view in views]
     flat = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, carrier), *parts])

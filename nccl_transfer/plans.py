@@ -1,8 +1,8 @@
-"""Transfer plans: who sends which bytes to whom. Pure functions of what ranks hold and what they need.
+"""Transfer plans: which bytes move between which ranks. Pure functions of what ranks hold and what they need.
 
-Rows: every rank of a group needs the rows its protocol deals to it. Where ranks of one host need the same bytes
-of a rank on another host, the first of them fetches the bytes and the others take them from it: each byte
-crosses to a host once.
+Rows: the transfer protocol cuts a call's rows into parts, and every rank of a part needs the same bytes. Where several
+ranks of a part run on one host, one of them reads what a rank on another host holds, and the others take it from its
+memory: the bytes of a part cross to a host once.
 
 Slices: rectangular pieces of a tensor that ranks hold, against those that ranks need; what plans for weights
 are made of.
@@ -11,7 +11,7 @@ are made of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,10 +36,10 @@ def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
     return {source: union(ranges) for source, ranges in wanted.items()}
 
 
-def endpoints_of(batch: Batch) -> set[Endpoint]:
-    """The ranks that hold rows of a batch."""
+def sources_of(batch: Batch) -> list[Endpoint]:
+    """The ranks that hold bytes of a batch's rows, each once, in an order that depends on the batch alone."""
     columns = [column for column in batch.columns.values() if isinstance(column, RemoteColumn)]
-    return {shard.endpoint for column in columns for shard in column.shards}
+    return list(dict.fromkeys(holder for column in columns for holder in column.holders))
 
 
 def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
@@ -63,115 +63,33 @@ def position(r: ByteRange | Run) -> tuple[int, int]:
     return r.shard.id, r.start
 
 
-def intersection(left: Sequence[ByteRange], right: Sequence[ByteRange]) -> list[ByteRange]:
-    """The bytes that are in both. Both, and the result, are unions of one rank's ranges."""
-    common: list[ByteRange] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        a, b = left[i], right[j]
-        if a.shard.id == b.shard.id:
-            start, stop = max(a.start, b.start), min(_stop(a), _stop(b))
-            if start < stop:
-                common.append(replace(a, start=start, nbytes=stop - start))
-        if (a.shard.id, _stop(a)) <= (b.shard.id, _stop(b)):
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def difference(left: Sequence[ByteRange], right: Sequence[ByteRange]) -> list[ByteRange]:
-    """The bytes of `left` that are not in `right`. Both, and the result, are unions of one rank's ranges."""
-    rest: list[ByteRange] = []
-    for r in left:
-        start = r.start
-        for hole in intersection([r], right):
-            if start < hole.start:
-                rest.append(replace(r, start=start, nbytes=hole.start - start))
-            start = _stop(hole)
-        if start < _stop(r):
-            rest.append(replace(r, start=start, nbytes=_stop(r) - start))
-    return rest
-
-
-def _stop(r: ByteRange) -> int:
-    return r.start + r.nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Bytes of `source` that `reader` fetches and keeps, for itself and for other ranks of its host."""
+    """`reader` reads all bytes of a part that `source` holds, and keeps them for the other ranks of its host."""
 
     source: Endpoint
     reader: Endpoint
-    ranges: tuple[ByteRange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """What one rank does to get its rows.
+def plan_relays(part: Batch, ranks: Sequence[Endpoint]) -> list[Relay]:
+    """Chooses, for the ranks of one part, who reads across hosts.
 
-    Attributes:
-        direct: What it reads from the ranks that hold it.
-        relayed: What it takes from other ranks of its host, which read it.
-        kept: What it reads and keeps for other ranks of its host.
+    On every host with several of the ranks, each rank elsewhere that holds bytes of the part gets one reader, in turn.
+    Ranks that hold bytes on the host itself share their memory with all of it, and need no relay.
+
+    Args:
+        part: The rows that all of `ranks` need.
+        ranks: Where they serve. A rank with an empty host id shares memory with nobody.
     """
-
-    direct: Ranges = field(default_factory=dict)
-    relayed: tuple[Relay, ...] = ()
-    kept: tuple[Relay, ...] = ()
-
-    @property
-    def direct_bytes(self) -> int:
-        """Bytes read from the ranks that hold them."""
-        return sum(r.nbytes for ranges in self.direct.values() for r in ranges)
-
-    @property
-    def relayed_bytes(self) -> int:
-        """Bytes taken from ranks that read them for this one too."""
-        return sum(r.nbytes for relay in self.relayed for r in relay.ranges)
-
-
-def plan_rows(parts: Sequence[Batch], destinations: Sequence[Endpoint]) -> list[RowPlan]:
-    """A plan per rank: rank i at `destinations[i]` gets the rows `parts[i]`.
-
-    Ranks of one host share memory, so what they hold for each other is read where it lies and needs no relay.
-    """
-    wants = [needed(part) for part in parts]
-    direct: list[dict[Endpoint, list[ByteRange]]] = [{} for _ in parts]
-    relayed: list[list[Relay]] = [[] for _ in parts]
-    kept: list[list[Relay]] = [[] for _ in parts]
-    readers: dict[tuple[str, Endpoint], list[int]] = {}
-    for rank, (want, here) in enumerate(zip(wants, destinations, strict=True)):
-        for source, ranges in want.items():
-            missing = list(ranges)
-            if source.host_id != here.host_id and here.host_id:
-                earlier = readers.setdefault((here.host_id, source), [])
-                for reader in earlier:
-                    shared = intersection(missing, direct[reader][source])
-                    if shared:
-                        relay = Relay(source, destinations[reader], tuple(shared))
-                        relayed[rank].append(relay)
-                        kept[reader].append(relay)
-                        missing = difference(missing, shared)
-                if missing:
-                    earlier.append(rank)
-            if missing:
-                direct[rank][source] = missing
-    return [
-        RowPlan(reads, tuple(takes), _once(keeps))
-        for reads, takes, keeps in zip(direct, relayed, kept, strict=True)
-    ]
-
-
-def _once(relays: Sequence[Relay]) -> tuple[Relay, ...]:
-    """One relay per source, for all who take from it."""
-    by_source: dict[tuple[Endpoint, Endpoint], list[ByteRange]] = {}
-    for relay in relays:
-        by_source.setdefault((relay.source, relay.reader), []).extend(relay.ranges)
-    return tuple(
-        Relay(source, reader, tuple(union(ranges))) for (source, reader), ranges in by_source.items()
-    )
+    hosts: dict[str, list[Endpoint]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host_id, []).append(rank)
+    shared = {host: readers for host, readers in hosts.items() if host and len(readers) > 1}
+    relays = []
+    for host, readers in shared.items():
+        far = [source for source in sources_of(part) if source.host_id != host]
+        relays += [Relay(source, readers[number % len(readers)]) for number, source in enumerate(far)]
+    return relays
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Bytes that cross to a host once: one rank reads them from the other host and keeps them, its neighbours map them.
 
-See `plans.plan_rows` for who reads what.
+`plans.plan_relays` chooses who reads what.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,11 +33,20 @@ that a reader would have to be ahead of them."""
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """The relays of a call on one rank, and under which lease it keeps what it reads for others."""
+    """The relays of a call, and under which lease a rank keeps what it reads for others."""
 
     call_id: str
     lease: Lease
     relays: Sequence[Relay] = ()
+
+    def kept_by(self, rank: Endpoint | None) -> dict[Endpoint, Relay]:
+        """The relays that this rank reads for others, by source."""
+        return {relay.source: relay for relay in self.relays if relay.reader == rank}
+
+    def taken_by(self, rank: Endpoint | None, host_id: str) -> dict[Endpoint, Relay]:
+        """The relays that another rank of its host reads for this one, by source."""
+        others = (relay for relay in self.relays if relay.reader != rank and relay.reader.host_id == host_id)
+        return {relay.source: relay for relay in others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,16 @@ class RelayBoard:
         self._calls: dict[str, dict[str, _Promise]] = {}
         self._lock = threading.Lock()
 
-    def keep(self, relay: Relay, view: Callable[[ByteRange], memoryview], errand: Errand) -> None:
+    def keep(
+        self, relay: Relay, ranges: Sequence[ByteRange], views: Sequence[memoryview], errand: Errand
+    ) -> None:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
+
+        Args:
+            relay: Whose bytes they are.
+            ranges: All bytes of the call's rows that the source holds, in order.
+            views: The bytes of each range.
+            errand: Of which call, under which lease.
 
         Raises:
             OutOfSpace: They do not fit; those who wait hear of it by `fail`.
@@ -76,17 +94,17 @@ class RelayBoard:
 
         def write(memory: memoryview) -> None:
             start = 0
-            for r in relay.ranges:
-                memory[start : start + r.nbytes] = view(r)
-                start += r.nbytes
+            for view in views:
+                memory[start : start + len(view)] = view
+                start += len(view)
 
         try:
-            shard = self._store.fill(sum(r.nbytes for r in relay.ranges), errand.lease, write)
+            shard = self._store.fill(sum(map(len, views)), errand.lease, write)
         except OutOfSpace as error:
             raise OutOfSpace(
                 f"{error}; they are of {relay.source}, kept for other ranks of this host"
             ) from None
-        kept = Kept(relay.ranges, shard)
+        kept = Kept(tuple(ranges), shard)
         self._settle(errand.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
@@ -158,11 +176,12 @@ class RelayTaker:
         self._memory = MemfdTransport()
         self._lock = threading.Lock()
 
-    def take(self, relay: Relay, call_id: str, deadline: float) -> Reading:
-        """The relay's ranges, in order.
+    def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:
+        """All bytes of the call's rows that the relay's source holds: `ranges`, in order.
 
         Raises:
             DeadlineExceeded, ServiceLost, Refused: The neighbour did not get them, or is gone.
+            TransferError: It kept other bytes: its call has other rows.
         """
         request = pb.TakeRelayedRequest(
             epoch=relay.reader.epoch, call_id=call_id, source=relay.source.address
@@ -173,8 +192,14 @@ class RelayTaker:
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(relay.reader)) from error
         shard = Shard(relay.reader, answer.shard, answer.offset, answer.nbytes)
-        wanted = [_find(r, answer.ranges, shard) for r in relay.ranges]
-        return self._memory.read(relay.reader, wanted, deadline)
+        wanted = [(r.shard.id, r.start, r.nbytes) for r in ranges]
+        if wanted != [(r.shard, r.start, r.nbytes) for r in answer.ranges]:
+            raise TransferError(
+                f"{relay.reader}: kept other bytes of {relay.source} than call {call_id} has here"
+            )
+        starts = itertools.accumulate((r.nbytes for r in ranges), initial=0)
+        pieces = [ByteRange(shard, start, r.nbytes) for r, start in zip(ranges, starts, strict=False)]
+        return self._memory.read(relay.reader, pieces, deadline)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -189,14 +214,3 @@ class RelayTaker:
             if reader.address not in self._channels:
                 self._channels[reader.address] = self._open(reader.address)
             return self._channels[reader.address]
-
-
-def _find(wanted: ByteRange, kept: Sequence[pb.ByteRange], shard: Shard) -> ByteRange:
-    """Where a range is in the shard that holds the kept ones end to end."""
-    start = 0
-    for r in kept:
-        first = wanted.start - r.start
-        if r.shard == wanted.shard.id and first >= 0 and first + wanted.nbytes <= r.nbytes:
-            return ByteRange(shard, start + first, wanted.nbytes)
-        start += r.nbytes
-    raise TransferError(f"{shard.endpoint}: did not keep bytes {wanted.start} of shard {wanted.shard.id}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from nccl_transfer.arena import ALIGNMENT, CONDEMNED, Arena, ArenaReader, ByteRange, FreeList, align, mib
-from nccl_transfer.batch import Endpoint, RemoteColumn, Shard
+from nccl_transfer.batch import TEXT, Batch, Column, Endpoint, RemoteColumn, Shard
 from nccl_transfer.checksums import digests
-from nccl_transfer.columns import Jagged
+from nccl_transfer.columns import Jagged, encode_texts
 from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 
 T = TypeVar("T")
@@ -133,6 +133,19 @@ class TensorStore:
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
+    def put_batch(self, batch: Batch, lease: Lease) -> Batch:
+        """Copies the columns that are held here into shards; the same rows, all by reference. Errors as in `put`."""
+        columns: dict[str, Column] = {}
+        for name, column in batch.columns.items():
+            if isinstance(column, RemoteColumn):
+                columns[name] = column
+            elif isinstance(column.values, list):
+                columns[name] = self.put_column(encode_texts(column.values), TEXT, lease)
+            else:
+                array = column.values.values if isinstance(column.values, Jagged) else column.values
+                columns[name] = self.put_column(column.values, str(array.dtype), lease)
+        return Batch(batch.rows, columns)
+
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
         """A copy of bytes of a shard, taken while it was certainly there.
 
@@ -171,8 +184,8 @@ class TensorStore:
             self._arena.write_header(shard.offset, shard.id, shard.nbytes, condemned=True)
             return True
 
-    def release(self, session: str, through_step: int | None = None) -> int:
-        """Frees the shards of a session, of all its steps or of those up to and with `through_step`.
+    def release(self, session: str, steps: Collection[int] | None = None) -> int:
+        """Frees the shards of a session, of all its steps or of these.
 
         Returns:
             Bytes freed, headers and padding included.
@@ -181,7 +194,7 @@ class TensorStore:
             before = self._used
             for allocation in list(self._allocations.values()):
                 lease = allocation.lease
-                if lease.session == session and (through_step is None or lease.step <= through_step):
+                if lease.session == session and (steps is None or lease.step in steps):
                     self._release(allocation)
             return before - self._used
 

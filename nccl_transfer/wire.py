@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.batch import (
+    ELEMENT_BYTES,
+    TEXT,
+    Batch,
+    Column,
+    Endpoint,
+    LocalColumn,
+    RemoteColumn,
+    Shard,
+)
 from nccl_transfer.checksums import num_blocks
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
@@ -19,9 +28,14 @@ from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import worker_pb2
 
 ELEMENT_TYPES: dict[str, Any] = {
-    name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ITEM_BYTES
+    name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ELEMENT_BYTES
 }
 """rlhf.v1.ElementType by dtype name."""
+
+MAX_ROWS = 1 << 24
+"""Most rows of a batch."""
+MAX_RANK = 8
+"""Most dimensions of a row."""
 
 DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
 """The other way round."""
@@ -88,9 +102,9 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
     """The batch as a message; only the shards its rows are in are named.
 
     Args:
-        batch: The rows of one rank.
+        batch: The rows of one part.
         row_numbers: Their numbers in the whole batch of the call, [rows] int64.
-        relays: What the rank keeps for others, and what it takes from others; of shards its rows are in.
+        relays: Which ranks of the part read for others, of sources that hold bytes of the batch.
     """
     message = pb.Batch(rows=batch.rows)
     endpoints: dict[Endpoint, int] = {}
@@ -113,13 +127,14 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
         )
     for relay in relays:
         source, reader = (endpoints.setdefault(e, len(endpoints)) for e in (relay.source, relay.reader))
-        spans = (pb.Span(shard=shards[r.shard], start=r.start, nbytes=r.nbytes) for r in relay.ranges)
-        message.relays.add(source=source, reader=reader, spans=spans)
+        message.relays.add(source=source, reader=reader)
     message.endpoints.extend(map(_known_endpoint, endpoints))
     if row_numbers is not None and len(row_numbers):
-        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
-        for part in np.split(row_numbers, breaks):
-            message.row_numbers.add(start=int(part[0]), stop=int(part[-1]) + 1)
+        breaks = np.flatnonzero(np.diff(row_numbers) != 1)
+        starts = row_numbers[np.concatenate(([0], breaks + 1))].tolist()
+        stops = (row_numbers[np.append(breaks, len(row_numbers) - 1)] + 1).tolist()
+        for start, stop in zip(starts, stops, strict=True):
+            message.row_numbers.add(start=start, stop=stop)
     return message
 
 
@@ -128,11 +143,13 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
     if isinstance(column, RemoteColumn):
         message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
-        runs, size = message.runs, max(column.element_bytes, 1)
-        runs.SetInParent()
-        for run in column.runs:
-            number = shards.setdefault(run.shard, len(shards))
-            runs.runs.add(shard=number, rows=run.rows, first_element=run.start // size)
+        message.runs.SetInParent()
+        add = message.runs.runs.add
+        places = column.run_places
+        used = dict.fromkeys(shard for shard, _, _ in places)
+        numbers = {shard: shards.setdefault(column.shards[shard], len(shards)) for shard in used}
+        for shard, rows, first in places:
+            add(shard=numbers[shard], rows=rows, first_element=first)
         return column.lengths
     if isinstance(column.values, list):
         message.text.SetInParent()
@@ -162,6 +179,10 @@ def _encode_lengths(
     message.lengths.extend(lengths.tolist())
 
 
+_MOST = 1 << 47
+"""More elements or bytes than any column has, and few enough that sums of int64 do not overflow."""
+
+
 class _Said(NamedTuple):
     """What a column says of its rows: entries of each, and of all."""
 
@@ -175,34 +196,31 @@ def from_proto(message: pb.Batch) -> Batch:
     Raises:
         InvalidRequest: The message contradicts itself; the text says where.
     """
+    if message.rows > MAX_ROWS:
+        raise InvalidRequest(f"a batch has {message.rows} rows; at most {MAX_ROWS} are allowed")
     shards = tuple(_places(message)[1])
     columns: dict[str, Column] = {}
     said: dict[int, _Said] = {}
     for number, column in enumerate(message.columns, start=1):
+        if column.name in columns:
+            raise InvalidRequest(f"column {column.name!r} is given twice")
         jagged = _decode_lengths(column, number, message.rows, said) if column.jagged else None
         columns[column.name] = _decode(column, message.rows, shards, jagged)
     return Batch(message.rows, columns)
 
 
 def relays_from_proto(message: pb.Batch) -> list[Relay]:
-    """What the rank that gets the message keeps for others, and what it takes from others.
+    """Which ranks read for others, of all hosts.
 
     Raises:
-        InvalidRequest, TransferError: The message contradicts itself; the text says where.
+        InvalidRequest: A relay names an endpoint that the message does not have.
     """
-    if not message.relays:
-        return []
-    endpoints, shards = _places(message)
+    endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints] if message.relays else []
     relays = []
     for relay in message.relays:
-        if max(relay.source, relay.reader) >= len(endpoints) or any(
-            s.shard >= len(shards) for s in relay.spans
-        ):
-            raise InvalidRequest(
-                f"a relay names an endpoint or a shard beyond {len(endpoints)} and {len(shards)}"
-            )
-        ranges = tuple(ByteRange(shards[span.shard], span.start, span.nbytes) for span in relay.spans)
-        relays.append(Relay(endpoints[relay.source], endpoints[relay.reader], ranges))
+        if max(relay.source, relay.reader) >= len(endpoints):
+            raise InvalidRequest(f"a relay names an endpoint beyond the {len(endpoints)} of the batch")
+        relays.append(Relay(endpoints[relay.source], endpoints[relay.reader]))
     return relays
 
 
@@ -226,10 +244,15 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given."""
     if not message.row_numbers:
         return np.arange(message.rows, dtype=np.int64)
-    numbers = np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in message.row_numbers])
-    if len(numbers) != message.rows:
-        raise InvalidRequest(f"{len(numbers)} row numbers for {message.rows} rows")
-    return numbers
+    # Counted first: a few bytes can name more rows than there is memory for.
+    if any(r.start > r.stop for r in message.row_numbers):
+        raise InvalidRequest("a range of row numbers stops before it starts")
+    count = sum(r.stop - r.start for r in message.row_numbers)
+    if count != message.rows:
+        raise InvalidRequest(f"{count} row numbers for {message.rows} rows")
+    if any(r.stop > _MOST for r in message.row_numbers):
+        raise InvalidRequest(f"a row number is beyond {_MOST}")
+    return np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in message.row_numbers])
 
 
 def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, _Said]) -> _Said:
@@ -239,9 +262,11 @@ def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, 
                 f"column {message.name!r} has the lengths of column {message.lengths_of}, which says none before it"
             )
         return said[message.lengths_of]
+    if len(message.lengths) != rows:
+        raise InvalidRequest(f"column {message.name!r} has {len(message.lengths)} lengths for {rows} rows")
+    if sum(message.lengths) > _MOST:
+        raise InvalidRequest(f"column {message.name!r} has lengths beyond {_MOST} in all")
     lengths = np.fromiter(message.lengths, np.int64, len(message.lengths))
-    if len(lengths) != rows:
-        raise InvalidRequest(f"column {message.name!r} has {len(lengths)} lengths for {rows} rows")
     said[number] = _Said(lengths, int(lengths.sum()))
     return said[number]
 
@@ -249,11 +274,21 @@ def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, 
 def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _Said | None) -> Column:
     content = message.WhichOneof("content")
     if content == "text":
+        if len(message.text.rows) != rows:
+            raise InvalidRequest(
+                f"column {message.name!r} has {len(message.text.rows)} texts for {rows} rows"
+            )
         return LocalColumn(list(message.text.rows))
     if content is None or message.dtype not in DTYPES:
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
     dtype, row_shape = DTYPES[message.dtype], tuple(message.row_shape)
     lengths, elements = jagged or (None, rows)
+    if len(row_shape) > MAX_RANK or elements * math.prod(row_shape) * ELEMENT_BYTES[dtype] > _MOST:
+        raise InvalidRequest(
+            f"column {message.name!r} has rows of shape {list(row_shape)}, more than there can be"
+        )
+    if dtype == TEXT and (lengths is None or row_shape):
+        raise InvalidRequest(f"column {message.name!r}: text by reference is a jagged column of bytes")
     if content == "inline":
         return _decode_inline(message, dtype, row_shape, lengths, elements)
     runs, first_row = [], 0
@@ -262,6 +297,10 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _S
         if run.shard >= len(shards) or stop > rows:
             raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {len(shards)}, "
                                  f"or row {stop} of {rows}")  # fmt: skip
+        if run.first_element > _MOST:
+            raise InvalidRequest(
+                f"column {message.name!r}: a run begins at element {run.first_element}, beyond {_MOST}"
+            )
         if run.rows:
             runs.append((run.shard, run.rows, run.first_element))
         first_row = stop
@@ -276,7 +315,7 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _S
 def _decode_inline(
     message: pb.Column, dtype: str, row_shape: tuple[int, ...], lengths: np.ndarray | None, elements: int
 ) -> LocalColumn:
-    expected = elements * int(np.prod(row_shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+    expected = elements * math.prod(row_shape) * ELEMENT_BYTES[dtype]
     if len(message.inline) != expected:
         raise InvalidRequest(f"column {message.name!r} has {len(message.inline)} bytes, expected {expected}")
     if dtype not in np.sctypeDict:

@@ -1,1 +1,1 @@
-"""The role services: what torchrun starts, one process per rank."""
+"""The role services, one process per rank."""

@@ -10,7 +10,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from rlhf.contract import Method
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import worker_pb2
 from services.execution import CallQueue, time_to_answer
 from services.worker import Registration
@@ -47,6 +47,7 @@ class DispatchStream:
     async def serve(self) -> None:
         """Serves until the caller is done and all is answered, or the connection is lost."""
         try:
+            await self._context.send_initial_metadata(())
             while isinstance(message := await self._context.read(), worker_pb2.DispatchRequest):
                 await self._take(message)
             await asyncio.gather(*self._answering)
@@ -54,13 +55,13 @@ class DispatchStream:
             for answer in self._answering:
                 answer.cancel()
             for session in self._sessions:
-                self._queue.closed_stream(session)
+                self._queue.session.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
         """Begins a call. One that is over at once is answered at once, where nothing else is being written."""
         if message.session and message.session not in self._sessions:
             self._sessions.add(message.session)
-            self._queue.opened_stream(message.session)
+            self._queue.session.opened_stream(message.session)
         if not message.method:
             return
         response, call_id = self._start(message)
@@ -86,6 +87,8 @@ class DispatchStream:
             method, registration = self._methods[message.method]
             request: Any = method.request.FromString(message.request)  # type: ignore[attr-defined]
             call_id = request.call.call_id
+            if message.only_known and not self._queue.knows(call_id):
+                raise Refused(f"{method.name}: there is no call {call_id!r}")
             return self._queue.start(
                 method, registration, request, time_to_answer(message.timeout_s)
             ), call_id
@@ -100,7 +103,9 @@ class DispatchStream:
         answer = worker_pb2.DispatchResponse(number=message.number)
         try:
             answer.response = (
-                response.result() if response.done() else await asyncio.shield(response)
+                response.result()
+                if response.done()
+                else await self._queue.wait(call_id, response, hold=bool(self._sessions))
             ).SerializeToString()
         except Exception as error:  # noqa: BLE001 - told to the caller
             method = message.method.rpartition("/")[2]

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,22 +34,22 @@ from rlhf.errors import (
     PeerFailed,
     Refused,
     ServiceLost,
-    UpdateRejected,
     drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
-from services.ranks import is_known_to_all
+from services.meetings import Meetings
+from services.ranks import ALONE_S, is_known_to_all
+from services.sessions import CurrentSession
 from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
 
 REMEMBERED_CALLS = 256
 """Results kept for retries; far more than a controller has in flight."""
 
-GRACE_S = 5.0
-"""How long a call past its deadline, or a call in a drain, may take to notice."""
+REMEMBERED_BYTES = 16 << 20
+"""Size of the results kept for retries, as they are serialized: references to many rows are a mebibyte a call."""
 
-ABSENCE_S = 10.0
-"""How long a session may be without any stream of its controller before it is ended: a controller that lives makes one
-that broke anew, sooner than that."""
+GRACE_S = 5.0
+"""How long a call may take to end in a drain."""
 
 ANSWER_S = 0.5
 """Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
@@ -63,6 +63,9 @@ class Running:
     Attributes:
         fetch: Its rows, on their way since it arrived.
         stopped: Set together with the context's `cancelled`, for the event loop.
+        callers: How many wait for it who leave when their connection does.
+        is_held: Whether a session's stream of calls brought it, which may break and come again: until the session
+            ends, it is waited for.
     """
 
     method: Method
@@ -70,12 +73,15 @@ class Running:
     timing: common_pb2.Timing
     fetch: asyncio.Future[Rows] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    callers: int = 0
+    is_held: bool = False
 
 
 class CallQueue:
     """Orders and runs the calls of one rank. Used from the event loop; computes on a thread of its own.
 
     Attributes:
+        session: Whose calls it runs.
         phase: What the rank is doing.
         running: The call in turn, None when idle.
         changed: Set at the next change of the two; the one after has an event of its own.
@@ -90,12 +96,11 @@ class CallQueue:
         self.changed = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
         self._transfer = ThreadPoolExecutor(1, "transfer")
+        self._meetings = Meetings(worker.ranks)
         self._calls: dict[str, Running] = {}
         self._responses: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
-        self._session = ""
-        self._session_started = 0
-        self._streams: Counter[str] = Counter()
-        self._absences: dict[str, asyncio.TimerHandle] = {}
+        self._remembered_bytes = 0
+        self.session = CurrentSession(self._end_session)
         self._next = 1
         self._busy = False
         self._waiting: dict[asyncio.Future[None], common_pb2.Call] = {}
@@ -118,28 +123,36 @@ class CallQueue:
             call.call_id = uuid.uuid4().hex
         return self._responses.get(call.call_id) or self._admit(method, registration, request, timeout_s)
 
-    def opened_stream(self, session: str) -> None:
-        """A session's controller has a stream here, which tells that it is there."""
-        self._streams[session] += 1
-        if absence := self._absences.pop(session, None):
-            absence.cancel()
+    def knows(self, call_id: str) -> bool:
+        """Whether a call came here, and its response is to come or remembered."""
+        return call_id in self._responses
 
-    def closed_stream(self, session: str) -> None:
-        """One of them closed. After the last the session ends, unless there soon is a new one."""
-        self._streams[session] -= 1
-        if not self._streams[session]:
-            loop = asyncio.get_running_loop()
-            self._absences[session] = loop.call_later(ABSENCE_S, self._end_session, session)
+    async def wait(self, call_id: str, response: asyncio.Future[Any], *, hold: bool = False) -> Any:
+        """The response, for one of the callers of a call. When the last of them has left, it is stopped.
 
-    def _end_session(self, session: str) -> None:
-        del self._streams[session], self._absences[session]
-        for known in self._calls.values():
-            if known.context.call.session == session:
+        Args:
+            response: What `start` returned.
+            hold: The caller is a session's stream of calls.
+        """
+        known = self._calls.get(call_id)
+        if known is None:
+            return await asyncio.shield(response)
+        known.callers += 1
+        known.is_held |= hold
+        try:
+            return await asyncio.shield(response)
+        finally:
+            known.callers -= 1
+            if not (known.callers or known.is_held or response.done()):
                 self._stop(known)
-        self.store.end(session)
-        if session == self._session:
-            self._session = ""
-            self._wake()
+
+    def _end_session(self, name: str) -> None:
+        """Stops a session's calls, frees its rows, and keeps no more for it."""
+        for known in self._calls.values():
+            if known.context.call.session == name:
+                self._stop(known)
+        self.store.end(name)
+        self._wake()
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
@@ -186,12 +199,14 @@ class CallQueue:
             raise InvalidRequest(
                 f"call.sequence is missing; the service has {ranks.size} ranks, which need an order"
             )
-        if call.sequence and call.session != self._session:
+        if call.sequence and call.session != self.session.name:
             self._open_session(call)
         if call.sequence and call.sequence < self._next:
             raise Refused(f"call {call.call_id} has sequence {call.sequence}, but {self._next} is next")
         timing = common_pb2.Timing(arrived_unix_s=time.time())
-        known = Running(method, CallContext(call, time.monotonic() + timeout_s), timing)
+        stuck_timeout_s = self.worker.table.stuck_timeout_s
+        context = CallContext(call, time.monotonic() + timeout_s, stuck_timeout_s=stuck_timeout_s)
+        known = Running(method, context, timing)
         if registration.instant and self._has_turn(call):
             response = self._answer(known, request)
         else:
@@ -208,21 +223,21 @@ class CallQueue:
 
     def _remember(self, call_id: str, response: asyncio.Future[Any]) -> None:
         self._responses[call_id] = response
-        while len(self._responses) > REMEMBERED_CALLS and next(iter(self._responses.values())).done():
+        response.add_done_callback(self._forget_old)
+
+    def _forget_old(self, ended: asyncio.Future[Any]) -> None:
+        """Forgets the oldest responses where they are too many or too large; never one that is to come or just came."""
+        self._remembered_bytes += _response_bytes(ended)
+        while len(self._responses) > REMEMBERED_CALLS or self._remembered_bytes > REMEMBERED_BYTES:
+            oldest = next(iter(self._responses.values()))
+            if oldest is ended or not oldest.done():
+                break
+            self._remembered_bytes -= _response_bytes(oldest)
             self._responses.popitem(last=False)
 
     def _open_session(self, call: common_pb2.Call) -> None:
-        if call.session_started_unix_ns < self._session_started:
-            raise Refused(f"session {call.session!r} was superseded by {self._session!r}")
-        if call.sequence != 1:
-            current = repr(self._session) if self._session else "there is none"
-            raise Refused(f"session {call.session!r} is not the current one ({current})")
-        for known in self._calls.values():
-            self._stop(known)
-        if self._session:
-            self.store.end(self._session)
-        self._session, self._next = call.session, 1
-        self._session_started = call.session_started_unix_ns
+        self.session.open(call)
+        self._next = 1
         self._abandoned.clear()
         self._wake()
 
@@ -252,10 +267,15 @@ class CallQueue:
             self._set_phase(worker_pb2.PHASE_FETCHING, known)
             rows, failure = await self._fetched(known)
             self._set_phase(worker_pb2.PHASE_COMPUTING, known)
+            if registration.collective and self.worker.ranks.size > 1:
+                await self._meet(known, request)
             work = loop.run_in_executor(
                 self._compute, self._execute, known, registration, request, rows, failure
             )
             return await self._guard(work, known)
+        except OutOfStep as error:
+            loop.call_later(ANSWER_S, self._leave, str(error))
+            raise
         finally:
             self._set_phase(worker_pb2.PHASE_DRAINING if self._draining else worker_pb2.PHASE_IDLE, None)
             self._end_turn(known)
@@ -270,7 +290,7 @@ class CallQueue:
     async def _queue_up(self, known: Running) -> None:
         call, context = known.context.call, known.context
         while not self._has_turn(call):
-            self._check_session(call)
+            self.session.check(call)
             # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
             if context.cancelled and self.worker.ranks.size == 1:
                 self._abandon(call)
@@ -287,17 +307,12 @@ class CallQueue:
                 ) from None
             finally:
                 del self._waiting[turn]
-        self._check_session(call)
+        self.session.check(call)
         self._busy = True
-
-    def _check_session(self, call: common_pb2.Call) -> None:
-        if call.sequence and call.session != self._session:
-            how = f"was superseded by {self._session!r}" if self._session else "has ended"
-            raise Refused(f"session {call.session!r} {how}")
 
     def _abandon(self, call: common_pb2.Call) -> None:
         """The call will not take its turn: later ones do not wait for it."""
-        if call.sequence and call.session == self._session:
+        if call.sequence and call.session == self.session.name:
             self._abandoned.add(call.sequence)
             self._skip_abandoned()
 
@@ -310,7 +325,7 @@ class CallQueue:
     def _end_turn(self, known: Running) -> None:
         self._busy = False
         call = known.context.call
-        if call.sequence and call.session == self._session:
+        if call.sequence and call.session == self.session.name:
             self._next = call.sequence + 1
         elif call.sequence:
             # It outlived its session: nobody else would free the rows it made.
@@ -363,41 +378,66 @@ class CallQueue:
             timing.traffic[name].CopyFrom(moved)
         return rows
 
+    async def _meet(self, known: Running, request: Any) -> None:
+        """Waits until every rank is at this call."""
+        context, method = known.context, known.method
+        if await self._meetings.meet(method, request, known.stopped, context.deadline):
+            return
+        self.session.check(context.call)
+        if context.cancelled:
+            raise CallCancelled(f"call {context.call.call_id} was cancelled before it started")
+        raise DeadlineExceeded(
+            f"{method.name} ({context.call.call_id}) did not start: not every rank was sent it before its deadline"
+        )
+
     def _execute(
         self, known: Running, registration: Registration, request: Any, rows: Rows, failure: Exception | None
     ) -> Any:
-        """On the compute thread: every rank starts, or none does."""
+        """On the compute thread."""
         started, context = time.monotonic(), known.context
-        if failure is None and context.stopping:
-            failure = CallCancelled(f"call {context.call.call_id} was cancelled before it started")
-        if registration.collective:
-            call = context.call
-            started_us = call.session_started_unix_ns // 1000
-            self.worker.ranks.agree(failure, context.deadline, call.call_id, started_us)
-        elif failure is not None:
-            raise failure
-        result = self._compute_together(known, registration, lambda: self._call(known, rows, request))
-        if not result.verified:
-            rows.fetched.verify()
+
+        def run() -> Result:
+            if failure is not None:
+                raise failure
+            if context.stopping:
+                raise CallCancelled(f"call {context.call.call_id} was cancelled before it started")
+            result = self.worker.around(lambda: self._call(known, rows, request))
+            if not result.verified:
+                rows.fetched.verify()
+            return result
+
+        meets_peers = registration.collective and self.worker.ranks.size > 1
+        result = self._run_together(known, run) if meets_peers else run()
         known.timing.compute_s = time.monotonic() - started
         known.timing.peak_device_bytes = self.worker.peak_device_memory()
         return self._respond(known, result)
 
-    def _compute_together(
-        self, known: Running, registration: Registration, run: Callable[[], Result]
-    ) -> Result:
-        """Runs a method. A rank that fails alone in the middle of one leaves: its peers are waiting in a collective
-        that its next call would silently complete. A wrong request fails on all ranks alike."""
-        ranks = self.worker.ranks
+    def _run_together(self, known: Running, run: Callable[[], Result]) -> Result:
+        """Runs a method that all ranks are in. It ends in an agreement, so that a failure fails the call on all.
+
+        Before its first agreement a method meets no other rank, so there a rank that fails can wait for its peers.
+        After that they may be in a collective that needs this rank, and so may never come: then it leaves.
+        """
+        ranks, context = self.worker.ranks, known.context
+        first, failure, result = ranks.rounds, None, None
         try:
-            return self.worker.around(run)
-        except (InvalidRequest, UpdateRejected, PeerFailed, CallCancelled):
+            result = run()
+        except OutOfStep:
             raise
         except Exception as error:
-            if not registration.collective or ranks.size == 1 or is_known_to_all(error):
+            if is_known_to_all(error):
                 raise
-            what = f"{type(error).__name__}: {error}"
-            raise OutOfStep(f"rank {ranks.rank} failed alone in {known.method.name}: {what}") from error
+            failure = error
+        met_peers = failure is not None and ranks.rounds > first
+        try:
+            ranks.agree(failure, time.monotonic() + ALONE_S if met_peers else context.peers_deadline)
+        except OutOfStep:
+            if failure is None:
+                raise
+            what = f"{type(failure).__name__}: {failure}"
+            raise OutOfStep(f"rank {ranks.rank} failed alone in {known.method.name}: {what}") from failure
+        assert result is not None, "a failure was raised"
+        return result
 
     def _call(self, known: Running, rows: Rows, request: Any) -> Result:
         return getattr(self.worker, known.method.snake_name)(rows, request, known.context)
@@ -431,27 +471,30 @@ class CallQueue:
         return self.store.put_column(carrier, dtype, lease)
 
     async def _guard(self, work: asyncio.Future[Any], known: Running) -> Any:
-        """Waits for the compute thread. A call past its deadline is asked to stop; if it does not, it is
-        stuck, and no thread of ours can free it: the rank exits, and its launcher may start a new epoch."""
-        call_id, remaining = known.context.call.call_id, known.context.deadline - time.monotonic()
-        done, _ = await asyncio.wait([work], timeout=max(remaining, 0))
+        """Waits for the compute thread. A call past its deadline is asked to stop. One that makes no progress after
+        that is stuck, and no thread of ours can free it: the rank leaves, and its launcher may start a new epoch."""
+        context = known.context
+        done, _ = await asyncio.wait([work], timeout=max(context.deadline - time.monotonic(), 0))
         is_late = not done  # by the loop's timer, which may be early by a millisecond
-        if is_late:
-            known.context.cancelled = True
-            done, _ = await asyncio.wait([work], timeout=GRACE_S)
-        if not done:
-            self._leave(f"{known.method.name} ({call_id}) is stuck {GRACE_S:g} s past its deadline")
+        context.cancelled |= is_late
+        while not done:
+            since = max(context.deadline, context.progressed_at, self.worker.progressed_at)
+            left = since + context.stuck_timeout_s - time.monotonic()
+            if left <= 0:
+                self._leave(
+                    f"{known.method.name} ({context.call.call_id}) is stuck: past its deadline, and no progress "
+                    f"for {context.stuck_timeout_s:g} s"
+                )
+            done, _ = await asyncio.wait([work], timeout=left)
         error = work.exception()
         # A rank that was asked to stop may hear it from a peer first.
-        was_stopped = type(error) is PeerFailed and known.context.cancelled
+        was_stopped = type(error) is PeerFailed and context.cancelled
         if was_stopped or isinstance(error, CallCancelled):
-            self._check_session(known.context.call)
-            if is_late or time.monotonic() > known.context.deadline:
+            self.session.check(context.call)
+            if is_late or time.monotonic() > context.deadline:
                 raise DeadlineExceeded(f"{known.method.name} ran past its deadline") from error
         if was_stopped:
-            raise CallCancelled(f"call {call_id} was cancelled") from error
-        if isinstance(error, OutOfStep):
-            asyncio.get_running_loop().call_later(ANSWER_S, self._leave, str(error))
+            raise CallCancelled(f"call {context.call.call_id} was cancelled") from error
         return work.result()
 
     def _leave(self, why: str) -> NoReturn:
@@ -463,6 +506,11 @@ class CallQueue:
         self.phase, self.running = phase, running
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def _response_bytes(ended: asyncio.Future[Any]) -> int:
+    """Size of a response as it is serialized; an error counts nothing."""
+    return 0 if ended.cancelled() or ended.exception() else ended.result().ByteSize()
 
 
 def time_to_answer(remaining_s: float) -> float:

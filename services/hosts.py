@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from nccl_transfer.batch import Endpoint
 from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
+from rlhf.rendezvous import is_on_one_host
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,21 @@ class Place:
     reached: str
 
 
+def cpu_name() -> str:
+    """Name of this host's CPU, such as "AMD EPYC 7B13"; its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def place(table: ServiceTable) -> Place:
     """The place of this host's ranks.
 
-    torchrun numbers hosts, and rank 0 is on the first. Ranks there are at the host of the service's address; those
-    on another are where that host sees them, which is the address this one would send to it from.
+    Hosts are numbered (GROUP_RANK), and rank 0 is on the first. Ranks there are at the host of the service's address;
+    those on another are where that host sees them, which is the address this one would send to it from.
 
     Raises:
         ConfigError: There is no way to the first host.
@@ -67,6 +82,20 @@ def interface_of(host: str) -> str | None:
     address = _address_of(host)
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, has in interfaces if address in {each.address for each in has}), None)
+
+
+def network_interfaces(here: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep gloo and NCCL on the interfaces that the config names; left alone, they take one that
+    they choose. Ranks that are all on one host have no need of gloo beyond it. NCCL also carries rows between services,
+    which may be on others.
+
+    Args:
+        environment: Of the rank. What it says already stays.
+    """
+    own = interface_of(here.reached) or interface_of(here.listen)
+    gloo = interface_of(LOOPBACK) if is_on_one_host(environment) else own
+    wanted = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": f"={own}" if own else None}
+    return {name: value for name, value in wanted.items() if value and name not in environment}
 
 
 def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:

@@ -1,8 +1,4 @@
-"""Linear layers on CPUs, through oneDNN.
-
-torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's CPUs alone; oneDNN, which comes with torch
-too, does so on those of every maker. On an AMD EPYC (Zen 5) it was 2.2 times as fast.
-"""
+"""Linear layers on CPUs, by the library that `services.matmul` chose: torch's own linear, which is MKL's, or oneDNN."""
 
 from __future__ import annotations
 
@@ -12,20 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# With narrower vectors neither is faster than the other.
-_IS_FASTER = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-_by_onednn: Any = torch.ops.mkldnn._linear_pointwise.default if _IS_FASTER else None
+from services import matmul
+from services.matmul import onednn_product as _product
 
 
-def is_faster(x: Tensor, weight: Tensor) -> bool:
+def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` computes the product through oneDNN."""
-    return _IS_FASTER and suits(x) and suits(weight) and not torch.is_autocast_enabled("cpu")
+    is_float32 = suits(x) and suits(weight) and not torch.is_autocast_enabled("cpu")
+    return is_float32 and matmul.backend() == "onednn"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `torch.nn.functional.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]."""
-    if not is_faster(x, weight):
+    if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     # The bias is added in the same way with and without gradients, so that both give the same bits.
     y = _Product.apply(x, weight) if torch.is_grad_enabled() else _product(x, weight)
@@ -64,11 +59,6 @@ def _outer(of_y: Tensor, x: Tensor) -> Tensor:
     """The gradient of a weight [out, in]. oneDNN lays out anew what comes first, so the narrower of the two does."""
     of_y_T, x_T = of_y.flatten(0, -2).t(), x.flatten(0, -2).t()
     return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T by oneDNN."""
-    return _by_onednn(x, weight, None, "none", [], "")
 
 
 def suits(x: Tensor) -> bool:

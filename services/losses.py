@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EPS = 1e-8
 MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
@@ -29,7 +28,7 @@ def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Mean over the tokens of the mask, a scalar; 0 where the mask is empty."""
-    return masked_sum(x_BT, mask_BT) / (mask_BT.sum() + EPS)
+    return masked_sum(x_BT, mask_BT) / mask_BT.sum().clamp(min=1)
 
 
 def aggregate(
@@ -72,7 +71,7 @@ def aggregate(
         case "seq-mean-token-sum":
             return loss_BT.sum() / num_sequences
         case "seq-mean-token-mean":
-            return (loss_BT.sum(dim=1) / (mask_BT.sum(dim=1) + EPS)).sum() / num_sequences
+            return (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / num_sequences
         case _:
             assert max_length is not None, "checked above"
             return loss_BT.sum() / (num_sequences * max_length)

@@ -1,4 +1,4 @@
-"""What `torchrun -m services.ROLE` runs: checks the configuration, joins the ranks, loads, serves."""
+"""`python -m services.ROLE`, one rank of a service: checks the configuration, joins its peers, loads, serves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ import uvloop
 
 from nccl_transfer.mesh import Mesh
 from rlhf import addresses, meshes
-from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service
+from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service, output_roots
 from rlhf.errors import ConfigError, RlhfError
-from services.hosts import interface_of, place
+from rlhf.rendezvous import VARIABLE
+from services.hosts import network_interfaces, place
 from services.ranks import Ranks
 from services.server import RankServer
 from services.worker import Worker
@@ -46,7 +47,11 @@ def run(role: str, worker_path: str) -> None:
             because importing torch takes seconds.
     """
 
-    @click.command(help=f"Serves one rank of the {role} role. Start it with torchrun.")
+    @click.command(
+        help=f"Serves one rank of the {role} role. rlhf-deploy starts all of a service's ranks, and so does torchrun "
+        "--rdzv-backend rlhf --nproc-per-node RANKS -m ..."
+    )
+    @click.version_option(package_name="rlhf-cluster", prog_name=f"services.{role}")
     @click.option(
         "--config",
         "config",
@@ -64,9 +69,11 @@ def run(role: str, worker_path: str) -> None:
         )
         try:
             _die_with_launcher()
+            _leave_torchruns_files()
+            _warn_of_an_open_store()
             table = load_service(config, name, settings)
             _check(table, role, name)
-            _serve(table, name, worker_path)
+            _serve(table, name, worker_path, output_roots(config, table, settings))
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -75,20 +82,44 @@ def run(role: str, worker_path: str) -> None:
 
 
 def _die_with_launcher() -> None:
-    """torchrun that is killed leaves its workers alive; so each asks the kernel to be killed with it."""
+    """Asks the kernel to kill this rank with the process that started it, however that ends."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
 
 
+def _leave_torchruns_files() -> None:
+    """Removes the directories that torchrun makes for logs of its own, unless something is in them: it leaves them
+    behind, and no rank of ours writes there."""
+    for top in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+        if top.name.startswith("torchelastic_"):
+            for directory in (*sorted(top.rglob("*"), reverse=True), top):
+                # It may hold something, or a peer may be doing the same.
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+
+
+def _warn_of_an_open_store() -> None:
+    """Where torchrun runs with a rendezvous of its own, its store listens on every interface."""
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+        and not os.environ.get(VARIABLE)
+        and os.environ["LOCAL_RANK"] == "0"
+    ):
+        logging.warning(
+            "warning: the store of this torchrun listens on every interface, and with --standalone or c10d whoever "
+            "reaches it runs code here; start ranks with --rdzv-backend rlhf, or with rlhf-deploy (docs/transfer.md)"
+        )
+
+
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """What can be known before torch is imported: role, ranks, model directory, port."""
+    """Checks what can be known before torch is imported: role, ranks, model directory, port."""
     if table.role != role:  # type: ignore[attr-defined]
         raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != table.ranks:
-        raise ConfigError(f"services.{name}.ranks is {table.ranks}, but torchrun started {started}")
+        raise ConfigError(f"services.{name}.ranks is {table.ranks}, but {started} were started")
     model = getattr(table, "model", None)
     if model is not None and not (model / "config.json").is_file():
         what = "has no config.json" if model.is_dir() else "does not exist"
@@ -102,16 +133,13 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
             ) from None
 
 
-def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
+def _serve(table: ServiceTable, name: str, worker_path: str, roots: tuple[Path, ...]) -> None:
     # Logs are read by people and by the launcher: no progress bars in them.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     # Without it, cuBLAS may choose other kernels for the same product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
-    # Left alone, gloo takes the interface that the host's name stands for, which other hosts may not reach.
-    here = place(table)
-    if interface := interface_of(here.reached) or interface_of(here.listen):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.update(network_interfaces(place(table), os.environ))
     module, _, class_name = worker_path.partition(":")
     try:
         with _all_is_kept():
@@ -120,6 +148,7 @@ def _serve(table: ServiceTable, name: str, worker_path: str) -> None:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
     worker = worker_class(table, ranks)
+    worker.output_roots = roots
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()
@@ -174,6 +203,5 @@ async def _run(worker: Worker, name: str) -> None:
 
 
 def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
-    """Ends this process if it has not ended by itself by then, and says where its threads were: torchrun would wait for
-    it half a minute, and say nothing."""
+    """Ends this process if it has not ended by itself by then, and says where its threads were."""
     faulthandler.dump_traceback_later(within_s, exit=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from rlhf.errors import (
     UpdateRejected,
 )
 from rlhf.v1 import actor_pb2, worker_pb2
+from services import matmul
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import (
     EngineOffloaded,
@@ -62,7 +64,13 @@ Other = TypeVar("Other")
 Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 Computed = tuple[MicroBatch, Output]
 
+MATMUL_TIMEOUT_S = 60.0
+"""Longest wait at start for the measurements of the other ranks."""
+
 STEP_METRICS = ("loss", "grad_norm", "lr")
+
+MAX_TRACED_CALLS = 100
+"""Most calls of one profile: the profiler keeps all their events in memory."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,8 @@ class ModelWorker(Worker):
         ConfigError: The directory cannot be used; the text says why.
     """
 
+    copies_weights = False
+    """Whether the role has copies of the weights that change in the same call."""
     writes_to_rows = True  # tensors, which share the memory of arrays, know no memory that is read only
 
     def __init__(
@@ -120,11 +130,16 @@ class ModelWorker(Worker):
         super().__init__(table, ranks)
         self.table: ModelTable = table
         self.prepare_thread()
-        self.torch_device = _device()
+        self.torch_device = rank_device()
+        if self.torch_device.type == "cpu":
+            self._choose_matmul()
         try:
             self.tokenizer = load_tokenizer(table.model)
+            # Once: of 128,000 tokens it takes 0.1 s, in which the event loop would answer nobody.
+            self._vocabulary_hash = vocabulary_hash(self.tokenizer)
             self.engine: TrainEngine
             self.engine, config = self._load(load, optimizer)
+            self.engine.progressed = self.progressed
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         tokenizer: Any = self.tokenizer
@@ -133,6 +148,16 @@ class ModelWorker(Worker):
         self.pad_id: int = tokenizer.pad_token_id or 0
         self.model_config = config.get_text_config()
         self._traces = Traces(self)
+
+    def _choose_matmul(self) -> None:
+        """Uses the configured library on every rank, or the one that was faster on all ranks together."""
+        setting = self.table.matmul
+        if setting == "auto":
+            setting = matmul.faster(*self.ranks.total(matmul.measure(), time.monotonic() + MATMUL_TIMEOUT_S))
+        try:
+            matmul.use(setting)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def _load(
         self,
@@ -184,6 +209,7 @@ class ModelWorker(Worker):
             compute_dtype=compute_dtype,
             activation_checkpointing=table.activation_checkpointing,
             directory=table.model,
+            load=load,
         )
         return engine, _config_of(model)
 
@@ -212,11 +238,14 @@ class ModelWorker(Worker):
         if self.torch_device.type == "cpu":
             limits.append("Offload and Onload move nothing: weights are in host memory already")
         return worker_pb2.DescribeResponse(
-            vocabulary_hash=vocabulary_hash(self.tokenizer),
+            vocabulary_hash=self._vocabulary_hash,
             parameters=self.engine.num_parameters,
             engine=self._engine_name(),
             limits=limits,
             max_tokens=min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings),
+            matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            torch=torch.__version__,
         )
 
     def _engine_name(self) -> str:
@@ -237,11 +266,13 @@ class ModelWorker(Worker):
         except (GenerationStopped, InferenceStopped) as error:
             raise CallCancelled(str(error)) from error
         except EngineOffloaded as error:
-            raise known_to_all(Refused(str(error))) from error
+            raise Refused(str(error)) from error
         except (ValueError, FileNotFoundError) as error:
             raise InvalidRequest(str(error)) from error
         except OSError as error:
-            raise RlhfError(f"{error.strerror}: {error.filename}") from error
+            raise RlhfError(
+                f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+            ) from error
 
     @contextmanager
     def _device_in_use(self) -> Iterator[None]:
@@ -258,8 +289,11 @@ class ModelWorker(Worker):
                 torch.cuda.empty_cache()
 
     def sequences(self, rows: Rows) -> Sequences:
-        """Columns "prompt_ids" and "response_ids" as tensors."""
-        return self.column(rows, "prompt_ids"), self.column(rows, "response_ids")
+        """Columns "prompt_ids" and "response_ids" as tensors, int64 as torch wants them."""
+        prompts, responses = self.column(rows, "prompt_ids"), self.column(rows, "response_ids")
+        return Jagged(prompts.values.long(), prompts.lengths), Jagged(
+            responses.values.long(), responses.lengths
+        )
 
     def column(self, rows: Rows, name: str) -> Jagged[Tensor]:
         """A jagged column as tensors."""
@@ -267,6 +301,18 @@ class ModelWorker(Worker):
         if not isinstance(column, Jagged):
             raise InvalidRequest(f"column {name!r} is not jagged")
         return to_torch(column, rows.fetched.dtypes[name])
+
+    def token_column(self, rows: Rows, name: str) -> Jagged[Tensor]:
+        """A column with a number for each response token, or one for each row, which all its tokens have."""
+        values, responses = rows[name], rows["response_ids"]
+        if not isinstance(values, np.ndarray) or not isinstance(responses, Jagged):
+            return self.column(rows, name)
+        if values.ndim != 1:
+            raise InvalidRequest(
+                f"column {name!r} has rows of shape {values.shape[1:]}; one number is allowed"
+            )
+        each = to_torch(values, rows.fetched.dtypes[name])
+        return Jagged(each.repeat_interleave(torch.from_numpy(responses.lengths.copy())), responses.lengths)
 
     def micro_batches(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
         """Rows cut by the token budget; none where there are no rows."""
@@ -295,6 +341,7 @@ class ModelWorker(Worker):
         """What the head reads off every micro-batch of the rows, without gradients; nothing where this rank sees no
         outputs of the model."""
         with self.ranks.together(call.peers_deadline):
+            self.engine.check_onloaded()
             micro_batches = self.micro_batches(sequences)
         total = len(micro_batches)
         call.progress(0, total)
@@ -338,19 +385,35 @@ class ModelWorker(Worker):
     ) -> Result:
         """An optimizer step for each mini-batch, or nothing; as `update`.
 
+        A single step whose engine moves weights on all ranks or on none is confirmed before it moves them. Any other
+        update is undone from a snapshot: it takes as much host memory as weights and optimizer state, once more.
+
         Args:
             mini_batches: As many on every rank.
         """
-        before = self.engine.snapshot()
-        try:
-            metrics = self._steps(mini_batches, call, head, loss_for, term)
+
+        def verify() -> None:
             with self.ranks.together(call.peers_deadline):
                 rows.fetched.verify()
-        except BaseException:
-            self.engine.restore(before)
-            raise
+
+        if len(mini_batches) == 1 and self.engine.step_is_atomic and not self.copies_weights:
+            metrics = self._steps(mini_batches, call, head, loss_for, term, confirm=verify)
+        else:
+            with self.ranks.together(call.peers_deadline):
+                before = self.engine.snapshot()
+            try:
+                metrics = self._steps(mini_batches, call, head, loss_for, term)
+                verify()
+                self.copy_weights()
+            except BaseException:
+                self.engine.restore(before)
+                raise
         self.policy_version += 1
         return Result(metrics=metrics, verified=True)
+
+    def copy_weights(self) -> None:
+        """Take over new weights into whatever copies of them the role has, on every rank or on none. Collective; a role
+        that has copies sets `copies_weights`."""
 
     def _mini_batches(
         self,
@@ -392,6 +455,7 @@ class ModelWorker(Worker):
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
         term: Term[Any] | None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> dict[str, tuple[float, float]]:
         sums: dict[str, float] = {}
         for done, mine in enumerate(mini_batches):
@@ -400,15 +464,19 @@ class ModelWorker(Worker):
             totals = self.ranks.total([*share, call.stopping], call.peers_deadline)
             num_tokens, num_rows, term_tokens, stopping = totals
             if stopping:
-                raise CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
+                raise known_to_all(
+                    CallCancelled(f"call {call.call.call_id} was stopped between mini-batches")
+                )
             if not num_rows:
-                raise InvalidRequest(
-                    f"a mini-batch of {len(mini_batches)} has no rows: schedule.mini_batches is too large"
+                raise known_to_all(
+                    InvalidRequest(
+                        f"a mini-batch of {len(mini_batches)} has no rows: schedule.mini_batches is too large"
+                    )
                 )
             read, loss = head, loss_for(int(num_tokens), int(num_rows))
             if term is not None:
                 read, loss = _joined(head, loss, term.head, term.loss_for(int(term_tokens)))
-            step = self.engine.step(mine.micro_batches, read, loss)
+            step = self.engine.step(mine.micro_batches, read, loss, confirm=confirm)
             measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
             for name, value in measured.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -419,26 +487,51 @@ class ModelWorker(Worker):
         tokens = sum(mine.tokens for mine in mini_batches)
         return {name: (value, counts.get(name, tokens)) for name, value in sums.items()}
 
+    def start_over(self) -> None:
+        """Go back to the model directory's weights, an unused optimizer and policy version 0, as after a start of the
+        service. Collective; if any rank fails, every rank keeps what it had.
+
+        Raises:
+            ValueError: the directory can no longer be read (`PeerRankFailed` on ranks that could).
+        """
+        self.engine.start_over()
+        self.policy_version = 0
+
+    @register("ONE_TO_ALL")
+    def begin_session(self, rows: Rows, request: worker_pb2.BeginSessionRequest, call: CallContext) -> Result:
+        if not request.keep_weights:
+            self.start_over()
+        return Result(fields={"model": str(self.table.model)})
+
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        self.ranks.agree(None, call.peers_deadline)
         return Result(fields={"moved_bytes": self.engine.offload()})
 
     @register("ONE_TO_ALL")
     def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        self.ranks.agree(None, call.peers_deadline)
         return Result(fields={"moved_bytes": self.engine.onload()})
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
         require(request, "directory", "calls")
-        return Result(fields={"path": str(self._traces.arm(Path(request.directory), request.calls))})
+        if request.calls > MAX_TRACED_CALLS:
+            raise InvalidRequest(f"profile: calls is {request.calls}; at most {MAX_TRACED_CALLS} are traced")
+        return Result(
+            fields={"path": str(self._traces.arm(self.output_path(request.directory), request.calls))}
+        )
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        require(request, "directory", "format")
-        directory = Path(request.directory)
+        with self.ranks.together(call.peers_deadline):
+            require(request, "directory", "format")
+            directory = self.output_path(request.directory)
+            self.engine.check_onloaded()
         match request.format:
             case worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE:
-                sha256 = self.engine.export(directory, self.tokenizer)
+                dtype = getattr(torch, self.table.export_dtype)
+                sha256 = self.engine.export(directory, self.tokenizer, dtype)
                 return Result(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
             case worker_pb2.CHECKPOINT_FORMAT_SHARDED:
                 self.engine.save(directory, {"policy_version": self.policy_version})
@@ -448,8 +541,11 @@ class ModelWorker(Worker):
 
     @register("ONE_TO_ALL")
     def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        require(request, "directory")
-        extra = self.engine.load(Path(request.directory))
+        with self.ranks.together(call.peers_deadline):
+            require(request, "directory")
+            directory = self.output_path(request.directory)
+            self.engine.check_onloaded()
+        extra = self.engine.load(directory)
         self.policy_version = int(extra["policy_version"])
         return Result()
 
@@ -529,10 +625,22 @@ def _config_of(model: PreTrainedModel | ValueModel) -> Any:
     return model.backbone.config if isinstance(model, ValueModel) else model.config
 
 
-def _device() -> torch.device:
+def rank_device() -> torch.device:
+    """Where this rank computes, which becomes the thread's current device: the GPU of its local rank, or the CPU where
+    the host has no GPU.
+
+    Raises:
+        ConfigError: The host has fewer GPUs than the service has ranks there.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"ranks: local rank {local_rank} has no GPU, this host shows {num_gpus}; each rank of a service on a "
+            "host needs one of its own, or CUDA_VISIBLE_DEVICES= (empty) for all ranks to compute on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -8,6 +8,7 @@ configuration and heads that are new have values. `services.engines.weights` rea
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -26,15 +27,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from services.elementwise import speed_up_elementwise
 from services.engines.microbatch import cut
 from services.linear import speed_up
+from services.norms import speed_up_norms
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -43,9 +45,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Raises FileNotFoundError or ValueError, naming the directory, where there is no tokenizer to load."""
     _require_model_directory(directory)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {_first_line(error)}") from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        # Of some families transformers makes one where there is none, with nothing but special tokens.
+        raise ValueError(f"{directory} has no files of a tokenizer, such as tokenizer.json")
+    return tokenizer
 
 
 def load_causal_lm(
@@ -136,7 +142,12 @@ class SequenceScorer:
     Args:
         directory: of a sequence classification model with one label, and its tokenizer.
         token_budget: most tokens computed at a time, padding included.
+        dtype: of weights and computation; scores are float32.
+        device: of the model, which is whole there.
         load: loads the model.
+
+    Attributes:
+        max_tokens: of a row: as many as the budget allows, and the model has positions for.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -165,13 +176,35 @@ class SequenceScorer:
         if self._pad_id is None:
             raise ValueError(f"config.json of {directory} has no pad_token_id, so rows cannot share a batch")
         self._token_budget = token_budget
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens = token_budget if positions is None else min(token_budget, positions)
         nn.Module.to(self.model, device)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes over whole tensors, under the names of the checkpoint."""
-        own = self.model.state_dict()
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of whole tensors under the names of the checkpoint, for `load_weights`. The iterable is run to its end
+        whatever fails, since other ranks may gather along.
+
+        Raises:
+            RuntimeError: memory ran out.
+            KeyError: the model has no tensor of a name.
+        """
+        own, staged = self.model.state_dict(), {}
+        failure: Exception | None = None
         for name, tensor in weights:
+            try:
+                if failure is None:
+                    staged[name] = torch.empty_like(own[name]).copy_(tensor)
+            except (RuntimeError, KeyError) as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return staged
+
+    @torch.no_grad()
+    def load_weights(self, staged: Mapping[str, Tensor]) -> None:
+        """Take over what `stage_weights` copied."""
+        own = self.model.state_dict()
+        for name, tensor in staged.items():
             own[name].copy_(tensor)
 
     def score_texts(self, texts: Sequence[str]) -> Tensor:
@@ -266,20 +299,39 @@ def write_model(
 
 
 def write_config(
-    model: PreTrainedModel | ValueModel, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None
+    model: PreTrainedModel | ValueModel,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write what a Hugging Face directory has beside its weights.
+
+    Args:
+        dtype: of the weights; default that of the model.
 
     Raises:
         OSError: a file could not be written.
     """
     transformer = model.backbone if isinstance(model, ValueModel) else model
     transformer.config.architectures = [type(transformer).__name__]
-    transformer.config.save_pretrained(directory)
+    save_config(transformer.config, directory, dtype or transformer.dtype)
     if transformer.can_generate() and transformer.generation_config is not None:
         transformer.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:
+    """Write a model's configuration as one of weights in `dtype`; the given one stays as it is.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    config = copy.deepcopy(config)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = dtype
+    config.save_pretrained(directory)
 
 
 def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,7 +381,7 @@ def _load(
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     speed_up(model)
-    speed_up_elementwise(model)
+    speed_up_norms(model)
     return model.eval()
 
 
@@ -342,7 +394,7 @@ def _on_meta(auto_class: Any, directory: Path, dtype: torch.dtype, config: Any =
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     _compute_buffers(model, model)
     speed_up(model)
-    speed_up_elementwise(model)
+    speed_up_norms(model)
     return model.eval()
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.sources import DeviceSources
-from nccl_transfer.store import TensorStore
+from nccl_transfer.store import Lease, TensorStore
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
@@ -36,18 +37,33 @@ from nccl_transfer.transports import (
     stat_response,
     unavailable,
 )
-from nccl_transfer.wire import endpoint_to_proto, mesh_to_proto
+from nccl_transfer.wire import endpoint_to_proto, from_proto, mesh_to_proto, to_proto
 from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
-from rlhf.errors import STATUS_KEY, ConfigError, ServiceLost, to_status
+from rlhf.errors import (
+    STATUS_KEY,
+    CallCancelled,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerFailed,
+    Refused,
+    RewardFailed,
+    ServiceLost,
+    full_traceback,
+    to_status,
+)
 from rlhf.v1 import transfer_pb2, worker_pb2
 from services.dispatch import DispatchStream
 from services.execution import CallQueue, time_to_answer
-from services.hosts import check_reachable, place
+from services.hosts import check_reachable, cpu_name, place
 from services.worker import Registration, Worker, registered_methods
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a call whose client set none."""
+
+NOT_OF_THIS_RANK = (CallCancelled, DeadlineExceeded, InvalidRequest, PeerFailed, Refused, RewardFailed)
+"""Errors whose text says all there is to say in the log of this rank."""
 
 WATCH_PAUSE_S = 0.05
 """Shortest time between two statuses: of short calls, Watch tells only some."""
@@ -92,22 +108,23 @@ class RankServer:
         Raises:
             ConfigError: The address is in use.
         """
-        for transport, reason in self.unavailable.items():
-            logging.info("transport %s is not available: %s", transport, reason)
+        self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = self._bind(server, self.worker.table)
+        self.port = self._bind(server, self.worker.table)
         arena = ArenaServer(self.store)
         stream = ByteServer(self.store, self._place.listen.strip("[]"))
         try:
-            self._meet_peers(port, arena, stream)
+            self._meet_peers(self.port, arena, stream)
             # Not before: the loop could not hear of a signal while ranks wait for one that has failed.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, serving)
             await server.start()
-            await serving.set("", health_pb2.HealthCheckResponse.SERVING)
+            for service in ("", *self._service_names()):
+                await serving.set(service, health_pb2.HealthCheckResponse.SERVING)
+            self._say_ready()
             await self._stop.wait()
             await serving.enter_graceful_shutdown()
             await self.queue.drain()
@@ -120,6 +137,20 @@ class RankServer:
             stream.close()
             self.fetcher.close()
             self.store.close()
+
+    def _tell_of_missing_transports(self) -> None:
+        """Once for the service, and only on a machine whose GPUs could use them."""
+        if self.worker.ranks.rank == 0 and Path("/dev/nvidiactl").exists():
+            for reason in sorted(set(self.unavailable.values())):
+                missing = [name for name, why in self.unavailable.items() if why == reason]
+                logging.info("not available: transport %s: %s", ", ".join(missing), reason)
+
+    def _say_ready(self) -> None:
+        """One line for whoever started the service: it serves, where, and on how many ranks."""
+        size = self.worker.ranks.size
+        if self.worker.ranks.rank == 0:
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            print(f"ready: {self.name} at {self._place.reached}:{self.port}, {ranks}", flush=True)
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._place.listen}:0"
@@ -166,16 +197,17 @@ class RankServer:
             "Watch": self._watch,
             "Cancel": self._cancel,
             "Release": self._release,
+            "EndSession": self._end_session,
         }
         transfer = {
             "Fetch": self._fetch,
             "TakeRelayed": self._take_relayed,
+            "Put": self._put,
             "Stat": self._stat,
             "Condemn": self._condemn,
             **self.sources.handlers(),
         }
-        keys = (self.worker.role, *self.worker.also_serves, "worker", "transfer")
-        for key in keys:
+        for key in self._served():
             table = {}
             for method in SERVICES[key].values():
                 direct = {**worker, **transfer}.get(method.name)
@@ -185,14 +217,22 @@ class RankServer:
             service = next(iter(SERVICES[key].values())).service
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
-        names = [next(iter(SERVICES[key].values())).service for key in keys]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        names = [*self._service_names(), health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server)
+
+    def _service_names(self) -> list[str]:
+        """Full names of the gRPC services that this rank serves, for health and reflection."""
+        return [next(iter(SERVICES[key].values())).service for key in self._served()]
+
+    def _served(self) -> tuple[str, ...]:
+        return (self.worker.role, *self.worker.also_serves, "worker", "transfer")
 
     def _runner(self, method: Method, registration: Registration | None) -> Callable[..., Awaitable[Any]]:
         assert registration is not None, f"{method.path} is neither direct nor registered"
 
         async def run(request: Any, context: Any) -> Any:
-            return await asyncio.shield(self.queue.start(method, registration, request, _timeout_s(context)))
+            response = self.queue.start(method, registration, request, _timeout_s(context))
+            return await self.queue.wait(request.call.call_id, response)
 
         return run
 
@@ -222,11 +262,23 @@ class RankServer:
         return stream if method.streams and not method.takes_stream else unary
 
     def _status_of(self, error: Exception, method: str, call_id: str) -> status_pb2.Status:
+        """The status of a call that failed, which is noted in the log."""
+        self._log_failure(error, method, call_id)
         where = {"service": self.name, "role": self.worker.role, "rank": str(self.worker.ranks.rank)}
         return to_status(error, {**where, "method": method, "call_id": call_id})
 
+    def _log_failure(self, error: Exception, method: str, call_id: str) -> None:
+        """What the caller or a peer is to blame for is one line; anything else comes with its traceback."""
+        if self._stop.is_set():
+            return
+        if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:
+            logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, error)
+        else:
+            logging.error("%s %s failed:\n%s", method, call_id, full_traceback(error))
+
     async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         ranks, mesh = self.worker.ranks, self.worker.ranks.mesh
+        session = self.queue.session
         answer = self.worker.describe()
         answer.MergeFrom(
             worker_pb2.DescribeResponse(
@@ -243,7 +295,14 @@ class RankServer:
                 threads=self.worker.table.threads,
                 policy_version=self.worker.policy_version,
                 version=importlib.metadata.version("rlhf-cluster"),
+                cpu=cpu_name(),
                 dispatches=True,
+                session=session.holder,
+                session_is_connected=session.is_connected,
+                session_started_unix_ns=session.started_unix_ns,
+                table=self.worker.config_table.model_dump_json(),
+                working_directory=str(Path.cwd()),
+                output_roots=map(str, self.worker.output_roots),
             )
         )
         return answer
@@ -292,14 +351,25 @@ class RankServer:
         return worker_pb2.CancelResponse(found=self.queue.cancel(request.call_id))
 
     async def _release(self, request: Any, context: Any) -> worker_pb2.ReleaseResponse:
-        through = None if request.all_steps else request.through_step
-        return worker_pb2.ReleaseResponse(freed_bytes=self.store.release(request.session, through))
+        steps = None if request.all_steps else frozenset(request.steps)
+        return worker_pb2.ReleaseResponse(freed_bytes=self.store.release(request.session, steps))
+
+    async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
+        self.queue.session.end(request.session)
+        return worker_pb2.EndSessionResponse()
 
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
         return serve_fetch(self.store, request)
 
     async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
         return await self.fetcher.relays.take(request, _timeout_s(context))
+
+    async def _put(self, request: transfer_pb2.PutRequest, context: Any) -> transfer_pb2.PutResponse:
+        if not request.session or request.session != self.queue.session.name:
+            raise Refused(f"session {request.session!r} is not the current one, so its rows are not kept")
+        batch, lease = from_proto(request.batch), Lease(request.session, request.step)
+        stored = await asyncio.to_thread(self.store.put_batch, batch, lease)
+        return transfer_pb2.PutResponse(batch=to_proto(stored))
 
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self.store, self.fetcher.traffic(), self.unavailable)

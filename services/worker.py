@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -18,8 +19,9 @@ from services.ranks import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NOTICE_S = 4.0
-"""How long a computing rank may take to notice that its deadline has passed; see `execution.GRACE_S`."""
+PATIENCE = 0.8
+"""Share of `stuck_timeout_s` after which a rank gives up waiting for its peers: so it can still say so before it is
+taken for stuck itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,9 @@ class Registration:
 
     Attributes:
         protocol: Name of its transfer protocol; must be the one its proto declares.
-        collective: Whether ranks meet in collectives while it runs. If so, no rank starts before all have
-            their inputs.
+        collective: Whether ranks meet in collectives while it runs. If so, no rank starts before all are at the call,
+            and its first collective, if it has any, is an agreement (`Ranks.agree`, `together` or `total`), before
+            which it changes nothing: so a rank that fails before it can tell its peers there.
         instant: Whether it returns at once, so that the event loop runs it without a thread.
     """
 
@@ -93,6 +96,8 @@ class CallContext:
         deadline: `time.monotonic()` at which it must have ended.
         cancelled: Whether it should stop.
         done, done_of: Progress, for Watch.
+        stuck_timeout_s: How long after its deadline it may be without progress.
+        progressed_at: `time.monotonic()` of the newest progress.
     """
 
     call: common_pb2.Call
@@ -100,11 +105,13 @@ class CallContext:
     cancelled: bool = False
     done: int = 0
     done_of: int = 0
+    stuck_timeout_s: float = 60.0
+    progressed_at: float = 0.0
 
     @property
     def peers_deadline(self) -> float:
-        """Until when to wait for ranks that are in the call too: they may need a while to notice that time is up."""
-        return self.deadline + NOTICE_S
+        """Until when to wait for ranks that are in the call too: they may have a while to go after the deadline."""
+        return max(self.deadline, time.monotonic()) + PATIENCE * self.stuck_timeout_s
 
     @property
     def stopping(self) -> bool:
@@ -118,7 +125,7 @@ class CallContext:
             raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")
 
     def progress(self, done: int, of: int) -> None:
-        self.done, self.done_of = done, of
+        self.done, self.done_of, self.progressed_at = done, of, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -152,9 +159,13 @@ class Worker:
     what travels in the message itself is read-only in any case."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
-        self.table = table
+        self.table = self.config_table = table
         self.ranks = ranks
         self.policy_version = 0
+        self.output_roots: tuple[Path, ...] = ()
+        """Directories, symbolic links resolved, below which it may write."""
+        self.progressed_at = 0.0
+        """`time.monotonic()` of the newest sign that the running method gets on."""
 
     @classmethod
     def for_table(cls, table: ServiceTable) -> type[Worker]:
@@ -192,6 +203,10 @@ class Worker:
     def synchronize(self, rows: Rows, request: Any, call: CallContext) -> Result:
         return Result()
 
+    @register("ONE_TO_ALL", collective=False)
+    def begin_session(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result()
+
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
         return Result(fields={"moved_bytes": 0})
@@ -215,6 +230,25 @@ class Worker:
     def around(self, run: Callable[[], Result]) -> Result:
         """Runs a method; a role may wrap it, for example in a profiler."""
         return run()
+
+    def progressed(self) -> None:
+        """Notes that the running method gets on: a call past its deadline is left alone as long as it does."""
+        self.progressed_at = time.monotonic()
+
+    def output_path(self, directory: str) -> Path:
+        """A directory that a request names, with its symbolic links resolved.
+
+        Raises:
+            InvalidRequest: It is not below one of `output_roots`.
+        """
+        path = Path(directory).resolve()
+        if not any(root in path.parents for root in self.output_roots):
+            allowed = ", ".join(map(str, self.output_roots)) or "there are none"
+            raise InvalidRequest(
+                f"directory: {path} is not below one of the directories that this service may write to; its "
+                f"output_roots: {allowed}"
+            )
+        return path
 
 
 def require(request: Any, *names: str) -> None:

@@ -1,8 +1,8 @@
 """`compute_advantage`: from scores, values and log-probabilities to advantages and returns, in numpy.
 
 Everything is a function of jagged columns of response tokens [sum(lengths)]; there is no padding and no mask.
-Sums run in float64 in the order of the rows, so equal columns give equal bits; columns come back as float32,
-the type in which they travel.
+All stages compute in float64, sums in the order of the rows, so equal columns give equal bits. What an update trains on
+is rounded once, to float32, when it is sent (`Advantage.columns`): differences of large scores lose nothing before.
 """
 
 from controller.advantage.columns import Advantage, FloatColumn, Scores, sequence_scores, spread, whiten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -12,32 +13,39 @@ FloatColumn = Jagged[np.ndarray]
 Scores = np.ndarray | FloatColumn
 """What a reward gave: one score per response [rows], or jagged, one per response token."""
 
+A = TypeVar("A", FloatColumn, np.ndarray)
+
 EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Advantage:
+class Advantage(Generic[A]):
     """What an update trains on, and what to log about it.
 
     Attributes:
-        advantages: One per response token.
+        advantages: One per response token; or one per response [rows], where all its tokens have the same.
         metrics: By name.
     """
 
-    advantages: FloatColumn
+    advantages: A
     metrics: dict[str, float]
 
     @property
-    def columns(self) -> dict[str, FloatColumn]:
-        """Every column by its name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "metrics"}
+    def columns(self) -> dict[str, FloatColumn | np.ndarray]:
+        """Every column by its name, as it travels: float32."""
+        names = [field.name for field in fields(self) if field.name != "metrics"]
+        return {name: _float32(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
-class CriticAdvantage(Advantage):
+class CriticAdvantage(Advantage[FloatColumn]):
     """An advantage with what a critic regresses to, one number per response token."""
 
     returns: FloatColumn
+
+
+def _float32(x: FloatColumn | np.ndarray) -> FloatColumn | np.ndarray:
+    return Jagged(x.values.astype(np.float32), x.lengths) if isinstance(x, Jagged) else x.astype(np.float32)
 
 
 def whiten(x: FloatColumn) -> FloatColumn:
@@ -81,8 +89,8 @@ def float64(x: FloatColumn) -> np.ndarray:
 
 
 def make_column(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
-    """The values as they travel."""
-    return Jagged(values.astype(np.float32), lengths)
+    """The values as they are computed with, from one stage to the next."""
+    return Jagged(values.astype(np.float64), lengths)
 
 
 def last_tokens(lengths: np.ndarray) -> np.ndarray:

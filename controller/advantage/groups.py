@@ -79,7 +79,7 @@ def group_advantage(
         normalize_std: divide by the group's standard deviation (GRPO), or leave that out (Dr. GRPO).
 
     Returns:
-        Advantages, and as metrics: `score/mean` and `reward/mean` (per response, here the same),
+        Advantages per response, and as metrics: `score/mean` and `reward/mean` (per response, here the same),
         `group/same_score` (share of the responses whose group has only one score, so that nothing is learned from
         them), `advantage/mean` and `advantage/std` (per token).
 
@@ -89,10 +89,9 @@ def group_advantage(
     per_row = sequence_scores(scores)
     require_rows(len(lengths), scores=per_row, group=group)
     values = standardized(per_row, group) if normalize_std else centred(per_row, group)
-    advantages = spread(values, lengths)
     metrics = {"score/mean": mean(per_row), "reward/mean": mean(per_row)}
-    metrics |= group_metrics(per_row, group) | advantage_metrics(advantages)
-    return Advantage(advantages, metrics)
+    metrics |= group_metrics(per_row, group) | advantage_metrics(spread(values, lengths))
+    return Advantage(values, metrics)
 
 
 def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:

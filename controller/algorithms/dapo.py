@@ -3,6 +3,8 @@ a loss over tokens, and a soft punishment of overlong responses; without KL."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from pydantic import Field
 
@@ -15,7 +17,7 @@ from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.rewards import Reward
 from controller.run import Actor, Run, Step
-from rlhf.config import Positive, Strict
+from rlhf.config import Positive, RewardTable, Strict
 from rlhf.errors import ConfigError, InvalidRequest
 
 
@@ -30,10 +32,18 @@ class Options(Strict):
     punishment."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Largest punishment."""
+    filter_by: str = ""
+    """Of a reward made of several services: the one whose scores have to differ within a group that is trained on.
+    Empty: the first that checks answers, which is one of kind sandbox or with function exact_match, gsm8k or math."""
+
+
+CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
+"""Functions whose scores say whether an answer is right."""
 
 
 def check(config: Config, options: Options) -> None:
-    """Refuses a buffer that is longer than a response may be."""
+    """Refuses a buffer that is longer than a response may be, and a reward of which nothing says what to filter by."""
+    filtered_by(config, options)
     longest = config.rollout.max_response_tokens
     if options.overlong_buffer_tokens > longest:
         raise ConfigError(
@@ -61,15 +71,52 @@ def dapo(run: Run, options: Options) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+def filtered_by(config: Config, options: Options) -> list[str]:
+    """Services whose scores have to differ within a group: a row's is the first of them that scores it. Empty where
+    every reward is that of one service.
+
+    Raises:
+        ConfigError: A source's reward has no such service.
+    """
+    recipes, wanted = config.recipes("reward"), options.filter_by
+    if wanted and not any(wanted in recipe for recipe in recipes.values()):
+        known = ", ".join(sorted({name for recipe in recipes.values() for name in recipe}))
+        raise ConfigError(f"algorithm.options.filter_by: no reward is made of {wanted!r}, only of: {known}")
+    if all(len(recipe) == 1 for recipe in recipes.values()):
+        return []
+    found: dict[str, None] = {}
+    for source, recipe in recipes.items():
+        names = [name for name in recipe if len(recipe) == 1 or _is_filter(config, name, options)]
+        if not names:
+            raise ConfigError(
+                f"algorithm.options.filter_by: the reward of {source} is made of {', '.join(recipe)}; name the one "
+                "that says whether an answer is right"
+            )
+        found[names[0]] = None
+    return list(found)
+
+
+def _is_filter(config: Config, service: str, options: Options) -> bool:
+    if options.filter_by:
+        return service == options.filter_by
+    table = config.services.get(service)
+    return isinstance(table, RewardTable) and (
+        table.kind == "sandbox" or (table.kind == "function" and table.function in CHECKS_ANSWERS)
+    )
+
+
 def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: Options) -> FutureBatch:
     """Dynamic sampling (section 3.2): generates and scores rounds of prompts until as many groups as a step has prompts
-    have responses with different rewards, and returns those."""
+    have responses with different scores of the services they are filtered by, and returns those."""
     wanted, found, rounds = run.config.data.prompts_per_step, 0, []
+    services = filtered_by(run.config, options)
     for prompts in step.rounds(options.max_rounds):
         batch = prompts | actor.generate_sequences(prompts)
         batch = reward.score(batch)
-        rewards, group = run.fetch(batch, "rewards", "group").values()
-        rows = rows_to_learn_from(sequence_scores(rewards), group, wanted - found)
+        names = [f"rewards/{service}" for service in services] or ["rewards"]
+        *columns, group = run.fetch(batch, *names, "group").values()
+        scores = sequence_scores(first_score(columns) if services else columns[0])
+        rows = rows_to_learn_from(scores, group, wanted - found)
         found += len(np.unique(group[rows]))
         rounds.append(batch.take(rows))
         if found == wanted:
@@ -77,10 +124,18 @@ def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: O
     step.metrics |= {"groups/rounds": float(len(rounds)), "groups/trained": float(found)}
     if not found:
         raise InvalidRequest(
-            f"step {step.number}: in {len(rounds)} rounds no prompt had responses with different rewards: the task is "
-            "solved, or out of reach"
+            f"step {step.number}: in {len(rounds)} rounds no prompt had responses with different "
+            f"{' and '.join(services) or 'rewards'}: the task is solved, or out of reach"
         )
     return FutureBatch.concat(rounds)
+
+
+def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """The score of each response [rows], by the first service that scores it; the others' are not a number."""
+    scores = columns[0]
+    for column in columns[1:]:
+        scores = np.where(np.isnan(scores), column, scores)
+    return scores
 
 
 def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:

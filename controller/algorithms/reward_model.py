@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
 from controller.algorithm import SCHEDULE, algorithm
 from controller.dataflow import FutureBatch
-from controller.run import Evaluation, Run
+from controller.evaluation import Evaluation, Measured
+from controller.run import Run
 from nccl_transfer.batch import LocalColumn
 from rlhf.config import Strict
 from rlhf.errors import InvalidRequest
@@ -37,21 +39,26 @@ def reward_model(run: Run, options: Options) -> None:
     reward = run.reward_model()
     sign = -1.0 if options.loss == "cost" else 1.0
 
-    def evaluate(heldout: FutureBatch) -> Evaluation:
-        """Share of the held-out pairs in the right order, with its confidence interval, and the mean margin."""
+    def measure(heldout: FutureBatch) -> Measured:
+        """By how much the right response of each pair scores higher."""
         scored = reward.compare_pairs(heldout)
         chosen, rejected = run.fetch(scored, "chosen_scores", "rejected_scores").values()
-        margins = sign * (chosen.astype(np.float64) - rejected.astype(np.float64))
-        correct = int(np.sum(margins > 0))
-        low, high = wilson_interval(correct, len(margins))
-        measured = {"accuracy": correct / len(margins), "accuracy_low": low, "accuracy_high": high}
-        return {**measured, "pairs": float(len(margins)), "margin": float(margins.mean())}, [scored]
+        return {"margins": sign * (chosen.astype(np.float64) - rejected.astype(np.float64))}, [scored]
 
-    for step in run.steps(evaluate):
+    for step in run.steps(Evaluation(measure, pair_accuracy)):
         batch = step.prompts
         if options.loss == "cost":
             batch |= signs(batch)
         step.finish(batch, reward.update_reward(batch, options.loss))
+
+
+def pair_accuracy(values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Share of the held-out pairs in the right order, with its confidence interval, and the mean margin."""
+    margins = values["margins"]
+    correct = int(np.sum(margins > 0))
+    low, high = wilson_interval(correct, len(margins))
+    measured = {"accuracy": correct / len(margins), "accuracy_low": low, "accuracy_high": high}
+    return {**measured, "pairs": float(len(margins)), "margin": float(margins.mean())}
 
 
 def signs(batch: FutureBatch) -> FutureBatch:

@@ -65,5 +65,6 @@ def rloo_advantage(
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     per_row = row_sums(rewards)
-    advantages = spread(leave_one_out(per_row, group), rewards.lengths)
-    return Advantage(advantages, metrics | group_metrics(per_row, group) | advantage_metrics(advantages))
+    advantages = leave_one_out(per_row, group)
+    metrics |= group_metrics(per_row, group) | advantage_metrics(spread(advantages, rewards.lengths))
+    return Advantage(advantages, metrics)

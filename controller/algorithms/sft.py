@@ -4,12 +4,14 @@ to answer prompts as demonstrations do."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from controller.algorithm import SCHEDULE, algorithm
 from controller.dataflow import FutureBatch
-from controller.run import Evaluation, Run
+from controller.evaluation import Evaluation, Measured
+from controller.run import Run
 
 
 @algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)
@@ -17,13 +19,21 @@ def sft(run: Run) -> None:
     """Actor; rows with prompt and response, of which only the responses are learned."""
     actor = run.actor()
 
-    def evaluate(heldout: FutureBatch) -> Evaluation:
-        """Mean negative log-likelihood of the held-out response tokens, in nats, and its exponential."""
+    def measure(heldout: FutureBatch) -> Measured:
+        """Negative log-likelihood of each response, in nats, and its tokens."""
         batch = heldout | actor.tokenize(heldout)
         batch |= actor.log_likelihood(batch)
-        loss = -float(np.mean(run.fetch(batch, "log_probs")["log_probs"].values, dtype=np.float64))
-        return {"loss": loss, "perplexity": math.exp(loss)}, [batch]
+        log_probs = run.fetch(batch, "log_probs")["log_probs"]
+        sums = np.add.reduceat(np.append(log_probs.values, 0.0), log_probs.offsets[:-1], dtype=np.float64)
+        sums[log_probs.lengths == 0] = 0
+        return {"loss": -sums, "tokens": log_probs.lengths}, [batch]
 
-    for step in run.steps(evaluate):
+    for step in run.steps(Evaluation(measure, mean_loss)):
         batch = step.prompts | actor.tokenize(step.prompts)
         step.finish(batch, actor.update_supervised(batch))
+
+
+def mean_loss(values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Mean negative log-likelihood of the held-out response tokens, in nats, and its exponential."""
+    loss = float(values["loss"].sum() / values["tokens"].sum())
+    return {"loss": loss, "perplexity": math.exp(loss)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,6 +45,10 @@ class MetricsWriter:
         self._lines.append(_line({"step": step, **numbers}))
         self._events.log(step, numbers)
 
+    def check(self) -> None:
+        """Raises RlhfError where the metrics were deleted."""
+        self._lines.check()
+
     def close(self) -> None:
         """Close the files; again is allowed. Everything logged is on the disk already."""
         self._lines.close()
@@ -83,29 +87,34 @@ class SamplesWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of `metrics.jsonl`, `step` among the keys; a line cut off at the end is left out.
+    """The lines of `metrics.jsonl`, as `each_step`."""
+    return list(each_step(run_dir))
+
+
+def each_step(run_dir: Path) -> Iterator[dict[str, float]]:
+    """The lines of `metrics.jsonl` one after the other, `step` among the keys; a line cut off at the end is left out.
 
     Raises:
         RlhfError: the file is damaged elsewhere.
     """
-    lines = read_json_lines(run_dir / METRICS_FILE)
-    return [{key: float(value) for key, value in line.items()} for line in lines]
+    for line in read_json_lines(run_dir / METRICS_FILE):
+        yield {key: float(value) for key, value in line.items()}
 
 
 def read_samples(run_dir: Path) -> list[tuple[int, Sample]]:
-    """The samples of `samples.jsonl` with their steps; a line cut off at the end is left out.
+    """The samples of `samples.jsonl`, as `each_sample`."""
+    return list(each_sample(run_dir))
+
+
+def each_sample(run_dir: Path) -> Iterator[tuple[int, Sample]]:
+    """The samples of `samples.jsonl` with their steps, one after the other; a line cut off at the end is left out.
 
     Raises:
         RlhfError: the file is damaged elsewhere.
     """
-    lines = read_json_lines(run_dir / SAMPLES_FILE)
-    return [
-        (
-            int(line["step"]),
-            Sample(line["prompt"], line["response"], line["ground_truth"], float(line["reward"])),
-        )
-        for line in lines
-    ]
+    for line in read_json_lines(run_dir / SAMPLES_FILE):
+        texts = line["prompt"], line["response"], line["ground_truth"]
+        yield int(line["step"]), Sample(*texts, float(line["reward"]))
 
 
 def _line(obj: Mapping[str, object]) -> bytes:

@@ -30,8 +30,8 @@ class Status:
     """Since `begin`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of every metric."""
-    first_accuracy: float | None = None
-    """Held-out accuracy of the first evaluation."""
+    first: dict[str, float] = field(default_factory=dict)
+    """The first value of every metric of evaluations."""
     running: dict[str, str] = field(default_factory=dict)
     """Calls under way, "service.method", and how far they are, such as "12/64"; empty where unknown."""
     memory: dict[str, float] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class Progress:
             status = self._status
             status.step = step
             status.metrics.update(metrics)
-            if status.first_accuracy is None:
-                status.first_accuracy = metrics.get("evaluation/accuracy")
+            evaluated = {key: value for key, value in metrics.items() if key.startswith("evaluation/")}
+            status.first = evaluated | status.first
             line = step_line(step, status.total_steps, metrics)
         if not self._live:
             self._print(line)
@@ -122,15 +122,29 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def figures(metrics: Mapping[str, float], first_accuracy: float | None = None) -> list[str]:
-    """The figures to watch: reward, KL, held-out accuracy, tokens/s; those that are known."""
-    texts = {
+def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = None) -> list[str]:
+    """The figures to watch: reward, KL, what was measured on held-out rows, tokens/s; those that are known.
+
+    Args:
+        first: The first value of what was measured on held-out rows.
+    """
+    texts: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:.3f}",
         "kl/mean": lambda value: f"kl {figure_text(value)}",
-        "evaluation/accuracy": lambda value: f"held-out {_from(first_accuracy, value)}{percent_text(value)}",
+        "evaluation/accuracy": lambda value: (
+            f"held-out {_from('accuracy', percent_text)}{percent_text(value)}"
+        ),
+        "evaluation/reward": lambda value: (
+            f"held-out reward {_from('reward', figure_text)}{figure_text(value)}"
+        ),
         "evaluation/loss": lambda value: f"held-out loss {value:.3f}",
         "time/tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
     }
+
+    def _from(name: str, text: Callable[[float], str]) -> str:
+        before = (first or {}).get(key := f"evaluation/{name}")
+        return "" if before is None or before == metrics[key] else f"{text(before)} → "
+
     return [text(metrics[key]) for key, text in texts.items() if key in metrics]
 
 
@@ -140,7 +154,7 @@ def display(status: Status) -> RenderableType:
     rows.add_column(style="dim")
     rows.add_column()
     for title, parts in (
-        ("figures", figures(status.metrics, status.first_accuracy)),
+        ("figures", figures(status.metrics, status.first)),
         ("running", [f"{call} {done}".rstrip() for call, done in status.running.items()]),
         ("memory", [f"{service} {bytes_text(taken)}" for service, taken in status.memory.items()]),
     ):
@@ -164,7 +178,3 @@ def _times(status: Status) -> str:
         return elapsed
     left_s = status.elapsed_s / status.step * (status.total_steps - status.step)
     return f"{elapsed}, about {duration_text(left_s)} left"
-
-
-def _from(first: float | None, value: float) -> str:
-    return "" if first is None or first == value else f"{percent_text(first)} → "

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that loads nothing, made from what the run left in its directory."""
+"""The report of a run: one HTML file that loads nothing, made from what the run left in its directory so far."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from controller.tracking.charts import CHART_STYLE, Bar, Series, bar_chart, line_chart
-from controller.tracking.metrics import Sample, read_metrics, read_samples
+from controller.tracking.figures import THROUGHPUT, Figures
+from controller.tracking.metrics import Sample
 from controller.tracking.run_directory import write_atomically
 from controller.tracking.units import bytes_text, duration_text, figure_text, percent_text
 from rlhf.errors import RlhfError
 
-Metrics = Sequence[Mapping[str, float]]
-
 REPORT_FILE = "report.html"
 CONFIG_FILES = ("config.toml", "config.json")
+SUMMARY_FILE = "summary.json"
+RUN_FILE = "run.json"
+"""What the run is: its algorithm, its command line, what it runs on. Written before the first step."""
 
 _NOT_IN_HTML = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
-_ACCURACY = "evaluation/accuracy"
+_HELDOUT = (("evaluation/accuracy", "held-out accuracy"), ("evaluation/reward", "held-out mean reward"))
 _REWARD = "reward/mean"
 _CURVES = (
     ("KL to the reference", "kl/mean", "KL, nats per token"),
@@ -42,70 +43,80 @@ _CURVES = (
 
 
 @dataclass(frozen=True)
-class Run:
+class Found:
     """What was found in a run directory."""
 
     name: str
-    metrics: Metrics
-    """The lines of `metrics.jsonl`, `step` among the keys."""
+    figures: Figures
+    """Of the metrics and samples."""
+    run: Mapping[str, Any]
+    """Of `run.json`."""
     summary: Mapping[str, Any]
-    """Empty where the run did not get to its end."""
-    samples: Sequence[tuple[int, Sample]]
-    """With their steps."""
+    """Of `summary.json`; empty where the run has not come to its end."""
     config: str
     """Text of the resolved configuration."""
+    is_running: bool = False
+    """Whether the run goes on."""
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `report.html` from `metrics.jsonl`, `summary.json`, `samples.jsonl` and `config.toml` or
+def write_report(run_dir: Path, figures: Figures | None = None, *, is_running: bool = False) -> Path:
+    """Write `report.html` from `metrics.jsonl`, `samples.jsonl`, `run.json`, `summary.json` and `config.toml` or
     `config.json`; returns its path.
 
     What is missing is left out, so a run that was interrupted has a report too.
 
+    Args:
+        figures: Those of the metrics and samples, where they are known; else the files are read.
+        is_running: Whether the run goes on.
+
     Raises:
-        RlhfError: a file is damaged, or the disk refused.
+        RlhfError: There is no such directory, a file is damaged, or the disk refused.
     """
-    run = Run(
+    if not run_dir.is_dir():
+        raise RlhfError(f"run directory {run_dir}: no such directory")
+    found = Found(
         name=run_dir.resolve().name,
-        metrics=read_metrics(run_dir),
-        summary=_read_summary(run_dir / "summary.json"),
-        samples=read_samples(run_dir),
+        figures=figures or Figures.read(run_dir),
+        run=_read_json(run_dir / RUN_FILE),
+        summary=_read_json(run_dir / SUMMARY_FILE),
         config=next((path.read_text() for name in CONFIG_FILES if (path := run_dir / name).is_file()), ""),
+        is_running=is_running,
     )
-    return write_atomically(run_dir / REPORT_FILE, render(run))
+    return write_atomically(run_dir / REPORT_FILE, render(found))
 
 
-def render(run: Run) -> str:
+def render(found: Found) -> str:
     """The page, as HTML that is well-formed XML too."""
+    figures = found.figures
     sections = [
-        _header(run),
-        _tiles(headline(run)),
-        *_learning_curves(run.metrics),
-        *(_curve(run.metrics, title, key, legend) for title, key, legend in _CURVES),
-        _stage_times(run.metrics),
-        _service_memory(run.metrics),
-        _transfers(run.metrics),
-        _sample_table(run.samples),
-        _config(run.config),
+        _header(found),
+        _tiles(headline(found)),
+        *_learning_curves(figures),
+        *(_curve(figures, title, key, legend) for title, key, legend in _CURVES),
+        _stage_times(figures),
+        _service_memory(figures),
+        _transfers(figures),
+        _sample_table(figures.samples),
+        _run_table({**found.run, **found.summary}),
+        _config(found.config),
     ]
     body = "\n".join(section for section in sections if section)
-    return _PAGE.format(title=_escape(run.name), style=_STYLE + CHART_STYLE, body=body)
+    return _PAGE.format(title=_escape(found.name), style=_STYLE + CHART_STYLE, body=body)
 
 
-def headline(run: Run) -> list[tuple[str, str]]:
-    """Titles and texts of the figures on top: from the summary, or as far as an interrupted run got."""
-    accuracies = [accuracy for _, accuracy in _points(run.metrics, _ACCURACY)]
-    speeds = [speed for _, speed in _points(run.metrics, "time/tokens_per_s")]
-    found = {
-        "accuracy_before": accuracies[0] if accuracies else None,
-        "accuracy_after": accuracies[-1] if accuracies else None,
-        "steps": _last_step(run.metrics),
-        "tokens_per_s": fmean(speeds) if speeds else None,
-        **run.summary,
-    }
+def headline(found: Found) -> list[tuple[str, str]]:
+    """Titles and texts of the figures on top: from the summary, or as far as the run got."""
+    figures = found.figures
+    values: dict[str, Any] = {"steps": figures.last_step, "tokens_per_s": figures.mean(THROUGHPUT)}
+    for name in ("accuracy", "reward", "loss"):
+        values[f"{name}_before"] = figures.first.get(f"evaluation/{name}")
+        values[f"{name}_after"] = figures.last.get(f"evaluation/{name}")
+    values |= {**found.run, **found.summary}
     texts = {
         "accuracy_before": ("Held-out accuracy before", percent_text),
         "accuracy_after": ("Held-out accuracy after", percent_text),
+        "reward_before": ("Held-out mean reward before", figure_text),
+        "reward_after": ("Held-out mean reward after", figure_text),
         "steps": ("Steps", figure_text),
         "loss_before": ("Held-out loss before", figure_text),
         "loss_after": ("Held-out loss after", figure_text),
@@ -114,50 +125,42 @@ def headline(run: Run) -> list[tuple[str, str]]:
         "seed": ("Seed", str),
         "actor_sha256": ("SHA-256 of the final actor", str),
     }
-    return [(title, text(found[key])) for key, (title, text) in texts.items() if found.get(key) is not None]
+    return [(title, text(values[key])) for key, (title, text) in texts.items() if values.get(key) is not None]
 
 
-def stage_means(metrics: Metrics) -> dict[str, float]:
-    """Mean seconds per training step of each stage, the longest first, from the keys `time/<stage>_s`.
-
-    Training steps are the lines with `time/step_s`, or all lines if there are none.
-    """
-    steps = [line for line in metrics if "time/step_s" in line] or metrics
-    stages = {
-        key
-        for line in steps
-        for key in line
+def stage_means(figures: Figures) -> dict[str, float]:
+    """Mean seconds per training step of each stage, the longest first, from the keys `time/<stage>_s`."""
+    means = {
+        key.removeprefix("time/").removesuffix("_s"): mean.total / figures.steps
+        for key, mean in figures.means.items()
         if key.startswith("time/")
         and key.endswith("_s")
         and not key.endswith("_per_s")
         and key != "time/step_s"
     }
-    means = {
-        key.removeprefix("time/").removesuffix("_s"): fmean(line.get(key, 0.0) for line in steps)
-        for key in stages
-    }
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-def before_and_after(
-    samples: Sequence[tuple[int, Sample]],
-) -> tuple[list[int], list[tuple[Sample, ...]]]:
+def before_and_after(samples: Mapping[int, Sequence[Sample]]) -> tuple[list[int], list[tuple[Sample, ...]]]:
     """First and last step that has samples, and for each prompt of the last its samples at these steps.
 
     One step, and one sample per prompt, where there are samples of a single step only.
     """
-    steps = sorted({step for step, _ in samples})
-    last = [sample for step, sample in samples if step == steps[-1]]
+    steps = sorted(samples)
+    last = samples[steps[-1]]
     if len(steps) < 2:
         return steps, [(sample,) for sample in last]
-    first = {sample.prompt: sample for step, sample in samples if step == steps[0]}
+    first = {sample.prompt: sample for sample in samples[steps[0]]}
     pairs = [(first[sample.prompt], sample) for sample in last if sample.prompt in first]
     return [steps[0], steps[-1]], pairs
 
 
-def _header(run: Run) -> str:
-    state = "complete" if run.summary else f"interrupted after step {_last_step(run.metrics) or 0:.0f}"
-    return f'<header><h1>{_escape(run.name)}</h1><p class="state">{state}</p></header>'
+def _header(found: Found) -> str:
+    step = found.figures.last_step or 0
+    state = "complete" if found.summary else f"interrupted after step {step}"
+    if found.is_running:
+        state = f"running, after step {step}"
+    return f'<header><h1>{_escape(found.name)}</h1><p class="state">{state}</p></header>'
 
 
 def _tiles(figures: Sequence[tuple[str, str]]) -> str:
@@ -170,14 +173,17 @@ def _tiles(figures: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
-def _learning_curves(metrics: Metrics) -> list[str]:
-    """Accuracy and reward in one chart where one axis fits both (rewards from about 0 to 1), else in two."""
-    accuracy = Series("held-out accuracy", _points(metrics, _ACCURACY))
-    reward = Series("mean training reward", _points(metrics, _REWARD))
-    if all(-0.25 <= value <= 1.25 for _, value in reward.points if math.isfinite(value)):
-        return [_wide_card("Learning curve", [reward, accuracy], include=(0.0,))]
+def _learning_curves(figures: Figures) -> list[str]:
+    """What was measured on held-out rows and the training reward: in one chart where one axis fits both, rewards from
+    about 0 to 1, else in two."""
+    key, name = next((each for each in _HELDOUT if each[0] in figures.curves), _HELDOUT[0])
+    heldout = Series(name, figures.points(key))
+    reward = Series("mean training reward", figures.points(_REWARD))
+    both = [*heldout.points, *reward.points]
+    if all(-0.25 <= value <= 1.25 for _, value in both if math.isfinite(value)):
+        return [_wide_card("Learning curve", [reward, heldout], include=(0.0,))]
     return [
-        _wide_card("Learning curve: held-out accuracy", [accuracy], include=(0.0,)),
+        _wide_card(f"Learning curve: {name}", [heldout], include=(0.0,) if key == _HELDOUT[0][0] else ()),
         _wide_card("Learning curve: training reward", [reward], include=()),
     ]
 
@@ -190,17 +196,16 @@ def _wide_card(title: str, series: Sequence[Series], include: Sequence[float]) -
     return wide and _card(title, f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>', "full")
 
 
-def _curve(metrics: Metrics, title: str, key: str, legend: str) -> str:
-    chart = line_chart([Series(legend, _points(metrics, key))], title, "step")
+def _curve(figures: Figures, title: str, key: str, legend: str) -> str:
+    chart = line_chart([Series(legend, figures.points(key))], title, "step")
     return chart and _card(title, chart)
 
 
-def _stage_times(metrics: Metrics) -> str:
-    means = stage_means(metrics)
+def _stage_times(figures: Figures) -> str:
+    means = stage_means(figures)
     if not means:
         return ""
-    step_s = [seconds for _, seconds in _points(metrics, "time/step_s")]
-    total_s = fmean(step_s) if step_s else sum(means.values())
+    total_s = figures.mean("time/step_s") or sum(means.values())
     share = {name: f"{seconds:.3f} s, {percent_text(seconds / total_s)}" for name, seconds in means.items()}
     bars = [Bar(name, seconds, share[name]) for name, seconds in means.items()]
     note = (
@@ -210,32 +215,34 @@ def _stage_times(metrics: Metrics) -> str:
     return _card("Stage times", bar_chart(bars, "Mean seconds per stage"), note=note)
 
 
-def _service_memory(metrics: Metrics) -> str:
-    peaks: dict[str, float] = {}
-    for line in metrics:
-        for key, value in line.items():
-            if key.startswith("mem/") and key.endswith("_bytes"):
-                service = key.removeprefix("mem/").removesuffix("_bytes")
-                peaks[service] = max(value, peaks.get(service, 0.0))
+def _service_memory(figures: Figures) -> str:
+    peaks = {
+        key.removeprefix("mem/").removesuffix("_bytes"): peak
+        for key, peak in sorted(figures.peaks.items())
+        if key.endswith("_bytes")
+    }
     if not peaks:
         return ""
-    bars = [Bar(service, peak, bytes_text(peak)) for service, peak in sorted(peaks.items())]
+    bars = [Bar(service, peak, bytes_text(peak)) for service, peak in peaks.items()]
     chart = bar_chart(bars, "Memory per service")
     return _card("Memory of the services", chart, note="Highest of all steps.")
 
 
-def _transfers(metrics: Metrics) -> str:
-    controller = [value for _, value in _points(metrics, "transfer/controller_bytes")]
-    batch = [value for _, value in _points(metrics, "transfer/batch_bytes")]
+def _transfers(figures: Figures) -> str:
+    controller, batch = (figures.mean(f"transfer/{name}_bytes") for name in ("controller", "batch"))
     if not controller or not batch:
         return ""
-    means = {"through controller": fmean(controller), "batch": fmean(batch)}
+    means = {"through controller": controller, "batch": batch}
     bars = [Bar(name, value, bytes_text(value)) for name, value in means.items()]
-    note = f"Mean per step; {percent_text(sum(controller) / sum(batch))} of the bytes pass the controller."
+    note = (
+        f"Mean per step. The batch is all columns of a step's rows. Through the controller pass the prompts, the texts "
+        f"that rewards read, and the columns that advantages are computed from and sent as: {bytes_text(controller)}, "
+        f"as much as {percent_text(controller / batch)} of the batch. Token ids and weights never do."
+    )
     return _card("Bytes through the controller", bar_chart(bars, "Bytes per step"), note=note)
 
 
-def _sample_table(samples: Sequence[tuple[int, Sample]]) -> str:
+def _sample_table(samples: Mapping[int, Sequence[Sample]]) -> str:
     if not samples:
         return ""
     steps, rows = before_and_after(samples)
@@ -251,6 +258,30 @@ def _sample_table(samples: Sequence[tuple[int, Sample]]) -> str:
     return _card("Sample responses", f'<div class="scroll">{table}</div>', "full")
 
 
+def _run_table(values: Mapping[str, Any]) -> str:
+    """What the run is and what it ran on, as far as it is known."""
+    shown = {
+        "Algorithm": values.get("algorithm"),
+        "Command line": values.get("command_line"),
+        "Version": " ".join(str(values[key]) for key in ("version", "commit") if values.get(key)),
+        "Started": values.get("started"),
+        **{f"Service {name}": _service_text(each) for name, each in values.get("services", {}).items()},
+    }
+    rows = (
+        f"<tr><th>{_escape(title)}</th><td>{_code(str(text))}</td></tr>"
+        for title, text in shown.items()
+        if text
+    )
+    body = "".join(rows)
+    return body and _card(
+        "The run", f'<div class="scroll"><table><tbody>{body}</tbody></table></div>', "full"
+    )
+
+
+def _service_text(service: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in service.items() if value)
+
+
 def _config(text: str) -> str:
     if not text:
         return ""
@@ -264,14 +295,6 @@ def _config(text: str) -> str:
 def _card(title: str, content: str, kind: str = "", note: str = "") -> str:
     below = f'<p class="note">{_escape(note)}</p>' if note else ""
     return f'<section class="card {kind}"><h2>{_escape(title)}</h2>{content}{below}</section>'
-
-
-def _points(metrics: Metrics, key: str) -> list[tuple[float, float]]:
-    return [(line["step"], line[key]) for line in metrics if key in line]
-
-
-def _last_step(metrics: Metrics) -> float | None:
-    return max((line["step"] for line in metrics), default=None)
 
 
 def _reward(sample: Sample) -> str:
@@ -291,7 +314,7 @@ def _long(text: str) -> str:
     return ' class="long"' if len(text) > 20 else ""
 
 
-def _read_summary(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, parent: Path, name: str, clock: Callable[[], float] = time.time) -> RunDirectory:
-        """Make `parent/name-YYYYmmdd-HHMMSS`, or the same with -2, -3, ... where that is taken.
+    def create(
+        cls, parent: Path, name: str, clock: Callable[[], float] = time.time, algorithm: str = ""
+    ) -> RunDirectory:
+        """Make `parent/name-ALGORITHM-YYYYmmdd-HHMMSS`, or the same with -2, -3, ... where that is taken.
 
         Args:
             parent: made too where it is missing.
+            algorithm: its name; empty: the directory's name has none.
             clock: Unix time in seconds; the name carries it as local time.
 
         Raises:
@@ -37,7 +41,9 @@ class RunDirectory:
         """
         if not name or "/" in name or name in (".", ".."):
             raise ConfigError(f"run name {name!r} cannot be part of a directory's name")
-        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(clock()))}"
+        started = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
+        # An algorithm of one's own may be called anything.
+        stem = "-".join(part for part in (name, re.sub(r"\W+", "_", algorithm), started) if part)
         try:
             parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(parent).free
@@ -49,6 +55,11 @@ class RunDirectory:
             return cls(_make_unique(parent, stem))
         except OSError as error:
             raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
+
+    def remove_if_only(self, names: Set[str]) -> None:
+        """Removes the directory of a run that has left nothing in it but these."""
+        if {path.name for path in self.path.iterdir()} <= names:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, name: str, obj: Any) -> Path:
         """Write `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.
@@ -68,10 +79,13 @@ class AppendFile:
 
     There is no buffer and no thread between the caller and the file, so a full disk is an error of the
     very record that did not fit, and `close` has nothing left to lose.
+
+    Args:
+        syncs: False: when `append` returns a record is with the operating system, and lost if the machine crashes.
     """
 
-    def __init__(self, run_dir: Path, name: str) -> None:
-        self._run_dir, self._name = run_dir, name
+    def __init__(self, run_dir: Path, name: str, *, syncs: bool = True) -> None:
+        self._run_dir, self._name, self._syncs = run_dir, name, syncs
         with writing(run_dir, name):
             (run_dir / name).parent.mkdir(exist_ok=True)
             self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
@@ -80,14 +94,27 @@ class AppendFile:
         """Write and sync one record.
 
         Raises:
-            RlhfError: the disk refused; the record may be there in part.
+            RlhfError: the disk refused, and the record may be there in part; or the file was deleted.
         """
+        self.check()
         rest = memoryview(record)
         with writing(self._run_dir, self._name):
             while rest:
                 rest = rest[self._file.write(rest) :]
-            # Network file systems report a full disk or a quota only here.
-            os.fsync(self._file.fileno())
+            if self._syncs:
+                # Network file systems report a full disk or a quota only here.
+                os.fsync(self._file.fileno())
+
+    def check(self) -> None:
+        """Raises RlhfError where the file was deleted: what is written to it would be lost without a word."""
+        try:
+            is_there = os.path.samestat(os.stat(self._run_dir / self._name), os.fstat(self._file.fileno()))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise RlhfError(
+                f"run directory {self._run_dir}: {self._name} was deleted or replaced while the run wrote to it"
+            )
 
     def close(self) -> None:
         """Close the file; again is allowed."""
@@ -133,8 +160,8 @@ def json_text(obj: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(obj), indent=indent, allow_nan=False, default=str)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; none where there is no file.
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, one after the other; none where there is no file.
 
     A last line that was cut off by a killed writer is left out.
 
@@ -142,12 +169,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         RlhfError: another line is not a JSON object, or the file cannot be read.
     """
     try:
-        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.endswith("\n"):
+                    yield _json_object(line, f"{path} line {number}")
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         raise RlhfError(f"run directory {path.parent}: {_reason(error)} while reading {path.name}") from error
-    return [_json_object(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:

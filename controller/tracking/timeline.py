@@ -1,18 +1,28 @@
-"""Who did what when: a Chrome trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Who did what when: a Chrome trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+It is an array of events, one on each line, written as they come. The format allows that the bracket at its end is
+missing, so the trace of a run that was killed opens too.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from controller.tracking.run_directory import json_text, write_atomically
+from controller.tracking.run_directory import AppendFile, json_text
 
 Track = tuple[str, str]
 """Process and thread, such as ("actor", "rank 0 compute"): a service and one of its ranks or phases."""
+
+TIMELINE_FILE = "timeline.json"
+EARLIER_FILE = "timeline-earlier.json"
+MAX_BYTES = 64 << 20
+"""Size at which a file is closed and the next one begun: a viewer takes some seconds to open it."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +37,24 @@ class Span:
 
 
 class Timeline:
-    """Collects events, from any thread.
+    """Writes events to `timeline.json` of a run, from any thread.
 
-    Memory is bounded: only the last `max_events` are kept (roughly 0.5 KB each, plus their args), and the
-    file says in `otherData.dropped_events` how many earlier ones were dropped.
+    The file is bounded: at `max_bytes` it becomes `timeline-earlier.json`, in place of an earlier one, and a new one is
+    begun. So the last events of a run are there, as many as fit into two files, and memory holds none.
+
+    Args:
+        run_dir: Directory of the run.
+        started_unix_s: Times are told from here on.
     """
 
-    def __init__(self, max_events: int = 100_000) -> None:
-        self._spans: deque[Span] = deque(maxlen=max_events)
-        self._num_added = 0
+    def __init__(self, run_dir: Path, started_unix_s: float, max_bytes: int = MAX_BYTES) -> None:
+        """Raises RlhfError where the file cannot be made."""
+        self._run_dir = run_dir
+        self._started_us = round(started_unix_s * 1e6)
+        self._max_bytes = max_bytes
+        self._added: list[Span] = []
         self._lock = threading.Lock()
+        self._begin()
 
     def add(
         self,
@@ -46,101 +64,160 @@ class Timeline:
         end_unix_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an event.
+        """Add an event, which `flush` writes.
 
         Args:
-            track: process and thread to draw it on; both are made as they come. Events that overlap share
+            track: Process and thread to draw it on; both are made as they come. Events that overlap share
                 a track as long as one contains the other; else they spread over lanes `thread`,
                 `thread (2)`, ...
-            end_unix_s: one before the start, from a clock that was set back, counts as the start.
-            args: shown with the event.
+            end_unix_s: One before the start, from a clock that was set back, counts as the start.
+            args: Shown with the event.
         """
         start_us, end_us = round(start_unix_s * 1e6), round(end_unix_s * 1e6)
         span = Span(track, name, start_us, max(start_us, end_us), dict(args or {}))
         with self._lock:
-            self._spans.append(span)
-            self._num_added += 1
+            self._added.append(span)
 
-    def write(self, path: Path) -> None:
-        """Write what was added so far, atomically; more may be added and written after.
+    def flush(self) -> None:
+        """Write what was added: best together what was under way at the same time.
 
         Raises:
-            RlhfError: the disk refused; one line that names directory and file.
+            RlhfError: The disk refused; one line that names directory and file.
         """
         with self._lock:
-            spans, num_added = list(self._spans), self._num_added
-        origin_us = min((span.start_us for span in spans), default=0)
-        trace = {
-            "displayTimeUnit": "ms",
-            "otherData": {"dropped_events": num_added - len(spans), "origin_unix_s": origin_us / 1e6},
-            "traceEvents": list(trace_events(spans, origin_us)),
+            added, self._added = self._added, []
+            if self._num_bytes > self._max_bytes:
+                self._end()
+                os.replace(self._run_dir / TIMELINE_FILE, self._run_dir / EARLIER_FILE)
+                self._begin()
+            events = [event for span in sorted(added, key=_by_start) for event in self._events(span)]
+            if events:
+                self._write("".join(f",\n{json_text(event)}" for event in events))
+
+    def close(self) -> None:
+        """Write what was added and end the file. Raises as `flush`."""
+        self.flush()
+        self._end()
+
+    def _begin(self) -> None:
+        self._tracks = _Tracks()
+        self._num_bytes = 0
+        self._file = AppendFile(self._run_dir, TIMELINE_FILE, syncs=False)
+        origin = {"unix_s": self._started_us / 1e6}
+        self._write("[\n" + json_text({"ph": "M", "name": "run_started", "pid": 0, "tid": 0, "args": origin}))
+
+    def _end(self) -> None:
+        self._write("\n]\n")
+        self._file.close()
+
+    def _write(self, text: str) -> None:
+        encoded = text.encode()
+        self._file.append(encoded)
+        self._num_bytes += len(encoded)
+
+    def _events(self, span: Span) -> Iterator[dict[str, Any]]:
+        """The names of the span's process and thread where they are new, and its "X" event."""
+        (pid, tid), names = self._tracks.place(span)
+        yield from names
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.track[0],
+            "pid": pid,
+            "tid": tid,
+            "ts": span.start_us - self._started_us,
+            "dur": span.end_us - span.start_us,
+            "args": span.args,
         }
-        write_atomically(path, json_text(trace))
 
 
-def trace_events(spans: Iterable[Span], origin_us: int) -> Iterator[dict[str, Any]]:
-    """The events of the Chrome trace format: names of processes and threads, then the spans as "X" events.
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a timeline file; of one whose writer was killed, those that are there whole.
 
-    Processes and threads are numbered from 1 in the order in which they first come; times are whole
-    microseconds after `origin_us`.
+    Raises:
+        ValueError: It is no such file.
     """
-    by_process: dict[str, dict[str, list[Span]]] = {}
-    for span in spans:
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    if lines[0] != "[":
+        raise ValueError(f"{path} is no timeline")
+    events = []
+    for number, line in enumerate(lines[1:], 2):
+        if line.startswith("]"):
+            break
+        try:
+            events.append(json.loads(line.removesuffix(",")))
+        except ValueError:
+            if number < len(lines):
+                raise
+    return events
+
+
+class _Tracks:
+    """Numbers of processes and threads, from 1 in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._tids: dict[int, int] = {}
+        self._lanes: dict[Track, list[_Lane]] = {}
+
+    def place(self, span: Span) -> tuple[tuple[int, int], list[dict[str, Any]]]:
+        """Process and thread of a span, and the events that name them where they are new.
+
+        Viewers drop or misdraw events of one thread that overlap in part, so each goes into the first lane of its track
+        in which it overlaps none so.
+        """
         process, thread = span.track
-        by_process.setdefault(process, {}).setdefault(thread, []).append(span)
-    for pid, (process, threads) in enumerate(by_process.items(), 1):
-        yield from _name("process", process, pid, 0, order=pid)
-        lanes = [
-            (thread if number == 1 else f"{thread} ({number})", lane)
-            for thread, track in threads.items()
-            for number, lane in enumerate(nested_lanes(track), 1)
-        ]
-        for tid, (thread, lane) in enumerate(lanes, 1):
-            yield from _name("thread", thread, pid, tid, order=tid)
-            for span in lane:
-                yield _complete_event(span, pid, tid, origin_us)
-
-
-def nested_lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over as few lanes as come, in order of start, so that in each lane any two are apart
-    or one contains the other: viewers drop or misdraw events of one thread that overlap in part."""
-    lanes: list[_Lane] = []
-    for span in sorted(spans, key=lambda span: (span.start_us, -span.end_us)):
+        names: list[dict[str, Any]] = []
+        if process not in self._pids:
+            self._pids[process] = len(self._pids) + 1
+            names += _names("process", process, self._pids[process], 0)
+        pid = self._pids[process]
+        lanes = self._lanes.setdefault(span.track, [])
         lane = next((lane for lane in lanes if lane.has_room_for(span)), None)
         if lane is None:
-            lane = _Lane()
+            self._tids[pid] = self._tids.get(pid, 0) + 1
+            lane = _Lane(self._tids[pid])
             lanes.append(lane)
-        lane.spans.append(span)
-        lane.open_ends.append(span.end_us)
-    return [lane.spans for lane in lanes]
+            names += _names(
+                "thread", thread if len(lanes) == 1 else f"{thread} ({len(lanes)})", pid, lane.tid
+            )
+        lane.take(span)
+        return (pid, lane.tid), names
 
 
 @dataclass
 class _Lane:
-    spans: list[Span] = field(default_factory=list)
-    open_ends: list[int] = field(default_factory=list)
-    """Ends of the spans that contain the moment reached, the innermost last."""
+    """Spans of one thread, of which any two are apart or one contains the other."""
+
+    tid: int
+    settled_us: int = -(1 << 62)
+    """End of the spans that no later one may overlap: they are not compared any more."""
+    open: list[Span] = field(default_factory=list)
 
     def has_room_for(self, span: Span) -> bool:
-        """Whether a span, which starts no earlier than any before, overlaps none of the lane in part."""
-        while self.open_ends and self.open_ends[-1] <= span.start_us:
-            self.open_ends.pop()
-        return not self.open_ends or span.end_us <= self.open_ends[-1]
+        return span.start_us >= self.settled_us and all(_apart_or_nested(span, other) for other in self.open)
+
+    def take(self, span: Span) -> None:
+        last = max((other.end_us for other in self.open), default=self.settled_us)
+        if span.start_us >= last:
+            self.settled_us, self.open = last, []
+        self.open.append(span)
 
 
-def _name(kind: str, name: str, pid: int, tid: int, order: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}}
+def _apart_or_nested(one: Span, other: Span) -> bool:
+    if one.end_us <= other.start_us or other.end_us <= one.start_us:
+        return True
+    starts, ends = one.start_us - other.start_us, one.end_us - other.end_us
+    return starts * ends <= 0
 
 
-def _complete_event(span: Span, pid: int, tid: int, origin_us: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.track[0],
-        "pid": pid,
-        "tid": tid,
-        "ts": span.start_us - origin_us,
-        "dur": span.end_us - span.start_us,
-        "args": span.args,
-    }
+def _by_start(span: Span) -> tuple[int, int]:
+    return span.start_us, -span.end_us
+
+
+def _names(kind: str, name: str, pid: int, tid: int) -> list[dict[str, Any]]:
+    order = tid or pid
+    return [
+        {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}},
+        {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}},
+    ]

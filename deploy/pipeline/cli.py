@@ -15,7 +15,7 @@ import click
 from deploy.pipeline.report import check, render, summarize
 
 HERE = Path(__file__).parent
-DATA = Path("../shared/data/hh_harmless_test.jsonl.gz")
+REPOSITORY, FILE = "Anthropic/hh-rlhf", "harmless-base/test.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ class Pipeline:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option(
-    "--data", type=click.Path(path_type=Path), default=DATA, help="Pairs of HH-RLHF, JSONL, gzipped or not."
+    "--data",
+    type=click.Path(path_type=Path),
+    help=f"Pairs as of HH-RLHF, JSONL, gzipped or not.  [default: {FILE} of {REPOSITORY}, downloaded]",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its directory goes."
@@ -101,13 +103,11 @@ class Pipeline:
 @click.option(
     "--set", "settings", multiple=True, metavar="STAGE.KEY=VALUE", help="As sft.run.steps=10; repeatable."
 )
-def main(data: Path, out: Path, seed: int, settings: tuple[str, ...]) -> None:
+def main(data: Path | None, out: Path, seed: int, settings: tuple[str, ...]) -> None:
     """Supervised fine-tuning, a reward model and PPO from the raw dialogues of HH-RLHF, with a small model."""
+    data = data or _download()
     if not data.is_file():
-        raise click.ClickException(
-            f"no data at {data}: put hh_harmless_test.jsonl.gz there (test.jsonl.gz of harmless-base of "
-            "https://huggingface.co/datasets/Anthropic/hh-rlhf), or say where it is with --data"
-        )
+        raise click.ClickException(f"--data {data}: no such file")
     started = time.time()
     directory = out / time.strftime("pipeline-%Y%m%d-%H%M%S")
     directory.mkdir(parents=True)
@@ -127,6 +127,24 @@ def main(data: Path, out: Path, seed: int, settings: tuple[str, ...]) -> None:
     click.echo(f"report: {directory / 'report.html'}")
     if not all(held for held, _ in check(summary).values()):
         sys.exit(1)
+
+
+def _download() -> Path:
+    """The dialogues of HH-RLHF, from the Hugging Face hub or its cache.
+
+    Raises:
+        click.ClickException: They are in neither.
+    """
+    from huggingface_hub import hf_hub_download  # slow to import, and not needed with --data
+
+    try:
+        return Path(hf_hub_download(REPOSITORY, FILE, repo_type="dataset"))
+    except Exception as error:  # the hub's errors have no common base
+        cause = str(error).partition("\n")[0]
+        raise click.ClickException(
+            f"{FILE} of the data set {REPOSITORY} cannot be downloaded ({cause}): give a file with --data, or "
+            "make pipeline DATA=FILE"
+        ) from error
 
 
 def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:

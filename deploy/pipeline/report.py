@@ -46,8 +46,8 @@ def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
             "wall_s": pairs["wall_s"],
         },
         "ppo": {
-            "reward_before": ppo["accuracy_before"],
-            "reward_after": ppo["accuracy_after"],
+            "reward_before": ppo["reward_before"],
+            "reward_after": ppo["reward_after"],
             "kl": next((line[KL] for line in reversed(lines) if KL in line), None),
             "wall_s": ppo["wall_s"],
         },

@@ -7,6 +7,8 @@ it the rest. Held-out sums appear in neither training, not even with their opera
 import json
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -189,6 +191,8 @@ def build(out: Path, recipe: Recipe) -> None:
 @click.option("--max-steps", default=Recipe.max_steps, help="Bound on supervised training.")
 def main(out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int) -> None:
     """Build the data, tokenizer and supervised model of the quickstart task."""
+    # Ends as after Ctrl-C, so that nothing half done stays.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logging.disable_progress_bar()
     # Where DeepSpeed is installed, transformers imports it to save a model; without this it warns that it sees no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

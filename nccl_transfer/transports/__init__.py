@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.transports.base import Reading, Traffic, Transport, traffic_since
+from nccl_transfer.transports.byte_server import ByteServer
 from nccl_transfer.transports.grpc_stream import (
     GrpcTransport,
     condemn_response,
@@ -20,7 +21,7 @@ from nccl_transfer.transports.registry import (
     register_transport,
     unavailable,
 )
-from nccl_transfer.transports.tcp import ByteServer, TcpTransport
+from nccl_transfer.transports.tcp import TcpTransport
 
 __all__ = [
     "ArenaServer",

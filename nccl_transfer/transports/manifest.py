@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import ITEM_BYTES
+from nccl_transfer.batch import ELEMENT_BYTES
 from nccl_transfer.wire import DTYPES, ELEMENT_TYPES
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
@@ -42,7 +42,7 @@ def check_manifest(items: Sequence[pb.ManifestItem], nbytes: int) -> None:
         if item.dtype not in DTYPES:
             raise InvalidRequest(f"column {item.column!r} has a shape and no known element type")
         dtype, shape = DTYPES[item.dtype], tuple(item.shape)
-        expected = ITEM_BYTES[dtype] * math.prod(shape)
+        expected = ELEMENT_BYTES[dtype] * math.prod(shape)
         if item.range.nbytes != expected:
             raise InvalidRequest(
                 f"column {item.column!r}, shard {item.range.shard}: {item.range.nbytes} bytes are not the {expected} "

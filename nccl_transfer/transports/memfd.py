@@ -268,4 +268,4 @@ def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaRe
             os.close(fd)
         raise TransferError(f"{source}: handed out no arena that this side understands")
     _, epoch, nbytes, nonce = _HELLO.unpack(hello)
-    return ArenaReader(fds[0], nbytes, nonce), epoch
+    return ArenaReader.of_peer(fds[0], nbytes, nonce), epoch

@@ -7,11 +7,10 @@ Relative paths are relative to the working directory.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -25,6 +24,7 @@ from pydantic import (
 
 from rlhf import addresses, meshes
 from rlhf.errors import ConfigError
+from rlhf.explain import explain, nearest
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -89,6 +89,9 @@ class ServiceTable(Strict):
     of its own."""
     threads: Positive = 1
     """Threads each rank computes with. Bits depend on it."""
+    matmul: Literal["auto", "mkl", "onednn"] = "auto"
+    """Library that multiplies float32 matrices on a CPU. auto: the faster one, by a measurement of 0.1 s at start. Bits
+    depend on it; Describe tells which one is in use."""
     arena_mb: Positive = 64
     """Size in MiB of the memory each rank keeps results in until the step ends."""
     checksums: bool = False
@@ -98,6 +101,12 @@ class ServiceTable(Strict):
     """Transports this service fetches with, by name, in order of preference. Empty: all that are available."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time from launch to a healthy service."""
+    stuck_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a call may be without progress after its deadline (micro-batches, tokens, rows, files): then it is
+    stuck, and the rank leaves, which ends the service."""
+    output_roots: tuple[Path, ...] = ()
+    """Directories on the ranks' hosts below which checkpoints, models and traces are written, and checkpoints read;
+    symbolic links are resolved first. Empty: `directory` of `[run]` in the same file."""
 
     @field_validator("address")
     @classmethod
@@ -166,9 +175,12 @@ class ModelTable(ServiceTable):
     """For engine zero: its stage."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type the weights are computed in."""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that are exported. Those that learn are kept in float32 and exported as they are, or rounded
+    once; those that do not learn have no more precision than `dtype`."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward pass: bounds memory whatever the batch. On CPUs engine 3d stops at 2,048, or at the
-    longest row."""
+    """Most tokens in one forward pass: bounds memory whatever the batch. Where oneDNN multiplies, engine 3d stops at
+    2,048 on a CPU, or at the longest row."""
     packing: bool = True
     """Lays sequences end to end, so that no padding is computed and `micro_batch_tokens` counts real tokens. False pads
     sequences of like length to the longest. Models that cannot be packed are padded; docs/engines.md says which."""
@@ -333,10 +345,11 @@ class SandboxTable(Strict):
 
     workers: int = Field(default=0, ge=0)
     """Programs that run at the same time; 0: as many as there are cores."""
-    wall_time_s: float = Field(default=10.0, gt=0)
-    """Longest time that all tests of a program take together."""
+    wall_time_s: float = Field(default=20.0, gt=0)
+    """Longest time that all tests of a program take together. Longer than cpu_time_s, it leaves a program beside others
+    that keep the machine busy the time it needs."""
     cpu_time_s: Positive = 10
-    """CPU seconds of each process."""
+    """CPU seconds of all processes of a program together, those that have ended included."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
     """Address space of each process in MiB; where control groups can be made, also the memory of all together."""
     processes: Positive = 32
@@ -344,7 +357,7 @@ class SandboxTable(Strict):
     output_kb: Positive = 256
     """Most KiB of one answer: a returned value, or what is written to standard output."""
     tmpfs_mb: Positive = 16
-    """Size in MiB of /tmp, which is all a program may write to."""
+    """Size in MiB of /tmp, which is all a program may write to; it has room for 256 files per MiB."""
     score: Literal["all", "fraction"] = "all"
     """all gives 1 where every test passes, else 0; fraction gives the share that does. A row may say otherwise."""
     cache_entries: Positive = 4096
@@ -431,16 +444,20 @@ class RewardTable(ServiceTable):
     """For kind function: keyword arguments of every call, for example `options.mode = "flexible"` of gsm8k."""
     processes: int = Field(default=0, ge=0)
     """For kind function: processes of its own that the function runs in, so that it may hang or crash: the process is
-    killed, and the row carries the cause. 0: none, but one for math."""
+    killed, and the row carries the cause. 0: none, but for math as many as there are cores."""
     row_timeout_s: float = Field(default=10.0, gt=0)
-    """For kind function with processes: longest time a row may take."""
+    """For kind function with processes: longest time a row may take. A response to math has 2 s of CPU time too."""
     model: Path | None = None
     """For kind model: Hugging Face directory of the model and its tokenizer."""
     input: Literal["text", "tensor"] = "text"
     """For kind model: text lets it use a tokenizer of its own; tensor reads the actor's token ids and needs
     the actor's vocabulary."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """For kind model: type the weights are computed in. Every rank has all of them."""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    """For kind model with an optimizer: type of the weights that are exported."""
     micro_batch_tokens: Positive = 16384
-    """For kind model: most tokens, padding included, in one forward pass."""
+    """For kind model: most tokens, padding included, in one forward pass; a row of more carries an error."""
     optimizer: OptimizerTable | None = None
     """For kind model: how it learns, where it does (`--algo reward_model`); then `model` may also be a causal language
     model, whose backbone it begins with. None: it only scores."""
@@ -498,7 +515,7 @@ def validate(kind: type[M], tables: dict[str, Any], source: str) -> M:
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(f"config {source}: {_explain(error, kind)}") from None
+        raise ConfigError(f"config {source}: {explain(error, tables, kind, _ROLES)}") from None
 
 
 def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
@@ -509,39 +526,22 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
     """
     services = override(read_toml(path), settings).get("services", {})
     if not isinstance(services, dict) or name not in services:
-        known = ", ".join(sorted(services)) if isinstance(services, dict) else ""
-        raise ConfigError(f"config {path}: no table [services.{name}]; there are: {known or 'none'}")
+        known = sorted(services) if isinstance(services, dict) else []
+        raise ConfigError(
+            f"config {path}: no table [services.{name}]{nearest(name, known)}; there are: {', '.join(known) or 'none'}"
+        )
     try:
         return TypeAdapter(Service).validate_python(services[name])
     except ValidationError as error:
-        raise ConfigError(f"config {path}: {_explain(error, None, ('services', name))}") from None
+        why = explain(error, {"services": services}, None, _ROLES, ("services", name))
+        raise ConfigError(f"config {path}: {why}") from None
 
 
-def _explain(error: ValidationError, kind: type[BaseModel] | None, prefix: tuple[str, ...] = ()) -> str:
-    details = error.errors()
-    lines = []
-    for detail in details[:3]:
-        path = [*prefix, *(str(part) for part in detail["loc"])]
-        # The union's tag stands in the location after the service's name and is not a key of the file.
-        shown = ".".join(
-            part for i, part in enumerate(path) if not (i == 2 and path[0] == "services" and part in _ROLES)
-        )
-        if detail["type"] == "extra_forbidden":
-            known = _known_keys(kind, path)
-            close = difflib.get_close_matches(path[-1], known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            lines.append(
-                f"{shown}: unknown key{hint} Known keys: {', '.join(known)}"
-                if known
-                else f"{shown}: unknown key"
-            )
-        else:
-            message = detail["msg"].removeprefix("Value error, ")
-            given = "" if detail["type"] in ("missing", "value_error") else f" (given: {detail['input']!r})"
-            lines.append(f"{shown + ': ' if shown else ''}{message}{given}")
-    if len(details) > 3:
-        lines.append(f"and {len(details) - 3} more")
-    return "; ".join(lines)
+def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> tuple[Path, ...]:
+    """The directories below which a service of a config file writes: those of its table, or that of the file's runs."""
+    run = override(read_toml(path), settings).get("run", {})
+    runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
+    return tuple(root.resolve() for root in table.output_roots or (Path(runs),))
 
 
 _ROLES: dict[str, type[ServiceTable]] = {
@@ -550,18 +550,3 @@ _ROLES: dict[str, type[ServiceTable]] = {
     "reference": ReferenceTable,
     "reward": RewardTable,
 }
-
-
-def _known_keys(kind: type[BaseModel] | None, path: list[str]) -> list[str]:
-    """Keys of the table that the last part of the path was looked for in."""
-    parents = path[:-1]
-    if len(parents) >= 3 and parents[0] == "services" and parents[2] in _ROLES:
-        kind, parents = _ROLES[parents[2]], parents[3:]
-    for part in parents:
-        field = kind.model_fields.get(part) if kind else None
-        annotation = field.annotation if field else None
-        choices = get_args(annotation) or (annotation,)
-        kind = next(
-            (each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None
-        )
-    return list(kind.model_fields) if kind else []

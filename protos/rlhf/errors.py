@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -37,6 +38,9 @@ class RlhfError(Exception):
 
     code = grpc.StatusCode.INTERNAL
     remote_traceback: str = ""
+    """Of the rank that raised it; its log has it too."""
+    service: str = ""
+    """Name of the service that raised it."""
 
 
 class InvalidRequest(RlhfError):
@@ -123,7 +127,7 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
     message = message.replace("\n", " ")
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
-    trace = (_kept_tracebacks(error) or "".join(traceback.format_exception(error)))[-MAX_TRACEBACK:]
+    trace = full_traceback(error)[-MAX_TRACEBACK:]
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(where))
     debug = error_details_pb2.DebugInfo(stack_entries=[trace])
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -134,11 +138,16 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
     return status
 
 
+def full_traceback(error: BaseException) -> str:
+    """The traceback of an error and of what caused it, also after `drop_frames`."""
+    return _kept_tracebacks(error) or "".join(traceback.format_exception(error))
+
+
 def drop_frames(error: BaseException) -> None:
     """Keeps an error's traceback as text and lets go of its frames: an error that is remembered would hold everything
     that was at work when it was raised."""
     if not _kept_tracebacks(error):
-        error.__dict__["kept_traceback"] = "".join(traceback.format_exception(error))
+        error.__dict__["kept_traceback"] = full_traceback(error)
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
@@ -158,37 +167,47 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     """
     call: Any = error  # what raises is a call too, which grpc's types do not say
     code, message = call.code(), call.details()
-    reason, remote_traceback = "", ""
+    details = _Details()
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_KEY:
-            reason, remote_traceback = _read_details(status_pb2.Status.FromString(value))
-    if code is grpc.StatusCode.UNAVAILABLE and not reason:
+            details = _Details.of(status_pb2.Status.FromString(value))
+    if code is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = f"cannot be reached or died: {message}"
-    return _error(code, reason, f"{where}: {message}", remote_traceback)
+    return _error(code, details, f"{where}: {message}")
 
 
 def from_status(status: status_pb2.Status, where: str) -> RlhfError:
     """The error that `to_status` made a status of; `where` names who said it."""
-    reason, remote_traceback = _read_details(status)
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
-    return _error(code, reason, f"{where}: {status.message}", remote_traceback)
+    return _error(code, _Details.of(status), f"{where}: {status.message}")
 
 
-def _error(code: grpc.StatusCode | None, reason: str, message: str, remote_traceback: str) -> RlhfError:
+@dataclass(frozen=True)
+class _Details:
+    """What our own servers add to a status: the class of the error, its service, its traceback."""
+
+    reason: str = ""
+    service: str = ""
+    traceback: str = ""
+
+    @staticmethod
+    def of(status: status_pb2.Status) -> _Details:
+        info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
+        for detail in status.details:
+            # Unpack looks at the type first.
+            _ = detail.Unpack(info) or detail.Unpack(debug)
+        ours = info.domain == DOMAIN
+        return _Details(
+            info.reason if ours else "",
+            info.metadata["service"] if ours and "service" in info.metadata else "",
+            "".join(debug.stack_entries),
+        )
+
+
+def _error(code: grpc.StatusCode | None, details: _Details, message: str) -> RlhfError:
     by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
     by_code = {cls.code: cls for cls in reversed(list(_tree(RlhfError)))}
-    cls = by_name.get(reason) or by_code.get(code, RlhfError)  # type: ignore[arg-type]
+    cls = by_name.get(details.reason) or by_code.get(code, RlhfError)  # type: ignore[arg-type]
     raised = cls(message)
-    raised.remote_traceback = remote_traceback
+    raised.remote_traceback, raised.service = details.traceback, details.service
     return raised
-
-
-def _read_details(status: status_pb2.Status) -> tuple[str, str]:
-    reason, remote_traceback = "", ""
-    for detail in status.details:
-        info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
-        if detail.Unpack(info):
-            reason = info.reason if info.domain == DOMAIN else ""
-        elif detail.Unpack(debug):
-            remote_traceback = "".join(debug.stack_entries)
-    return reason, remote_traceback

@@ -1,4 +1,4 @@
-"""Serves the actor role: `torchrun --nproc-per-node RANKS -m services.actor --config CONFIG`."""
+"""Serves the actor role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.actor ...`."""
 
 from rlhf.polling import serve_from_one_thread
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from services.losses import (
-    EPS,
     KL_KINDS,
     MAX_LOG_RATIO,
     aggregate,
@@ -345,7 +344,7 @@ def _sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) ->
     """Sum or mean over each sequence's tokens, clamped to +-20 [B, 1]; 0 for an empty one."""
     total_B1 = masked(log_ratio_BT, mask_BT).sum(dim=1, keepdim=True)
     if mean:
-        total_B1 = total_B1 / (mask_BT.sum(dim=1, keepdim=True) + EPS)
+        total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.clamp(total_B1, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

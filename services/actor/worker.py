@@ -65,19 +65,18 @@ class ActorWorker(ModelWorker):
     ) -> Result:
         require(request, "sampling")
         with self.ranks.together(call.peers_deadline):
+            self.rollout.check_awake()
             options = self._sampling(request.sampling)
             prompts = self._prompt_ids(rows.texts("prompt"))
-        if self._rollout_version != self.policy_version:
-            self.rollout.load_weights(self.engine.rollout_weights())
-            self._rollout_version = self.policy_version
+        self._update_rollout(call)
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
         with self.ranks.together(call.peers_deadline):
             generation = self._generate(prompts, options, seeds, call) if prompts else None
         if generation is None:
             return Result()
         columns: dict[str, Any] = {
-            "prompt_ids": _jagged(prompts),
-            "response_ids": generation.responses,
+            "prompt_ids": _token_ids(prompts),
+            "response_ids": Jagged(generation.responses.values.int(), generation.responses.lengths),
             "rollout_log_probs": generation.log_probs,
         }
         if request.return_text:
@@ -117,7 +116,7 @@ class ActorWorker(ModelWorker):
     def update_actor(self, rows: Rows, request: actor_pb2.UpdateActorRequest, call: CallContext) -> Result:
         require(request, "loss", "schedule")
         config = _loss_config(request.loss)
-        old_log_probs, advantages = self.column(rows, "log_probs"), self.column(rows, "advantages")
+        old_log_probs, advantages = self.column(rows, "log_probs"), self.token_column(rows, "advantages")
         reference, rollout = (
             self.column(rows, name) if name in rows else None
             for name in ("ref_log_probs", "rollout_log_probs")
@@ -155,7 +154,10 @@ class ActorWorker(ModelWorker):
         responses = [self._response_ids(text) for text in rows.texts("response")]
         most = request.max_response_tokens or max(map(len, responses), default=0)
         num_cut = sum(len(row) > most for row in responses)
-        columns = {"prompt_ids": _jagged(prompts), "response_ids": _jagged([row[:most] for row in responses])}
+        columns = {
+            "prompt_ids": _token_ids(prompts),
+            "response_ids": _token_ids([row[:most] for row in responses]),
+        }
         return Result(columns, {"cut": (num_cut, len(responses))}) if prompts else Result()
 
     @register("3D_PROTO")
@@ -173,8 +175,14 @@ class ActorWorker(ModelWorker):
 
         return self.update(rows, request.schedule, call, PolicyHead(), loss_for)
 
+    def start_over(self) -> None:
+        super().start_over()
+        self.rollout.wake()
+        self._rollout_version = -1
+
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        self.ranks.agree(None, call.peers_deadline)
         moved_bytes = self.engine.offload() + self.rollout.sleep()
         if not self.rollout.keeps_weights:
             self._rollout_version = -1
@@ -182,6 +190,7 @@ class ActorWorker(ModelWorker):
 
     @register("ONE_TO_ALL")
     def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        self.ranks.agree(None, call.peers_deadline)
         return Result(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
     @register("ONE_TO_ALL")
@@ -189,6 +198,15 @@ class ActorWorker(ModelWorker):
         result = super().load_checkpoint(rows, request, call)
         self._rollout_version = -1
         return result
+
+    def _update_rollout(self, call: CallContext) -> None:
+        """Gives the rollout engine the current weights, on all ranks where one of them lacks them. Collective."""
+        lacks = self._rollout_version != self.policy_version
+        if not any(self.ranks.total([lacks], call.peers_deadline)):
+            return
+        self._rollout_version = -1
+        self.rollout.load_weights(self.engine.rollout_weights())
+        self._rollout_version = self.policy_version
 
     def _generate(
         self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext
@@ -265,9 +283,14 @@ class ActorWorker(ModelWorker):
         return ids
 
 
-def _jagged(rows: list[list[int]]) -> Jagged[Tensor]:
+def _token_ids(rows: list[list[int]]) -> Jagged[Tensor]:
+    """A column of ids as they travel: int32, which holds those of any vocabulary."""
+    return _jagged(rows, torch.int32)
+
+
+def _jagged(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[Tensor]:
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64).numpy()
-    return Jagged(torch.tensor([token for row in rows for token in row], dtype=torch.int64), lengths)
+    return Jagged(torch.tensor([token for row in rows for token in row], dtype=dtype), lengths)
 
 
 def _temperature(temperature: float) -> float:

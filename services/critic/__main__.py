@@ -1,4 +1,4 @@
-"""Serves the critic role: `torchrun --nproc-per-node RANKS -m services.critic --config CONFIG`."""
+"""Serves the critic role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.critic ...`."""
 
 from rlhf.polling import serve_from_one_thread
 

@@ -6,42 +6,82 @@ hear whether everyone is well. Ranks are those of the default process group.
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from services.ranks import known_to_all
+from services.engines.publish import check_replaceable, partial_of, publish, settle
+from services.ranks import FailedAlone, known_to_all
 
-REPLACEABLE = ("manifest.json", "config.json")
-"""Files that mark a directory as a checkpoint or a model, which a new one may replace."""
+T = TypeVar("T")
 
 
 class PeerRankFailed(RuntimeError):
     """Another rank failed at something that all ranks do together; its own error says why."""
 
 
+class RunToEnd(Iterator[T]):
+    """The items of an iterator that all ranks run together. `finish` runs what is left of it, since the others wait.
+
+    Args:
+        progressed: called after each item.
+
+    Raises:
+        FailedAlone: the iterator itself failed.
+    """
+
+    def __init__(self, collective: Iterable[T], progressed: Callable[[], None] = lambda: None) -> None:
+        self._items, self._progressed = iter(collective), progressed
+        self._failure: Exception | None = None
+
+    def __next__(self) -> T:
+        if self._failure is None:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised here and by every later call
+                self._failure = error
+            else:
+                self._progressed()
+                return item
+        failure = self._failure
+        raise FailedAlone(f"{type(failure).__name__}: {failure}") from failure
+
+    def finish(self) -> None:
+        """Runs the iterator to its end."""
+        deque(self, maxlen=0)
+
+
+NOTHING: RunToEnd[object] = RunToEnd(())
+
+
 @contextmanager
-def all_or_none(action: str, device: torch.device) -> Iterator[None]:
-    """A block that fails on one rank fails on all. It must contain no collective that a failure would skip.
+def all_or_none(action: str, device: torch.device, collective: RunToEnd[Any] = NOTHING) -> Iterator[None]:
+    """A block that fails on one rank fails on all. It contains no collective, except for one iterator that all ranks
+    run to its end.
 
     Args:
         action: what the block does, for the message on the ranks where it went well.
         device: of tensors that the process group can reduce.
+        collective: that iterator.
 
     Raises:
         PeerRankFailed: the block went well here and failed elsewhere.
+        FailedAlone: the iterator failed.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - it is raised below, once the others know of it
         error = caught
+    collective.finish()
     num_failed = torch.tensor(int(error is not None), device=device)
     dist.all_reduce(num_failed)
     if error is not None:
@@ -51,44 +91,38 @@ def all_or_none(action: str, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def new_directory(directory: Path, device: torch.device) -> Iterator[Path]:
+def new_directory(
+    directory: Path,
+    device: torch.device,
+    progressed: Callable[[], None] = lambda: None,
+    collective: RunToEnd[Any] = NOTHING,
+) -> Iterator[Path]:
     """Where all ranks write what becomes `directory` once every one of them has, in place of what had that name.
 
-    Whoever reads `directory` sees the old one or the new one, never a part. Of a failure nothing stays.
+    A reader of `directory` sees the old one or the new one, never a part, also after a crash. Of a failure nothing
+    stays.
+
+    Args:
+        progressed: called after each file that is brought to the disk.
+        collective: as of `all_or_none`, for the time in which ranks write.
 
     Raises:
-        ValueError: what has that name is neither a checkpoint nor a model, nor empty.
+        ValueError: a directory of that name holds something else than an earlier checkpoint or model of ours.
     """
     is_keeper = dist.get_rank() == 0
-    # A sibling, so that it lies on the same file system and taking the name is one rename.
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = partial_of(directory)
     try:
         with all_or_none(f"creating {partial}", device):
             if is_keeper:
-                _refuse_foreign(directory)
+                settle(directory)
+                check_replaceable(directory)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-        with all_or_none(f"writing {partial}", device):
+        with all_or_none(f"writing {partial}", device, collective):
             yield partial
         with all_or_none(f"publishing {directory}", device):
             if is_keeper:
-                _replace(directory, partial)
+                publish(partial, directory, progressed)
     finally:
         if is_keeper:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Raises ValueError where `directory` holds something else than an earlier checkpoint or model."""
-    if not directory.exists() or any((directory / name).is_file() for name in REPLACEABLE):
-        return
-    if not directory.is_dir() or any(directory.iterdir()):
-        raise ValueError(f"{directory} exists and is neither a checkpoint nor a model, so it is not replaced")
-
-
-def _replace(directory: Path, replacement: Path) -> None:
-    previous = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    if directory.exists():
-        os.rename(directory, previous)
-    os.rename(replacement, directory)
-    shutil.rmtree(previous, ignore_errors=True)

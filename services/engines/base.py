@@ -35,8 +35,7 @@ class InferenceStopped(RuntimeError):
 
 
 class EngineOffloaded(RuntimeError):
-    """What a call needs is not on the device: bring the engine back first. Raised on every rank alike, before any
-    collective."""
+    """What a call needs is not on the device: bring the engine back first. Raised before any collective."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +114,23 @@ class TrainEngine(ABC):
         data_rank: which share of the rows is this rank's.
         data_size: into how many shares rows are dealt out.
         num_parameters: of the whole model.
+        step_is_atomic: whether a `step` that fails, on whatever rank, has moved no weight on any.
         sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
             Others `infer` nothing and count no statistics.
         packs: whether it computes packed micro-batches, and not padded ones alone.
         cached_tokens: more than these take longer together than apart; None: the more the better.
+        progressed: called after each micro-batch, tensor and file, to show that work goes on.
     """
 
     device: torch.device
     data_rank: int
     data_size: int
     num_parameters: int
+    step_is_atomic: bool = True
     sees_outputs: bool = True
     packs: bool = False
     cached_tokens: int | None = None
+    progressed: Callable[[], None] = staticmethod(lambda: None)
 
     def tokens_together(self, most: int, longest: int) -> int:
         """The token budget of rows of which the longest has so many tokens, where memory has room for `most`."""
@@ -157,13 +160,20 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def step(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        loss_fn: LossFn[Output],
+        *,
+        confirm: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """One AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
 
         Args:
             loss_fn: from what `head` reads to the micro-batch's share of the loss, a scalar to call backward on,
                 and sums to keep as statistics, detached scalars. Called once per micro-batch, in order.
+            confirm: called when all ranks know that the gradient is finite, before any weight moves. If it raises,
+                which it must on every rank or on none, weights and optimizer state are as before.
 
         Raises:
             NonFiniteGradient: the gradient is not finite; weights and optimizer state are as before.
@@ -193,10 +203,20 @@ class TrainEngine(ABC):
         return self.full_tensors()
 
     @abstractmethod
-    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    def export(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> str:
         """Write a Hugging Face directory and return its sha256, as `services.models.tensors_sha256`.
 
-        The directory appears whole or not at all, and replaces one of the same name.
+        Weights that learn are exported as the optimizer has them, not as copies in a coarser type that are computed
+        with. So the same weights have the same sha256 whatever the engine. The directory appears whole or not at all,
+        and replaces one of the same name.
+
+        Args:
+            dtype: of all floating-point tensors; default the type that the engine keeps each of them in.
 
         Raises:
             OSError: it could not be written (rank 0; `agreement.PeerRankFailed` on the others).
@@ -227,9 +247,33 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def check_onloaded(self) -> None:
+        """Raises EngineOffloaded between `offload` and `onload`."""
+
+    @abstractmethod
+    def start_over(self) -> None:
+        """Go back to the weights of the model directory, an optimizer without moments and the first learning rate, bit
+        for bit as a new engine has them; an offloaded engine comes back to the device. If any rank fails, every
+        rank keeps its weights and optimizer state.
+
+        Raises:
+            ValueError: the directory can no longer be read (`agreement.PeerRankFailed` on ranks that could).
+        """
+
+    @abstractmethod
     def offload(self) -> int:
-        """Move weights and optimizer state to host memory; returns the bytes moved, 0 where they are there."""
+        """Move weights and optimizer state to host memory; returns the bytes moved, 0 where they are there.
+
+        Raises:
+            RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still on
+                the device, on every rank.
+        """
 
     @abstractmethod
     def onload(self) -> int:
-        """Bring them back to the device; returns the bytes moved."""
+        """Bring them back to the device; returns the bytes moved.
+
+        Raises:
+            RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in
+                host memory, on every rank, and can be brought back later.
+        """

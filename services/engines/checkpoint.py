@@ -8,7 +8,7 @@ boxes of a tensor names the further ones NAME#1, NAME#2 and so on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from services.engines.publish import settle, sync
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -61,6 +63,7 @@ def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> Non
         save_file(tensors, path, metadata={_BOXES: boxes})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+    sync(path)  # by the rank that wrote it: on a shared file system the others could not
 
 
 def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
@@ -76,6 +79,7 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
         FileNotFoundError: there is no checkpoint in the directory.
         ValueError: it has a format that is not ours.
     """
+    settle(directory)
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
@@ -85,8 +89,16 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
     return manifest["num_ranks"], manifest["scalars"]
 
 
-def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) -> None:
+def read_shards(
+    directory: Path,
+    num_ranks: int,
+    shards: Mapping[str, Shard],
+    progressed: Callable[[], None] = lambda: None,
+) -> None:
     """Fill `shards` from whatever parts of the checkpoint overlap them.
+
+    Args:
+        progressed: called after each box.
 
     Raises:
         FileNotFoundError: the file of a rank is missing.
@@ -106,6 +118,7 @@ def read_shards(directory: Path, num_ranks: int, shards: Mapping[str, Shard]) ->
                             f"checkpoint holds {name} as {whole}, expected {[*shards[name].whole]}"
                         )
                     missing[name] -= _copy_overlap(shards[name], file.get_slice(stored_name), offsets, name)
+                    progressed()
         except SafetensorError as error:
             raise ValueError(f"checkpoint file {path} is damaged: {error}") from error
     incomplete = sorted(name for name, numel in missing.items() if numel)

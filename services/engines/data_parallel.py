@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from services.engines.agreement import new_directory
+from services.engines.agreement import RunToEnd, all_or_none, new_directory
 from services.engines.base import LossFn, OptimizerOptions
-from services.engines.heads import Head, unread
+from services.engines.heads import Head, no_loss, unread
 from services.engines.loading import Model, repeated_names
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.sharded import ShardedEngine
 from services.engines.tally import Tally
-from services.engines.weights import write_weights
+from services.engines.weights import cast, write_weights
 from services.models import stored_as_computed, tensors_sha256, write_config, write_model
 
 Output = TypeVar("Output")
@@ -71,8 +71,14 @@ class DataParallelEngine(ShardedEngine):
         """Leave in `.grad` of what is kept what backward passes have added up."""
 
     @abstractmethod
-    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, whole on every rank, one at a time. Collective."""
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model, whole on every rank, one at a time. Collective.
+
+        Args:
+            dtype: of floating-point tensors; default their own.
+        """
 
     @torch.no_grad()
     def infer(
@@ -83,11 +89,12 @@ class DataParallelEngine(ShardedEngine):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
-        self._check_onloaded()
+        self.check_onloaded()
         outputs = []
         with self._computing():
             for micro_batch in self._evened(micro_batches):
                 self._stop_together(should_stop())
+                self.progressed()
                 if micro_batch.is_blank:
                     self._run_along(micro_batch)
                 else:
@@ -97,22 +104,25 @@ class DataParallelEngine(ShardedEngine):
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        self._check_onloaded()
+        self.check_onloaded()
         yield from self._gather(self._tensors())
 
-    def export(self, directory: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-        self._check_onloaded()
+    def export(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        self.check_onloaded()
         repeated = repeated_names(self._model)
         tensors = {name: x for name, x in self._tensors().items() if name not in repeated}
         write_companions = self._gather_companions()
         sha256 = ""
-        with new_directory(directory, self.device) as partial:
+        gathered = RunToEnd(self._gather(tensors, dtype), self.progressed)
+        with new_directory(directory, self.device, self.progressed, gathered) as partial:
             if self.data_rank == 0:
-                sha256 = self._write(partial, tensors, tokenizer)
+                sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
                 write_companions(partial)
-            else:
-                for _ in self._gather(tensors):
-                    pass
         return self._from_rank_0(sha256)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -128,17 +138,26 @@ class DataParallelEngine(ShardedEngine):
         return lambda directory: None
 
     def _write(
-        self, directory: Path, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase | None
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        gathered: Iterator[tuple[str, Tensor]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        dtype: torch.dtype | None,
     ) -> str:
-        """Gather tensors and write them as a Hugging Face directory, file by file; returns their sha256."""
-        if not stored_as_computed(self._model):
+        """Write tensors, as they are gathered, as a Hugging Face directory, file by file; returns their sha256."""
+        if stored_as_computed(self._model):
+            sizes = {
+                name: math.prod(self._shape(name, x)) * cast(x.new_empty(0), dtype).element_size()
+                for name, x in tensors.items()
+            }
+            sha256 = write_weights(directory, sizes, gathered)
+        else:
             # transformers converts these tensors, and wants all of them for it.
-            weights = {name: x.to("cpu", copy=True) for name, x in self._gather(tensors)}
-            write_model(self._model, weights, directory, tokenizer)
-            return tensors_sha256(weights.items())
-        sizes = {name: math.prod(self._shape(name, x)) * x.element_size() for name, x in tensors.items()}
-        sha256 = write_weights(directory, sizes, self._gather(tensors))
-        write_config(self._model, directory, tokenizer)
+            weights = {name: x.to("cpu", copy=True) for name, x in gathered}
+            write_model(self._model, weights, directory)
+            sha256 = tensors_sha256(weights.items())
+        write_config(self._model, directory, tokenizer, dtype)
         return sha256
 
     def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -154,13 +173,23 @@ class DataParallelEngine(ShardedEngine):
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
         tally, evened = Tally(self.device), self._evened(micro_batches)
+        failures: list[Exception] = []
         with self._computing():
             for micro_batch in evened:
+                self.progressed()
                 if micro_batch.is_blank:
                     loss, counts = self._run_along(micro_batch) * 0, {}
                 else:
-                    loss, counts = loss_fn(self._read(micro_batch, head), micro_batch)
+                    output = self._read(micro_batch, head)
+                    try:
+                        loss, counts = loss_fn(output, micro_batch)
+                    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait for this backward pass
+                        failures.append(error)
+                        loss, counts = no_loss(output), {}
                 self._backward(loss, is_last=micro_batch is evened[-1])
                 tally.add(loss, counts)
+        with all_or_none("the loss", self.device):
+            for error in failures:
+                raise error
         self._hand_over_gradients()
         return tally.over_ranks()

@@ -20,12 +20,13 @@ from services.engines.base import OptimizerOptions
 from services.engines.checkpoint import Shard
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.heads import Head, unread
-from services.engines.loading import give_memory, read_parts
+from services.engines.loading import Load, give_memory, read_first_values, read_parts
 from services.engines.logits import DeferredLogits, OutputLayer
 from services.engines.microbatch import MicroBatch, blank
 from services.engines.packing import ATTENTION, finish_what_is_read
 from services.engines.recompute import recompute_in_backward
 from services.engines.stage import FAMILIES
+from services.engines.weights import cast
 from services.linear import Linear
 from services.models import ValueModel
 
@@ -45,6 +46,7 @@ class FSDPEngine(DataParallelEngine):
             than a few blocks whole. False keeps them from forward to backward: more memory, less communication.
         activation_checkpointing: compute each block again in the backward pass, and keep its input alone.
         directory: where a model on the meta device has its weights; each rank reads the parts it keeps.
+        load: what loaded the model from the directory; `start_over` needs both.
 
     Raises:
         ValueError: the directory lacks some weights, or has them in other shapes.
@@ -60,7 +62,9 @@ class FSDPEngine(DataParallelEngine):
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
         directory: Path | None = None,
+        load: Load | None = None,
     ) -> None:
+        self._directory, self._load, self._dtype = directory, load, next(model.parameters()).dtype
         self.packs = _know_packed_rows(model)
         self._reader = _Reader(model)
         if activation_checkpointing:
@@ -96,6 +100,11 @@ class FSDPEngine(DataParallelEngine):
             assert directory is not None, "a model on the meta device has its weights in files"
             read_parts(directory, empty.items())
 
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        if self._directory is None or self._load is None:
+            raise RuntimeError("this engine was made of a model in memory, which it cannot load again")
+        read_first_values(self._load, self._directory, self._dtype, weights.items())
+
     @contextmanager
     def _computing(self) -> Iterator[None]:
         try:
@@ -112,9 +121,11 @@ class FSDPEngine(DataParallelEngine):
             gradient, shard = self._parameters[name].grad, self._kept[name]
             shard.grad = local_part(gradient) if gradient is not None else torch.zeros_like(shard)
 
-    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
-            yield name, whole(tensor)
+            yield name, cast(whole(tensor), dtype)
 
     def _shard(self, name: str, kept: Tensor) -> Shard:
         return _box(kept, self._parameters[name])

@@ -75,6 +75,27 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, Shard]]) -> None:
             reader.fill(name, shard)
 
 
+@torch.no_grad()
+def read_first_values(
+    load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, Shard]]
+) -> None:
+    """Fills boxes of a model's parameters, with their names, with the values that `load_to_share` and `read_parts` give
+    them together: parameters that the files lack, such as a new head, and whole models come from `load`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load` and `read_parts`.
+    """
+    model = load_to_share(load, directory, dtype)
+    given = {name: x for name, x in model.named_parameters() if not x.is_meta}
+    in_files = []
+    for name, shard in shards:
+        if name in given:
+            shard.tensor.copy_(given[name][shard.box])
+        else:
+            in_files.append((name, shard))
+    read_parts(directory, in_files)
+
+
 def repeated_names(model: nn.Module) -> set[str]:
     """Names under which a weight appears again: a checkpoint holds it once, under its first name."""
     first = {name for name, _ in model.named_parameters()}

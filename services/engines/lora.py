@@ -23,6 +23,7 @@ from services.engines.agreement import all_or_none
 from services.engines.base import OptimizerOptions
 from services.engines.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
 from services.engines.fsdp import FSDPEngine, whole
+from services.engines.weights import cast
 
 ADAPTER_DIRECTORY = "adapter"
 """Of an export: what peft loads, beside the merged model."""
@@ -54,7 +55,8 @@ class LoRAEngine(FSDPEngine):
 
     Adapters, their gradients and moments are float32, or of the model's own dtype, if that is finer; so the model may
     be in the dtype that it is computed in. Snapshots and checkpoints are of adapters and moments alone. Exports and
-    `full_tensors` are of the merged model, in its own dtype, and a hash of an export is that of the merged weights.
+    `full_tensors` are of the merged model, by default in its own dtype, and a hash of an export is that of
+    the merged weights.
 
     Args:
         model: as of `FSDPEngine`; adapters are put into it.
@@ -122,6 +124,11 @@ class LoRAEngine(FSDPEngine):
             part.tensor.copy_(first[part.box])
         super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
 
+    @torch.no_grad()
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        for name, first in _first_values(self._layers, self._adapters):
+            weights[name].tensor.copy_(first[weights[name].box])
+
     def _tensors(self) -> dict[str, Tensor]:
         """Without adapters, under the names that the checkpoint has."""
         learned = set(self._trained_names)
@@ -129,10 +136,12 @@ class LoRAEngine(FSDPEngine):
             sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
         )
 
-    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, weight in super()._gather(tensors):
             layer = self._layers.get(name.removesuffix(".weight"))
-            yield name, weight if layer is None else _merged(weight, layer)
+            yield name, cast(weight, dtype) if layer is None else _merged(weight, layer, dtype)
 
     def _state(self) -> dict[str, Tensor]:
         """Without what never changes."""
@@ -208,10 +217,10 @@ def _config(options: AdapterOptions) -> LoraConfig:
     )
 
 
-def _merged(weight: Tensor, layer: Linear) -> Tensor:
-    """W + alpha / rank * B A, rounded once to the dtype of W [out, in]."""
+def _merged(weight: Tensor, layer: Linear, dtype: torch.dtype | None) -> Tensor:
+    """W + alpha / rank * B A, rounded once to `dtype`, by default that of W [out, in]."""
     a, b = (whole(each.get_parameter(f"{_NAME}.weight")) for each in (layer.lora_A, layer.lora_B))
-    return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(weight.dtype)
+    return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(dtype or weight.dtype)
 
 
 def _plain_name(name: str) -> str:

@@ -1,8 +1,12 @@
-"""Move the memory under tensors to the host and back, while the tensors and all views of them stay what they are."""
+"""Move the memory under tensors to the host and back, while the tensors and all views of them stay what they are.
+
+Memory may run out at any allocation. So each direction first allocates everything, then copies everything, and frees
+the source last: what fails before that leaves the tensors, or their copies, as they were.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,30 +15,54 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Parked:
-    """A storage that was emptied, and its bytes in host memory."""
+    """A storage, and a copy of its bytes in host memory."""
 
     storage: torch.UntypedStorage
     host: torch.UntypedStorage
 
 
-def park(tensors: Iterable[Tensor]) -> list[Parked]:
-    """Copy the storages of tensors to the host and free them; until `unpark` nothing may read the tensors."""
+def copy_to_host(tensors: Iterable[Tensor]) -> list[Parked]:
+    """Copy the storages of tensors, each once, to the host. The tensors keep theirs until `free`.
+
+    Raises:
+        RuntimeError: memory ran out.
+    """
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-    parked = []
-    for storage in storages.values():
-        host = torch.UntypedStorage(storage.nbytes())
-        host.copy_(storage)
-        storage.resize_(0)
-        parked.append(Parked(storage, host))
+    parked = [Parked(storage, _allocate(storage.nbytes())) for storage in storages.values()]
+    for item in parked:
+        item.host.copy_(item.storage)
     return parked
 
 
-def unpark(parked: Iterable[Parked]) -> None:
-    """Give the tensors their memory back, with the same bits."""
+def free(parked: Iterable[Parked]) -> None:
+    """Free the storages; until `bring_back` nothing may read the tensors."""
     for item in parked:
-        item.storage.resize_(item.host.nbytes())
-        item.storage.copy_(item.host)
+        item.storage.resize_(0)
+
+
+def bring_back(parked: Sequence[Parked]) -> None:
+    """Give the tensors their memory back, with the same bits. The copies in host memory stay.
+
+    Raises:
+        RuntimeError: memory ran out; the storages are free as before.
+    """
+    try:
+        for item in parked:
+            _grow(item.storage, item.host.nbytes())
+        for item in parked:
+            item.storage.copy_(item.host)
+    except BaseException:
+        free(parked)
+        raise
 
 
 def num_bytes(parked: Iterable[Parked]) -> int:
     return sum(item.host.nbytes() for item in parked)
+
+
+def _allocate(num_bytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(num_bytes)
+
+
+def _grow(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    storage.resize_(num_bytes)

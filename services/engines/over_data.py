@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ class OverData(ABC):
         """Of this rank's part of a tensor, with which what is kept begins."""
 
     @abstractmethod
-    def parts(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's parts of tensors, whole, of some that lie as what is kept. To read one is collective."""
+    def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """This rank's parts of tensors, whole and in a type not finer than theirs, of some that lie as what is kept. To
+        read one is collective."""
 
     @abstractmethod
     def num_passes(self, count: int) -> int:
@@ -89,7 +91,7 @@ class ReplicatedOverData(OverData):
     def first_row(self, name: str) -> int:
         return 0
 
-    def parts(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         return kept
 
     def num_passes(self, count: int) -> int:
@@ -129,7 +131,7 @@ class ShardedOverData(OverData):
 
     def __init__(self, stage: ModelStage, groups: MeshGroups, kept_dtype: torch.dtype) -> None:
         self._layouts, self._group = stage.layouts, groups.data
-        self._device, self._dtype = stage.device, stage.dtype
+        self._device = stage.device
         # Still without memory, in the type of the shards: no rank ever has more than those.
         stage.allocate(
             lambda name: torch.empty(stage.layouts[name].kept_shape, dtype=kept_dtype, device="meta")
@@ -162,8 +164,8 @@ class ShardedOverData(OverData):
     def first_row(self, name: str) -> int:
         return min(self._group.rank() * self._rows_each(name), self._layouts[name].kept_shape[0])
 
-    def parts(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return _Gathered(kept, self._gather)
+    def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return _Gathered(kept, partial(self._gather, dtype))
 
     def num_passes(self, count: int) -> int:
         most = torch.tensor(count, device=self._device)
@@ -194,9 +196,9 @@ class ShardedOverData(OverData):
         """Of a tensor's part, on every data rank but the last that have any."""
         return -(-self._layouts[name].kept_shape[0] // self._group.size())
 
-    def _gather(self, name: str, local: Tensor) -> Tensor:
+    def _gather(self, dtype: torch.dtype, name: str, local: Tensor) -> Tensor:
         num_rows, *rest = self._layouts[name].kept_shape
-        own = torch.zeros((self._rows_each(name), *rest), dtype=self._dtype, device=self._device)
+        own = torch.zeros((self._rows_each(name), *rest), dtype=dtype, device=self._device)
         own[: len(local)] = local
         gathered = own.new_empty((len(own) * self._group.size(), *rest))
         dist.all_gather(list(gathered.chunk(self._group.size())), own, group=self._group)

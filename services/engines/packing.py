@@ -42,7 +42,7 @@ class Places:
         lengths: of the sequences, each at least 1, [S] int64.
         owners: whose beginning each begins with, [S] int64: its own, or that of one before it that has its own.
         common: tokens it has in common with its owner, [S] int64; 0 where it is its own.
-        starts: where the tokens begin that are its own, [S] int64.
+        starts: where the tokens begin that are its own, [S] int64; the end of the row where none are left.
     """
 
     lengths: np.ndarray
@@ -72,7 +72,7 @@ class Group:
     """S neighbouring sequences of a row, side by side.
 
     Args:
-        positions_ST: where each of their tokens lies in the row; anywhere in the padding.
+        positions_ST: where each of their tokens lies in the row; in the padding, where the first one does.
         own_N: which cells of [S, T], in order, are tokens that are no other sequence's already.
     """
 
@@ -222,7 +222,9 @@ def _group(places: Places, run: slice) -> Group:
     longest = int(places.lengths[run].max())
     tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)
     is_real_ST = tokens_T < places.lengths[sequences_S1]
-    positions_ST = np.where(is_real_ST, places.cells(sequences_S1, tokens_T), places.starts[run.start])
+    # Padding reads the first token of its sequence. The place of a sequence's own tokens would not do: one that has
+    # none, because all it reads is in common, may begin where the row ends.
+    positions_ST = places.cells(sequences_S1, np.where(is_real_ST, tokens_T, 0))
     is_own_ST = is_real_ST & (tokens_T >= places.common[sequences_S1])
     return Group(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_own_ST)))
 

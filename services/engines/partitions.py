@@ -32,9 +32,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
 from services.engines.flat import Piece, cut_each, cut_together
-from services.engines.loading import Model, give_memory, load_to_share
-from services.linear import Linear, is_faster, linear, speed_up
-from services.models import ValueModel, load_causal_lm, load_value_model
+from services.engines.loading import Load, Model, give_memory, load_to_share
+from services.linear import Linear, linear, speed_up, uses_onednn
+from services.models import ValueModel
 
 BUCKET_NUMEL = 1 << 24
 """Most gradient elements that are reduced at a time, and weights gathered, where a single tensor is not larger."""
@@ -315,7 +315,7 @@ class FrozenStage3(Partitions):
 
 
 def load(
-    directory: Path, stage: int, device: torch.device, dtype: torch.dtype, *, with_value_head: bool
+    load_model: Load, directory: Path, stage: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Model, dict[str, Tensor]]:
     """A model of a Hugging Face directory, with memory for all its weights at stages 1 and 2, at stage 3 for a rank's
     parts, and for one whole weight meanwhile.
@@ -327,7 +327,7 @@ def load(
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
-    model = load_to_share(load_value_model if with_value_head else load_causal_lm, directory, dtype)
+    model = load_to_share(load_model, directory, dtype)
     if stage < 3:
         empty = dict(give_memory(model, device))
         nn.Module.to(model, device)
@@ -351,7 +351,7 @@ class _GatheredLinear(Linear):
     torch's own keeps what was gathered for the forward pass: all weights of the model, in the end."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_faster(input, self.weight):
+        if uses_onednn(input, self.weight):
             return linear(input, self.weight, self.bias)
         return zero3_linear_wrap(input, self.weight, self.bias)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,13 +35,16 @@ from services.engines.checkpoint import (
 )
 from services.engines.heads import Head
 from services.engines.microbatch import MicroBatch
-from services.engines.offload import Parked, num_bytes, park, unpark
+from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
+from services.ranks import known_to_all
 
 Output = TypeVar("Output")
 
 NUM_STEPS = "engine.num_steps"
 """Scalar of a checkpoint: optimizer steps done."""
 _SHA256_BYTES = 32
+_HOST = torch.device("cpu")
+"""Where ranks agree on what may have failed for want of device memory."""
 
 
 class ShardedEngine(TrainEngine):
@@ -67,6 +70,7 @@ class ShardedEngine(TrainEngine):
         self._options = optimizer
         self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
         self._num_steps = 0
+        self._has_first_values = True
         self._parked: list[Parked] = []
 
     @abstractmethod
@@ -79,6 +83,14 @@ class ShardedEngine(TrainEngine):
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> Shard:
         """What is kept of a weight, or a tensor that lies like it, as a box of the checkpoint's tensor."""
+
+    @abstractmethod
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        """Fill boxes of weights that this rank keeps, by name, with the values that a new engine has. Not collective.
+
+        Raises:
+            ValueError: the model directory can no longer be read.
+        """
 
     def _take_step(self, lr: float) -> None:
         """Move what is kept along the gradient in its `.grad`."""
@@ -94,66 +106,109 @@ class ShardedEngine(TrainEngine):
         """What is kept has new values: copies of it are to follow."""
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        loss_fn: LossFn[Output],
+        *,
+        confirm: Callable[[], None] = lambda: None,
     ) -> StepResult:
         if self._adamw is None or self._options is None:
             raise RuntimeError("this engine has no optimizer: its model is not trained")
-        self._check_onloaded()
+        self.check_onloaded()
         try:
             with _deterministic(self.device):
                 loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
             grad_norm = self._clip_gradients(self._options.max_grad_norm)
             lr = self._options.lr_at(self._num_steps)
+            result = StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
+            confirm()
+            # From here on nothing allocates, waits for other ranks or reads what others may change.
+            self._has_first_values = False
             self._take_step(lr)
             self._weights_changed()
             self._num_steps += 1
-            return StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
+            return result
         finally:
             self._drop_gradients()
 
     def snapshot(self) -> Snapshot:
-        self._check_onloaded()
+        self.check_onloaded()
         return Snapshot(self._num_steps, {name: _in_host_memory(x) for name, x in self._state().items()})
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        self._check_onloaded()
+        self.check_onloaded()
+        self._has_first_values = False
         for name, x in self._state().items():
             x.copy_(snapshot.tensors[name])
         self._weights_changed()
         self._set_num_steps(snapshot.num_steps)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
-        self._check_onloaded()
+        self.check_onloaded()
         own = {name: x for name, x in self._state().items() if self._counts(_weight_name(name))}
-        with new_directory(directory, self.device) as partial:
+        with new_directory(directory, self.device, self.progressed) as partial:
             write_shards(partial, dist.get_rank(), self._shards(own))
+            self.progressed()
             if dist.get_rank() == 0:
                 write_manifest(partial, dist.get_world_size(), {**scalars, NUM_STEPS: self._num_steps})
 
     def load(self, directory: Path) -> Scalars:
-        self._check_onloaded()
+        self.check_onloaded()
         with all_or_none(f"reading {directory}", self.device):
             num_ranks, scalars = read_manifest(directory)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
-            read_shards(directory, num_ranks, self._shards(tensors))
+            read_shards(directory, num_ranks, self._shards(tensors), self.progressed)
             loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
         self.restore(loaded)
         return {name: value for name, value in scalars.items() if name != NUM_STEPS}
 
+    def start_over(self) -> None:
+        self.onload()
+        if not self._most(not self._has_first_values):
+            return
+        with all_or_none("reading the weights of the model directory", self.device):
+            # Moments are zero: one element each, read as many times as they have elements.
+            state = {name: x.new_zeros((), device="cpu").expand(x.shape) for name, x in self._state().items()}
+            weights = {
+                name: torch.zeros_like(x, device="cpu")
+                for name, x in self._state().items()
+                if name.startswith("weight.")
+            }
+            self._read_first_values({_weight_name(name): x for name, x in self._shards(weights).items()})
+        self.restore(Snapshot(0, state | weights))
+        self._has_first_values = True
+
     def offload(self) -> int:
-        if self.device.type == "cpu" or self._parked:
-            return 0
-        self._parked = park(self._resident())
-        torch.cuda.empty_cache()
-        return num_bytes(self._parked)
+        return 0 if self.device.type == "cpu" else self._leave_device()
 
     def onload(self) -> int:
-        parked, self._parked = self._parked, []
-        unpark(parked)
+        if not self._parked:
+            return 0
+        moved_bytes = num_bytes(self._parked)
+        try:
+            with all_or_none("bringing the engine back to the device", _HOST):
+                bring_back(self._parked)
+        except BaseException:
+            free(self._parked)
+            torch.cuda.empty_cache()
+            raise
+        self._parked = []
+        return moved_bytes
+
+    def _leave_device(self) -> int:
+        """As `offload`, whatever the device."""
+        if self._parked:
+            return 0
+        with all_or_none("copying the engine to host memory", _HOST):
+            parked = copy_to_host(self._resident())
+        free(parked)
+        self._parked = parked
+        torch.cuda.empty_cache()
         return num_bytes(parked)
 
-    def _check_onloaded(self) -> None:
+    def check_onloaded(self) -> None:
         if self._parked:
             raise EngineOffloaded("the engine is offloaded; bring it back first")
 
@@ -162,7 +217,7 @@ class ShardedEngine(TrainEngine):
         stopping = torch.tensor(stop, dtype=torch.int64, device=self.device)
         dist.all_reduce(stopping)
         if stopping:
-            raise InferenceStopped("inference was stopped between micro-batches")
+            raise known_to_all(InferenceStopped("inference was stopped between micro-batches"))
 
     def _most(self, count: int) -> int:
         """The largest count of any rank."""
@@ -196,7 +251,9 @@ class ShardedEngine(TrainEngine):
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         if not norm < float("inf"):
-            raise NonFiniteGradient(f"gradient norm is {norm} at optimizer step {self._num_steps}")
+            raise known_to_all(
+                NonFiniteGradient(f"gradient norm is {norm} at optimizer step {self._num_steps}")
+            )
         if norm > max_norm:
             for gradient in gradients.values():
                 gradient.mul_(max_norm / norm)

@@ -19,7 +19,6 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf import meshes
-from services.elementwise import speed_up_elementwise
 from services.engines.checkpoint import Shard
 from services.engines.groups import MeshGroups
 from services.engines.heads import Head
@@ -35,7 +34,8 @@ from services.engines.tensor_parallel import (
     fan_out_input,
 )
 from services.engines.weights import WeightsReader
-from services.models import ValueModel
+from services.models import ValueModel, save_config
+from services.norms import speed_up_norms
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose transformer is an embedding, equal layers and a norm, and nothing between. Others may scale what
@@ -97,7 +97,7 @@ class ModelStage:
         mesh = groups.mesh
         meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
         whole, backbone = _on_meta(directory, dtype, with_value_head)
-        speed_up_elementwise(backbone)
+        speed_up_norms(backbone)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]
         self.config.dtype = dtype
         self._generation_config = _generation_config(directory) if not with_value_head else None
@@ -170,13 +170,13 @@ class ModelStage:
         """What this rank keeps of a tensor as a box of the checkpoint's; as `Layout.shard`."""
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
-    def write_config(self, directory: Path) -> None:
-        """Write what a Hugging Face directory has beside weights and tokenizer.
+    def write_config(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write what a Hugging Face directory with weights in `dtype` has beside weights and tokenizer.
 
         Raises:
             OSError: A file could not be written.
         """
-        self.config.save_pretrained(directory)
+        save_config(self.config, directory, dtype)
         if self._generation_config is not None:
             self._generation_config.save_pretrained(directory)
 

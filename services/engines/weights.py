@@ -92,6 +92,11 @@ class WeightsReader:
             yield from ((_VALUE_HEAD + key, head.get_slice(key)) for key in head.keys())  # noqa: SIM118
 
 
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A floating-point tensor in `dtype`; any other, and where there is none, as it is."""
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
 class WeightsWriter:
     """Writes tensors, given one at a time, as the safetensors files of a Hugging Face directory.
 
@@ -139,27 +144,19 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
 
     Args:
         sizes: As of `WeightsWriter`.
-        gathered: The tensors, in that order. It is run to its end whatever fails: other ranks gather along.
+        gathered: The tensors, in that order.
 
     Raises:
         OSError: A file could not be written.
     """
     writer = WeightsWriter(directory, sizes, MAX_FILE_BYTES)
-    failure: OSError | None = None
 
     def written() -> Iterator[tuple[str, Tensor]]:
-        nonlocal failure
         for name, whole in gathered:
-            try:
-                if failure is None:
-                    writer.add(name, whole)
-            except OSError as error:
-                failure = error
+            writer.add(name, whole)
             yield name, whole
 
     sha256 = tensors_sha256(written())
-    if failure is not None:
-        raise failure
     writer.finish()
     return sha256
 

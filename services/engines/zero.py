@@ -20,11 +20,13 @@ from services.engines.checkpoint import PART, Shard
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.flat import boxes
 from services.engines.heads import Head
-from services.engines.loading import Model, read_parts
+from services.engines.loading import Model, read_first_values, read_parts
 from services.engines.microbatch import MicroBatch
 from services.engines.modules import Pass, nothing
 from services.engines.partitions import Partitions, TrainedPartitions
-from services.models import ValueModel
+from services.engines.weights import cast
+from services.models import ValueModel, load_causal_lm, load_value_model
+from services.ranks import known_to_all
 
 Output = TypeVar("Output")
 
@@ -49,6 +51,9 @@ class ZeROEngine(DataParallelEngine):
         ValueError: The directory holds another kind of model, or not all of its weights.
     """
 
+    step_is_atomic = False
+    """DeepSpeed allocates, and gathers weights from all ranks, after it has moved them."""
+
     def __init__(
         self,
         directory: Path,
@@ -64,7 +69,9 @@ class ZeROEngine(DataParallelEngine):
         partitions.prepare()
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
-        model, empty = partitions.load(directory, stage, device, dtype, with_value_head=with_value_head)
+        self._directory, self._dtype = directory, dtype
+        self._load = load_value_model if with_value_head else load_causal_lm
+        model, empty = partitions.load(self._load, directory, stage, device, dtype)
         self._pass = Pass(model, compute_dtype)
         self.config = (model.backbone if isinstance(model, ValueModel) else model).config
         self._partitions = self._share_out(model, stage, optimizer, offloads)
@@ -93,6 +100,10 @@ class ZeROEngine(DataParallelEngine):
         read_parts(directory, [*parts, *wholes])
         self._is_published = has_all
         self._publish()
+
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        boxes_by_name = ((self._boxes[key][0], shard) for key, shard in weights.items())
+        read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
 
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)
@@ -132,14 +143,16 @@ class ZeROEngine(DataParallelEngine):
             self._kept[name].grad = gradient
 
     @torch.no_grad()
-    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self._publish()
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
-                yield name, tensor
+                yield name, cast(tensor, dtype)
                 continue
             with self._partitions.whole(tensor) as whole:
-                yield name, whole
+                yield name, cast(whole, dtype)
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self._partitions.shapes.get(name, tuple(tensor.shape))
@@ -167,7 +180,9 @@ class ZeROEngine(DataParallelEngine):
         zero.set_lr(lr)
         zero.step()
         if zero.overflow:
-            raise NonFiniteGradient(f"DeepSpeed finds the gradient not finite at step {self._num_steps}")
+            raise known_to_all(
+                NonFiniteGradient(f"DeepSpeed finds the gradient not finite at step {self._num_steps}")
+            )
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()

@@ -1,4 +1,4 @@
-"""Serves the reference role: `torchrun --nproc-per-node RANKS -m services.reference --config CONFIG`."""
+"""Serves the reference role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.reference ...`."""
 
 from rlhf.polling import serve_from_one_thread
 

@@ -1,4 +1,4 @@
-"""Serves the reward role: `torchrun --nproc-per-node RANKS -m services.reward --config CONFIG`."""
+"""Serves the reward role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.reward ...`."""
 
 from rlhf.polling import serve_from_one_thread
 

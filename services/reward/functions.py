@@ -9,12 +9,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from google.protobuf import json_format
-
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2
-from services.reward import verifiers
-from services.reward.scorer import row_score
+from services.reward import mathematics, verifiers
+from services.reward.scorer import GaveUp, metadata_of, row_score
 
 RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[float]]
 """(prompt, response, ground truth, metadata) to a score of the response, or one per response token."""
@@ -30,8 +28,10 @@ BUILT_IN: dict[str, RewardFunction] = {
     "format": verifiers.form,
     "gsm8k": verifiers.gsm8k,
     "length": verifiers.length,
-    "math": verifiers.math,
+    "math": mathematics.math,
 }
+for _function in BUILT_IN.values():
+    _function.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
 
 
 def find_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
@@ -65,9 +65,24 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Reward
     return adapted
 
 
-def needs_process(name: str) -> bool:
-    """Whether a function asks to be run where it can be killed, because it may never end."""
-    return bool(getattr(_find(name), "needs_process", False))
+def truth_reader(name: str) -> Callable[[str], object] | None:
+    """How a verifier reads a ground truth, which it states by an attribute `read_truth`; None for other functions.
+
+    A verifier runs in processes of its own, since it may never end. There it reads the ground truth first, and fails
+    where that cannot be read; from then on what goes wrong is the response's doing, and the response is wrong.
+    """
+    return getattr(_find(name), "read_truth", None)
+
+
+def warm_up(name: str) -> None:
+    """Imports what a built-in function needs, ahead of its first call."""
+    getattr(BUILT_IN.get(name), "warm_up", lambda: None)()
+
+
+def score_range(name: str) -> tuple[float, float] | None:
+    """Lowest and highest score a function gives, which it states by an attribute `score_range`; None where it has
+    none."""
+    return getattr(_find(name), "score_range", None)
 
 
 def required_module(name: str) -> str:
@@ -75,14 +90,19 @@ def required_module(name: str) -> str:
     return getattr(_find(name), "required_module", "")
 
 
-def score_row(name: str, function: RewardFunction, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
-    """The verdict of a function on a row; whatever it raises becomes the row's error."""
-    metadata = json_format.MessageToDict(row.metadata)
+def score_row(
+    name: str, function: RewardFunction, row: reward_pb2.TextRow
+) -> tuple[reward_pb2.RowScore, str]:
+    """The score of a row, and why the function gave up on its response: empty where it did not. Whatever else the
+    function raises becomes the row's error."""
     try:
-        verdict = function(row.prompt, row.response, row.ground_truth, metadata)
+        return row_score(function(row.prompt, row.response, row.ground_truth, metadata_of(row))), ""
+    except GaveUp as cause:
+        return reward_pb2.RowScore(score=0.0), str(cause)
+    except InvalidRequest as error:
+        return reward_pb2.RowScore(error=str(error)), ""
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the row carries it
-        return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}")
-    return row_score(verdict)
+        return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}"), ""
 
 
 def is_verl(function: Callable[..., Any]) -> bool:

@@ -47,6 +47,7 @@ class JudgeScorer(Scorer):
         # At its usual level it would log every request.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._table = table
+        self.score_range = (table.lowest, table.highest)
         self._headers = _authorization(table.api_key_variable)
         self._loop = asyncio.new_event_loop()
         self._client: httpx.AsyncClient | None = None

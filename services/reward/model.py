@@ -13,10 +13,12 @@ from nccl_transfer.columns import Jagged
 from rlhf.config import ModelTable, RewardTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
+from services import matmul
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn
 from services.engines.microbatch import MicroBatch, cut, pad
 from services.minibatch import deal
-from services.model_worker import MiniBatch, ModelWorker
+from services.model_worker import MiniBatch, ModelWorker, rank_device
 from services.models import SequenceScorer, load_classifier, vocabulary_hash
 from services.ranks import Ranks
 from services.reward.losses import LOSSES, bradley_terry_loss, cost_loss
@@ -35,13 +37,19 @@ class ModelScorer(Scorer):
         if table.model is None:
             raise ConfigError("model: a reward of kind model needs the directory of one")
         torch.set_num_threads(table.threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        budget = table.micro_batch_tokens
+        if table.matmul != "auto":
+            matmul.use(table.matmul)
         try:
-            self._scorer = SequenceScorer(table.model, token_budget=budget, device=device, load=load)
+            self._scorer = SequenceScorer(
+                table.model,
+                token_budget=table.micro_batch_tokens,
+                dtype=getattr(torch, table.dtype),
+                device=rank_device(),
+                load=load,
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
-        self.load_weights = self._scorer.load_weights
+        self.stage_weights, self.load_weights = self._scorer.stage_weights, self._scorer.load_weights
         if table.input == "tensor":
             self.input_form = worker_pb2.INPUT_FORM_TENSOR
             self.vocabulary_hash = vocabulary_hash(self._scorer.tokenizer)
@@ -52,35 +60,44 @@ class ModelScorer(Scorer):
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         if self.input_form == worker_pb2.INPUT_FORM_TENSOR:
             return super().score_texts(rows, call)
-        return self._scores(
-            lambda: self._scorer.score_texts([row.prompt + row.response for row in rows]), len(rows)
-        )
+        texts = [row.prompt + row.response for row in rows]
+        return self._scores(self._scorer.tokenizer(texts)["input_ids"] if texts else [])
 
     def score_tokens(self, rows: Rows, call: CallContext) -> list[reward_pb2.RowScore]:
         if self.input_form == worker_pb2.INPUT_FORM_TEXT:
             return super().score_tokens(rows, call)
         prompts, responses = _id_rows(rows, "prompt_ids"), _id_rows(rows, "response_ids")
-        sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
-        return self._scores(lambda: self._scorer.score_tokens(sequences), len(sequences))
+        return self._scores([p + r for p, r in zip(prompts, responses, strict=True)])
 
-    def _scores(self, score: Callable, rows: int) -> list[reward_pb2.RowScore]:
-        try:
-            return [row_score(value) for value in score().tolist()] if rows else []
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+    def _scores(self, rows: list[list[int]]) -> list[reward_pb2.RowScore]:
+        """Scores of token ids; a row that the model cannot read carries an error, and the others their scores."""
+        scorer = self._scorer
+        readable = [ids for ids in rows if 0 < len(ids) <= scorer.max_tokens]
+        scores = iter(scorer.score_tokens(readable).tolist())
+        return [
+            row_score(next(scores))
+            if 0 < len(ids) <= scorer.max_tokens
+            else reward_pb2.RowScore(
+                error=f"the row has {len(ids)} tokens; the reward model reads from 1 to {scorer.max_tokens}, as "
+                "micro_batch_tokens and the positions of the model allow"
+            )
+            for ids in rows
+        ]
 
 
 class LearningRewardWorker(ModelWorker):
     """A reward or cost model that learns from pairs of responses.
 
-    The engine holds the weights that learn. Rows are scored by a copy, which takes over the weights after each update,
-    so that scoring stays what it is with a model that does not learn: no matter of all ranks together.
+    The engine holds the weights that learn. Rows are scored by a copy, whole on every rank, which takes over the
+    weights in each update. So scoring is what it is with a model that does not learn: a rank needs no others for it.
     """
 
     role = "reward"
+    copies_weights = True
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         super().__init__(_model_table(table), ranks, load_classifier, table.optimizer)
+        self.config_table = table
         self.scorer = ModelScorer(table, load_classifier)
         self._reads_ids = table.input == "tensor"
         # The model looks for the end of a text by the padding after it.
@@ -125,14 +142,21 @@ class LearningRewardWorker(ModelWorker):
 
             return loss
 
-        result = self.apply(rows, mini_batches, call, last_score, loss_for)
-        self.scorer.load_weights(self.engine.full_tensors())
-        return result
+        return self.apply(rows, mini_batches, call, last_score, loss_for)
+
+    def copy_weights(self) -> None:
+        with all_or_none("copying the weights to the scorer", self.torch_device):
+            staged = self.scorer.stage_weights(self.engine.full_tensors())
+        self.scorer.load_weights(staged)
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.copy_weights()
 
     @register("ONE_TO_ALL")
     def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
         result = super().load_checkpoint(rows, request, call)
-        self.scorer.load_weights(self.engine.full_tensors())
+        self.copy_weights()
         return result
 
     def _deal(

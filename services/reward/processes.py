@@ -1,147 +1,116 @@
-"""Reward functions in processes of their own, because what they call may hang or crash: then the process is killed, its
-row carries the cause, and the others go on."""
+"""Reward functions in processes of their own, because what they call may hang or crash: then the process is killed and
+the others go on.
+
+A verifier reads a row's ground truth before it looks at the response. When it hangs or crashes after that, the response
+is the cause, and is wrong: it scores 0, and the metrics count it by cause. Before that, and for functions that read no
+ground truth, the row carries an error.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
-import struct
-import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.v1 import reward_pb2
-from services.reward.functions import find_function
-from services.reward.scorer import Scorer
+from services.reward.fork_server import Child, ForkServer, described
+from services.reward.functions import find_function, score_range, truth_reader
+from services.reward.scorer import Scorer, gave_up_metrics
 from services.reward.side_by_side import score_side_by_side
 from services.worker import CallContext
 
-LENGTH = struct.Struct("<I")
-"""Goes before each message between a process and its child: a TextRow there, a RowScore back."""
-
-READY = b"ready"
-START_TIMEOUT_S = 60.0
-END_S = 1.0
-"""How long a process that has closed its pipe may take to end."""
-
-
-class Child:
-    """A process that scores one row at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @staticmethod
-    async def start(function: str, options: Mapping[str, Any]) -> Child:
-        """Starts one, and returns when it has loaded its function.
-
-        Raises:
-            TimeoutError, EOFError: It has not, or it has ended.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.reward.child", function, json.dumps(dict(options))),
-            *(str(os.getpid()),),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        child = Child(process)
-        try:
-            if await asyncio.wait_for(child._read(), START_TIMEOUT_S) != READY:
-                raise EOFError("it did not say that it is ready")
-        except BaseException:
-            await child.kill()
-            raise
-        return child
-
-    async def score(self, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
-        """The verdict on a row. Raises EOFError or ConnectionError when the process ends meanwhile."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        message = row.SerializeToString()
-        stdin.write(LENGTH.pack(len(message)) + message)
-        await stdin.drain()
-        return reward_pb2.RowScore.FromString(await self._read())
-
-    async def kill(self) -> str:
-        """Ends the process and all that it has started; returns how it had ended by itself, empty where it had not."""
-        if self._has_closed():
-            # It is about to end, and its own exit code tells why.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_S)
-        code = self._process.returncode
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        if code is None:
-            return ""
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _has_closed(self) -> bool:
-        return self._process.stdout is not None and self._process.stdout.at_eof()
-
-    async def _read(self) -> bytes:
-        stdout = self._process.stdout
-        assert stdout is not None
-        (length,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
-        return await stdout.readexactly(length)
+FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Return codes of processes that somebody else has ended: the kernel for want of memory, or a person."""
 
 
 class ProcessScorer(Scorer):
-    """Calls a function once per row, in child processes.
+    """Calls a function once per row, in processes of its own.
 
     Args:
         name: Function, as `find_function` takes it.
         options: Keyword arguments of every call.
-        processes: Children, started at the first call.
+        processes: How many, forked as rows come.
         row_timeout_s: Longest time a row may take.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], processes: int, row_timeout_s: float) -> None:
         find_function(name, options)
+        self.score_range = score_range(name)
         self._name = name
         self._options = options
         self._row_timeout_s = row_timeout_s
+        self._is_verifier = truth_reader(name) is not None
         self._children: list[Child | None] = [None] * processes
         self._loop = asyncio.new_event_loop()
+        self._server: ForkServer | None = ForkServer(name, options)
+        self._causes: Counter[str] = Counter()
 
     def kind(self) -> str:
         return f"function {self._name}, {len(self._children)} processes"
 
     def close(self) -> None:
-        """Ends the children. They end with this process too, however it ends."""
+        """Ends the processes. They end with this one too, however it ends."""
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._drop_all())
+            self._close_server()
             self._loop.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
+        self._causes = Counter()
         scoring = score_side_by_side(rows, call, len(self._children), self._score)
-        return self._loop.run_until_complete(scoring)
+        scores = self._loop.run_until_complete(scoring)
+        self.metrics = gave_up_metrics(self._causes, len(rows)) if self._is_verifier else {}
+        return scores
 
     async def _score(self, slot: int, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
         child = self._children[slot]
         try:
             if child is None:
-                child = self._children[slot] = await Child.start(self._name, self._options)
-            return await asyncio.wait_for(child.score(row), self._row_timeout_s)
-        except TimeoutError:
-            cause = f"took longer than {self._row_timeout_s:g} s" if child else "did not start"
-        except (EOFError, ConnectionError):
-            cause = "ended" if child else "ended before it was ready; the service's log has its last words"
+                child = self._children[slot] = await self._fork()
+        except (EOFError, OSError) as error:
+            self._close_server()
+            what = "did not start in time" if isinstance(error, TimeoutError) else "ended before it was ready"
+            return self._error(f"{what}; the service's log has its last words")
+        try:
+            score, cause = await asyncio.wait_for(child.score(row), self._row_timeout_s)
+            self._causes[cause] += 1
+            return score
+        except (EOFError, OSError) as error:
+            ran_out = isinstance(error, TimeoutError)
+            code = await self._drop(slot)
         except asyncio.CancelledError:
             await self._drop(slot)
             raise
-        ended = await self._drop(slot)
-        return reward_pb2.RowScore(error=f"{self._name}: its process {cause}{f' ({ended})' if ended else ''}")
+        if child.has_read_truth and code not in FROM_OUTSIDE:
+            self._causes["timeout" if ran_out or code == -signal.SIGPROF else "crashed"] += 1
+            return reward_pb2.RowScore(score=0.0)
+        how = f" ({described(code)})" if code is not None else ""
+        return self._error(f"took longer than {self._row_timeout_s:g} s" if ran_out else f"ended{how}")
+
+    def _error(self, what: str) -> reward_pb2.RowScore:
+        return reward_pb2.RowScore(error=f"{self._name}: its process {what}")
+
+    async def _fork(self) -> Child:
+        if self._server is None:
+            self._server = ForkServer(self._name, self._options)
+        return await self._server.fork()
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server, self._children = None, [None] * len(self._children)
 
     async def _drop_all(self) -> None:
         for slot in range(len(self._children)):
             await self._drop(slot)
 
-    async def _drop(self, slot: int) -> str:
-        """Kills a child whose answer nobody waits for; the next row gets a new one."""
+    async def _drop(self, slot: int) -> int | None:
+        """Ends a process whose answer nobody waits for; the next row gets a new one. Returns as `Child.end`."""
         child, self._children[slot] = self._children[slot], None
-        return await child.kill() if child else ""
+        try:
+            return await child.end() if child else None
+        except (EOFError, OSError):
+            # Its fork server has gone, and it with that.
+            return -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Rewards that check an answer: numbers as in GSM8K, mathematics, form and length. Options come from the config."""
+"""Rewards that check an answer: numbers as in GSM8K, form and length. Options come from the config."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", re.ASCII)
+_THIN_SPACE = re.compile(
+    r"(?<=\d)(?:\{,\}|\\,|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))"
+)
+"""What may stand before three digits of a number, besides a comma."""
 
 
 def gsm8k(
@@ -36,13 +41,13 @@ def gsm8k(
 
     Args:
         ground_truth: A number, or a whole solution with "#### number".
-        mode: strict: the response ends with "#### number", and no second number follows the mark;
-            flexible: its last number counts.
+        mode: strict: the first line behind the last "####" has one number, and that counts; flexible: the last number
+            of the response counts.
 
     Raises:
         ValueError: The ground truth has no number, or the mode is unknown.
     """
-    expected = last_number(ground_truth.rpartition(ANSWER_MARK)[2])
+    expected = last_number(_as_one_number(ground_truth.rpartition(ANSWER_MARK)[2]))
     if expected is None:
         raise ValueError(f"the ground truth has no number: {ground_truth[-80:]!r}")
     if mode == "strict":
@@ -55,13 +60,19 @@ def gsm8k(
 
 
 def marked_number(text: str) -> Fraction | None:
-    """The only number in the line after the last "####"."""
+    """The only number in the first line after the last "####" that is not empty; None where it has none, or several."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     lines = rest.strip().splitlines()
     if not mark or not lines:
         return None
-    numbers = _numbers(lines[0])
+    numbers = _numbers(_as_one_number(lines[0]))
     return numbers[0] if len(numbers) == 1 else None
+
+
+def _as_one_number(text: str) -> str:
+    """A text that is to be one number, without the spaces in it: "- 5" and "1 000"."""
+    text = re.sub(r"^\s*([-\N{MINUS SIGN}])\s+(?=[\d.$])", r"\1", text)
+    return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -72,7 +83,8 @@ def last_number(text: str) -> Fraction | None:
 
 def _numbers(text: str) -> list[Fraction | None]:
     """The numbers in a text; None for one that is too long, or has nothing to divide by."""
-    return [_value(match) for match in _NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-"))]
+    text = _THIN_SPACE.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    return [_value(match) for match in _NUMBER.finditer(text)]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -87,47 +99,6 @@ def _value(match: re.Match[str]) -> Fraction | None:
     except ZeroDivisionError:
         return None
     return -value if match["minus"] or match["late_minus"] else value
-
-
-def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    r"""1 where the response's answer equals the ground truth as mathematics, else 0; needs the extra `math`.
-
-    The answer is the last \boxed{...}, or where there is none what math-verify finds, LaTeX or a plain expression.
-    SymPy compares it. None of that ends for certain, so it runs in a process that can be killed.
-
-    Args:
-        ground_truth: LaTeX or a plain expression, in \boxed{...} or $...$ or bare.
-
-    Raises:
-        ValueError: The ground truth cannot be read.
-    """
-    from math_verify import parser, verify
-
-    kinds = (parser.LatexExtractionConfig(), parser.ExprExtractionConfig())
-    marked = (
-        ground_truth if "$" in ground_truth or r"\boxed" in ground_truth else rf"\boxed{{{ground_truth}}}"
-    )
-    expected = parser.parse(marked, kinds, fallback_mode="no_fallback", parsing_timeout=0)
-    if not expected:
-        raise ValueError(f"the ground truth is not mathematics: {ground_truth[:80]!r}")
-    found = parser.parse(last_boxed(response), kinds, fallback_mode="no_fallback", parsing_timeout=0)
-    return float(verify(expected, found, timeout_seconds=0))
-
-
-def last_boxed(text: str) -> str:
-    r"""The last whole \boxed{...} of a text, which is what MATH (Hendrycks et al. 2021) takes for the answer; the text
-    where it has none."""
-    start = text.rfind(r"\boxed{")
-    depth = 0
-    for end in range(text.find("{", start), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start : end + 1]
-    return text
-
-
-math.needs_process = True  # type: ignore[attr-defined]
-math.required_module = "math_verify"  # type: ignore[attr-defined]
 
 
 def form(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,11 @@ from rlhf.config import RewardTable, ServiceTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.ranks import Ranks
-from services.reward.functions import find_function, needs_process, score_row
+from services.reward.functions import find_function, score_range, score_row, truth_reader
 from services.reward.judge import JudgeScorer
 from services.reward.processes import ProcessScorer
 from services.reward.sandbox.scorer import SandboxScorer
-from services.reward.scorer import Scorer, score_request
+from services.reward.scorer import Scorer, gave_up_metrics, score_request
 from services.worker import CallContext, Result, Rows, Worker, register
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
@@ -25,16 +27,20 @@ class FunctionScorer(Scorer):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name = name
         self._function = find_function(name, options)
+        self.score_range = score_range(name)
 
     def kind(self) -> str:
         return f"function {self._name}"
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        scores = []
+        scores, causes = [], Counter[str]()
         for done, row in enumerate(rows):
             call.check()
-            scores.append(score_row(self._name, self._function, row))
+            score, cause = score_row(self._name, self._function, row)
+            scores.append(score)
+            causes[cause] += 1
             call.progress(done + 1, len(rows))
+        self.metrics = gave_up_metrics(causes, len(rows)) if any(causes) else {}
         return scores
 
 
@@ -49,8 +55,9 @@ def make_scorer(table: RewardTable) -> Scorer:
         return SandboxScorer(table.sandbox)
     if table.kind == "judge":
         return JudgeScorer(table.judge)
-    if table.processes or needs_process(table.function):
-        return ProcessScorer(table.function, table.options, max(table.processes, 1), table.row_timeout_s)
+    if table.processes or truth_reader(table.function):
+        processes = table.processes or len(os.sched_getaffinity(0))
+        return ProcessScorer(table.function, table.options, processes, table.row_timeout_s)
     return FunctionScorer(table.function, table.options)
 
 
@@ -94,6 +101,13 @@ class RewardWorker(Worker):
         answer.input_form = self.scorer.input_form
         answer.vocabulary_hash = self.scorer.vocabulary_hash
         answer.engine = self.scorer.kind()
+        if self.uses_torch(self.table):
+            import torch
+
+            answer.torch, answer.cpu_capability = torch.__version__, torch.backends.cpu.get_cpu_capability()
+        if self.scorer.score_range:
+            lowest, highest = self.scorer.score_range
+            answer.score_range.CopyFrom(worker_pb2.ScoreRange(lowest=lowest, highest=highest))
         return answer
 
     @register("DP_PROTO", collective=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nccl_transfer.columns import Jagged
 from services.engines.base import EngineOffloaded
+from services.ranks import FailedAlone
 from services.rollout.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]
@@ -84,12 +85,14 @@ class RolloutEngine(ABC):
         name: by which configs and Describe know it.
         limits: what it cannot do here, a sentence each; Describe says so.
         keeps_weights: whether it has them through `sleep`; else they are to be loaded again before it generates.
+        ranks_together: how many ranks generate the same rows, each with a part of the model.
         max_positions: most tokens of a prompt and its response; None where there is no limit.
     """
 
     name: str
     limits: Sequence[str] = ()
     keeps_weights: bool = True
+    ranks_together: int = 1
     max_positions: int | None
     _is_asleep: bool = False
 
@@ -127,12 +130,28 @@ class RolloutEngine(ABC):
             ValueError: a prompt that is empty, or too long for the model or the memory together with its response.
             FloatingPointError: the model's output is not finite.
             EngineOffloaded: the engine is asleep.
+            FailedAlone: this rank failed, and others of its rows wait for it. What is named above, they raise too.
         """
-        if self._is_asleep:
-            raise EngineOffloaded("the rollout engine is asleep; wake it first")
+        self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
         check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
-        return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
+        self._check_sampling(sampling)
+        try:
+            return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
+        except (GenerationStopped, FloatingPointError):
+            raise
+        except Exception as error:
+            if self.ranks_together == 1:
+                raise
+            raise FailedAlone(f"{type(error).__name__}: {error}") from error
+
+    def _check_sampling(self, sampling: SamplingOptions) -> None:  # noqa: B027 - most engines take all there are
+        """Raises ValueError for options that the engine does not know."""
+
+    def check_awake(self) -> None:
+        """Raises EngineOffloaded where the engine is asleep: it can neither generate nor load weights."""
+        if self._is_asleep:
+            raise EngineOffloaded("the rollout engine is asleep; wake it first")
 
     @abstractmethod
     def _generate(

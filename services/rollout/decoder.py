@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
 
@@ -19,12 +20,13 @@ class Decoder(ABC):
     Attributes:
         device: where its tensors are.
         max_positions: most tokens of a sequence; None where the model has no limit.
-        keeps_weights: as `RolloutEngine.keeps_weights`.
+        keeps_weights, ranks_together: as of `RolloutEngine`.
     """
 
     device: torch.device
     max_positions: int | None
     keeps_weights: bool = True
+    ranks_together: int = 1
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:
@@ -67,6 +69,7 @@ class WholeDecoder(Decoder):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
         self.device = model.device
+        self._parked: list[Parked] = []
         self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:
@@ -89,14 +92,17 @@ class WholeDecoder(Decoder):
         check_names(names, own.keys())
 
     def sleep(self) -> int:
-        return self._move_to(torch.device("cpu"))
+        return 0 if self.device.type == "cpu" else self._leave_device()
 
     def wake(self) -> int:
-        return self._move_to(self.device)
+        bring_back(self._parked)
+        taken, self._parked = num_bytes(self._parked), []
+        return taken
 
-    def _move_to(self, device: torch.device) -> int:
-        if self._model.device == device:
-            return 0
-        nn.Module.to(self._model, device)
+    def _leave_device(self) -> int:
+        """As `sleep`, whatever the device."""
+        parked = copy_to_host([*self._model.parameters(), *self._model.buffers()])
+        free(parked)
+        self._parked = parked
         torch.cuda.empty_cache()
-        return self._model.get_memory_footprint()
+        return num_bytes(parked)

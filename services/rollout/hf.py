@@ -45,6 +45,7 @@ class HFRollout(RolloutEngine):
         self._decoder = model if isinstance(model, Decoder) else WholeDecoder(model)
         self._device = self._decoder.device
         self._token_budget = token_budget
+        self.ranks_together = self._decoder.ranks_together
         self.keeps_weights, self.max_positions = self._decoder.keeps_weights, self._decoder.max_positions
         if self._device.type == "cpu" and self.keeps_weights:
             self.limits = (

@@ -42,6 +42,7 @@ class ShardedDecoder(Decoder):
         # In generation ranks have the usual order.
         self._groups = MeshGroups(Mesh(mesh.generation_pipeline, mesh.generation_tensor, mesh.replicas))
         self._replica = own_group([range(first, first + size) for first in range(0, mesh.size, size)])
+        self.ranks_together = size
         self._stage = ModelStage(
             directory,
             self._groups,

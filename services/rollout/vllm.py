@@ -92,6 +92,7 @@ class VLLMRollout(RolloutEngine):
         self._names = _weight_names(directory)
         self._on_gpu = torch.cuda.is_available()
         self._tensor_parallel, self._layouts = tensor_parallel, layouts
+        self.ranks_together = tensor_parallel
         if not self._on_gpu:
             self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
         # vLLM's declared types leave out what it takes here: dtypes by name, and no length for that of the model.
@@ -160,6 +161,9 @@ class VLLMRollout(RolloutEngine):
             # Attention multiplies what it masks by zero, and zero times nan is nan: it would stay in every row.
             self._engine.collective_rpc(_zero_kv_cache)
             raise
+
+    def _check_sampling(self, sampling: SamplingOptions) -> None:
+        check_temperature(sampling)
 
     def _run(self, num_rows: int, watch: StopWatch | None, meter: Meter) -> list[Any]:
         """Steps the engine until every row is complete; returns vLLM's outputs, in the order of the rows."""
@@ -260,13 +264,17 @@ def _weight_names(directory: Path) -> set[str]:
     return set(model.state_dict())
 
 
-def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """vLLM's sampling parameters of one row."""
+def check_temperature(sampling: SamplingOptions) -> None:
+    """Raises ValueError for a temperature that vLLM would change."""
     lowest, highest = VLLM_TEMPERATURES
     if not (sampling.greedy or lowest <= sampling.temperature <= highest):
         raise ValueError(
             f"vLLM samples at temperatures from {lowest} to {highest}, got {sampling.temperature}"
         )
+
+
+def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """vLLM's sampling parameters of one row."""
     greedy: dict[str, Any] = {"temperature": 0.0}
     drawn: dict[str, Any] = {
         "temperature": sampling.temperature,

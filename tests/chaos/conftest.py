@@ -33,6 +33,8 @@ START_TIMEOUT_S = 100.0
 """Longest that services take to start beside each other."""
 ENDS_WITHIN_S = 20.0
 """Longest that a run takes to end once something has gone wrong; where it does so at once, from its start."""
+STUCK_S = 5.0
+"""How long a call past its deadline may be without progress."""
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -97,10 +99,12 @@ class Site:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         tables: dict[str, dict[str, Any]] = {
-            role: {"role": role, "address": f"127.0.0.1:{free_port()}"} for role in ROLES
+            role: {"role": role, "address": f"127.0.0.1:{free_port()}", "stuck_timeout_s": STUCK_S}
+            for role in ROLES
         }
         for role in ("actor", "critic", "reference"):
-            tables[role]["model"] = "model"
+            # Runs of other sites export there too.
+            tables[role] |= {"model": "model", "output_roots": [str(directory.parent)]}
         tables["actor"]["ranks"] = 2
         tables["reward"]["function"] = "chaos_plugins:score"
         self.config: dict[str, Any] = {
@@ -144,7 +148,7 @@ class Site:
         table = self.config["services"][service]
         ranks, module = f"--nproc-per-node={table.get('ranks', 1)}", f"services.{table['role']}"
         named = ("--config", "chaos.toml", "--name", service)
-        return self.start("torchrun", "--standalone", ranks, "-m", module, *named, *arguments)
+        return self.start("torchrun", "--rdzv-backend=rlhf", ranks, "-m", module, *named, *arguments)
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """What lives of all that was started here, and has these words on its command line."""
@@ -161,8 +165,9 @@ class Site:
         return not self.processes()
 
     def temporary_files(self) -> list[Path]:
-        """What is left in the directory for temporary files."""
-        return [path for path in self._temporary.rglob("*") if not path.is_dir()]
+        """What is left in the directory for temporary files, the empty directories of torchrun included."""
+        left = self._temporary.rglob("*")
+        return [path for path in left if not path.is_dir() or path.name.startswith("torchelastic_")]
 
     def close(self) -> None:
         """Kills what still lives; raises AssertionError where something did."""

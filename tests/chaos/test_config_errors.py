@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import signal
 import socket
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.conftest import Program, Site
+from chaos.conftest import ROLES, Program, Site, wait_until
+
+pytestmark = pytest.mark.slow
 
 USAGE_ERROR = 2
 TIMEOUT_S = 30.0
@@ -34,7 +39,7 @@ CASES = {
     f"{PPO} --set servces.actor.ranks=1": "config chaos.toml: servces: unknown key; did you mean 'services'?",
     f"{PPO} --set services.actor.rank=2": "services.actor.rank: unknown key; did you mean 'ranks'?",
     f"{UP} --set services.actor.optimizer.epz=1": "services.actor.optimizer.epz: unknown key; did you mean 'eps'?",
-    f"{PPO} --set run.steps=0": "run.steps: Input should be greater than or equal to 1 (given: 0)",
+    f"{PPO} --set run.steps=0": "run.steps: must be at least 1 (given: 0)",
     f"{PPO} --set algorithm.dual_clip=0.5": "algorithm.dual_clip must be above 1, or 0 for off (given: 0.5)",
     f"{PPO} --set steps": "setting 'steps': expected key.path=value",
     f"{PPO} --set services.actor.pool=a": "services.actor.pool: no pool 'a'; known: none",
@@ -50,9 +55,9 @@ CASES = {
     f"{PPO} --set data.train=cut.jsonl": "data.train: cut.jsonl:2: not JSON: ",
     f"{PPO} --set data.train=gap.jsonl": "data.train: gap.jsonl:3: prompt is not a text, or empty: 2",
     f"{PPO} --set data.train=list.jsonl": "data.train: list.jsonl:1: not a JSON object with a prompt",
-    f"{PPO} --set data.train=nan.jsonl": "data.train: nan.jsonl:1: not JSON: Out of range float",
+    f"{PPO} --set data.train=nan.jsonl": "data.train: nan.jsonl:1: not JSON: NaN is not a number",
     f"{PPO} --set data.train=half.jsonl": "data.train: half.jsonl:2: not JSON: 'utf-8' codec can't encode",
-    f"{PPO} --set data.train=latin.jsonl": "data.train: latin.jsonl: not UTF-8: ",
+    f"{PPO} --set data.train=latin.jsonl": "data.train: latin.jsonl:1: not UTF-8: ",
     f"{PPO} --set data.train=empty.jsonl": "data.train: empty.jsonl has no rows",
     f"{LAUNCH} --set services.actor.model=no": "services.actor.model: there is no directory no",
     f"{UP} --set services.critic.model=no": "services.critic.model: there is no directory no",
@@ -96,7 +101,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def assert_nothing_was_started(site: Site) -> None:
     assert site.is_quiet()
-    assert [path for path in site.directory.rglob("*.log") if path.name != "launcher.log"] == []
+    assert list(site.directory.rglob("*.log")) == []
+    assert [path.name for path in site.directory.glob("runs/*")] in ([], ["arithmetic"])
     assert site.temporary_files() == []
 
 
@@ -131,13 +137,17 @@ def test_a_quickstart_that_cannot_be_built_is_told_with_the_cause(site: Site) ->
     assert_nothing_was_started(site)
 
 
-def test_an_address_where_nothing_listens_is_told_with_its_service(site: Site) -> None:
+def test_all_services_that_are_not_there_are_told_with_what_to_do(site: Site) -> None:
     ended = site.controller("run.connect_timeout_s=0.5").end(TIMEOUT_S)
     assert ended.code == 1
+    # On a busy machine even half a second may be long enough for the line about what the run waits for.
+    assert all(line.startswith("waiting for services.") for line in ended.out.splitlines())
     assert ended.line == (
-        f"error: services.actor: no service answers at {site.address('actor')} within 0.5 s: "
-        "Failed to connect to remote host: Connection refused"
+        "error: no service answers within 0.5 s at "
+        + "; at ".join(f"services.{role} ({site.address(role)}): Connection refused" for role in ROLES)
+        + ". Start services with rlhf-deploy up CONFIG, or have the run start them: --launch"
     )
+    assert not list(site.directory.glob("runs/*"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,7 @@ def test_an_address_where_nothing_listens_is_told_with_its_service(site: Site) -
     [
         ("services.actor.rank=1", "services.actor.rank: unknown key; did you mean 'ranks'?"),
         ("services.actor.model=no", "services.actor.model: directory no does not exist"),
-        ("services.actor.ranks=4", "services.actor.ranks is 4, but torchrun started 2"),
+        ("services.actor.ranks=4", "services.actor.ranks is 4, but 2 were started"),
     ],
 )
 def test_a_service_started_by_hand_says_one_fatal_line_on_each_rank(
@@ -168,6 +178,65 @@ def fatal_line(torchrun: Program) -> str:
     assert "services/" not in ended.err, f"a traceback of ours:\n{ended.err}"
     (line,) = {line for line in ended.err.splitlines() if line.startswith("fatal: ")}
     return line
+
+
+def test_what_a_run_waits_for_is_told_long_before_it_gives_up(site: Site) -> None:
+    run = site.controller("run.connect_timeout_s=60")
+    waiting = ", ".join(f"services.{role} ({site.address(role)})" for role in ROLES)
+    run.until_it_says(f"waiting for {waiting}\n", TIMEOUT_S)
+    run.send(signal.SIGINT)
+    assert run.end(TIMEOUT_S).code == 128 + signal.SIGINT
+    assert not list(site.directory.glob("runs/*"))
+
+
+def test_torchrun_leaves_no_empty_directories_where_ranks_end_early(site: Site) -> None:
+    fatal_line(site.torchrun("actor", "--set", "services.actor.model=no"))
+    assert site.temporary_files() == []
+
+
+@pytest.mark.parametrize(("backend", "warnings"), [("--standalone", 1), ("--rdzv-backend=rlhf", 0)])
+def test_rank_0_warns_of_a_store_that_anybody_can_write_to(site: Site, backend: str, warnings: int) -> None:
+    service = ("services.actor", "--config", "chaos.toml", "--set", "services.actor.model=no")
+    # Of several ranks, torchrun may kill rank 0 for a peer that ended before it said anything.
+    ended = site.start("torchrun", backend, "--nproc-per-node=1", "-m", *service).end(TIMEOUT_S)
+    assert ended.err.count("the store of this torchrun listens on every interface") == warnings
+
+
+def test_a_dry_run_prints_a_config_and_the_services_and_starts_nothing(site: Site) -> None:
+    ended = site.start(*PPO.split(), "--launch", "--dry-run", "--set", "run.steps=7").end(TIMEOUT_S)
+    assert ended.code == 0
+    assert tomllib.loads(ended.out)["run"]["steps"] == 7
+    assert f"services.actor: actor, 2 ranks at {site.address('actor')}, would be started" in ended.err
+    assert "data: 64 train and 8 held-out rows" in ended.err
+    assert_nothing_was_started(site)
+
+
+def test_a_dry_run_refuses_what_a_run_would(site: Site) -> None:
+    ended = site.start(*PPO.split(), "--dry-run", "--set", "data.train=no.jsonl").end(TIMEOUT_S)
+    assert (ended.code, ended.line) == (
+        USAGE_ERROR,
+        "error: data.train: no.jsonl: No such file or directory",
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_stopped_while_it_builds_the_quickstart_leaves_nothing_half_built(
+    site: Site, number: signal.Signals
+) -> None:
+    run = site.start("rlhf-controller", "--algo", "ppo")
+    wait_until(lambda: any((site.directory / "runs").glob(".arithmetic-*")), TIMEOUT_S)
+    run.send(number)
+    assert run.end(TIMEOUT_S).code == 128 + number
+    assert list((site.directory / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["rlhf-controller", "rlhf-deploy", "rlhf-loadtest", "rlhf-conformance"])
+def test_every_program_tells_its_version(site: Site, program: str) -> None:
+    ended = site.start(program, "--version").end(TIMEOUT_S)
+    assert (ended.code, ended.out) == (
+        0,
+        f"{program}, version {importlib.metadata.version('rlhf-cluster')}\n",
+    )
 
 
 def listening(address: str) -> socket.socket:

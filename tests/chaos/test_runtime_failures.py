@@ -38,6 +38,8 @@ from chaos.conftest import (
 from deploy import health
 from rlhf.v1 import worker_pb2
 
+pytestmark = pytest.mark.slow
+
 CALL_TIMEOUT_S = 4
 STUCK_LEAVES_WITHIN_S = 10.0
 """Longest a rank with a stuck call lives on after the run that called it has ended."""
@@ -123,9 +125,8 @@ def test_a_service_that_is_not_there_is_named(client: Site) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     ended = client.controller(f"services.critic.address={nobody}").end(ENDS_WITHIN_S)
     assert ended.code == 1
-    assert ended.line == (
-        f"error: services.critic: no service answers at {nobody} within 2 s: "
-        "Failed to connect to remote host: Connection refused"
+    assert ended.line.startswith(
+        f"error: no service answers within 2 s at services.critic ({nobody}): Connection refused. Start services"
     )
 
 
@@ -184,8 +185,12 @@ def other_grpc() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("stranger", "code", "message"),
     [
-        (silent, 1, r"services\.critic: no service answers at {address} within 2 s"),
-        (web, 1, r"services\.critic: no service answers at {address} within 2 s: .*HTTP.*"),
+        (
+            silent,
+            1,
+            r"no service answers within 2 s at services\.critic \({address}\)\. Start services with .*",
+        ),
+        (web, 1, r"no service answers within 2 s at services\.critic \({address}\): .*HTTP.*"),
         (
             other_grpc,
             USAGE_ERROR,
@@ -277,7 +282,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_directory_and_file(client: Site,
     ended = run.end(ENDS_WITHIN_S)
     assert ended.code == 1
     assert re.fullmatch(
-        r"error: run directory runs/chaos-[\d-]+: no space left on device while writing \S+", ended.line
+        r"error: run directory runs/chaos-[\w-]+: no space left on device while writing \S+", ended.line
     )
 
 
@@ -324,7 +329,7 @@ def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
     )
     torchrun = cluster.torchruns["reward"].end(STUCK_LEAVES_WITHIN_S)
     assert re.search(
-        r"^fatal: reward rank 0: ComputeReward \(\S+\) is stuck 5 s past its deadline; leaving$",
+        r"^fatal: reward rank 0: ComputeReward \(\S+\) is stuck: past its deadline, and no progress for 5 s; leaving$",
         torchrun.err,
         re.MULTILINE,
     )

@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +23,18 @@ from typing import Any
 import psutil
 import pytest
 from chaos.conftest import wait_until
-from chaos.sandbox_attacks import ATTACKS
+from chaos.sandbox_attacks import ATTACKS, FILES, Attack
 
 from rlhf.config import SandboxTable
 from services.reward.sandbox import cgroups
 from services.reward.sandbox.grader import Grader, Verdict
-from services.reward.sandbox.program import read_row
+from services.reward.sandbox.program import Program, read_row
 
 TABLE = SandboxTable(
-    workers=4, wall_time_s=3.0, cpu_time_s=1, memory_mb=256, processes=16, output_kb=64, tmpfs_mb=8
+    workers=8, wall_time_s=3.0, cpu_time_s=1, memory_mb=256, processes=16, output_kb=64, tmpfs_mb=8
 )
 VERDICT_TIMEOUT_S = 90.0
+LIMITS = {"pids": 24, "memory": 1 << 28, "cpu": cgroups.CPU_PERIOD_US}
 MARK = f"mark{secrets.token_hex(8)}"
 SECRET = f"secret{secrets.token_hex(8)}"
 SECRET_NAME = f"RLHF_{MARK}".upper()
@@ -86,10 +89,14 @@ class Arena:
             code = code.replace(placeholder, text)
         return code
 
-    def submit(self, code: str, tests: Sequence[dict[str, Any]] = ()) -> Future[Verdict]:
-        return self.grader.submit(
-            read_row("", self.fill(code), "", {"tests": list(tests) or TESTS}, "fraction")
-        )
+    def row(self, attack: Attack) -> tuple[str, list[dict[str, Any]]]:
+        """A program and its tests."""
+        filled = [{key: self.fill(text) for key, text in test.items()} for test in attack.tests]
+        return self.fill(attack.code), filled or TESTS
+
+    def submit(self, attack: Attack) -> Future[Verdict]:
+        code, tests = self.row(attack)
+        return self.grader.submit(read_row("", code, "", {"tests": tests}, "fraction"))
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +127,68 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 @pytest.fixture(scope="module")
 def verdicts(arena: Arena) -> Mapping[str, Future[Verdict]]:
     """All attacks at once, through the pool."""
-    return {name: arena.submit(attack.code, attack.tests) for name, attack in ATTACKS.items()}
+    return {name: arena.submit(attack) for name, attack in ATTACKS.items()}
+
+
+WITHOUT_GROUPS = """
+mount -t tmpfs none /sys/fs/cgroup
+mount -t tmpfs none /mnt
+number=0
+for path in $VISIBLE; do number=$((number + 1)); mkdir /mnt/$number; mount --bind $path /mnt/$number; done
+for path in $HIDDEN; do mount -t tmpfs -o mode=755 none $path; done
+number=0
+for path in $VISIBLE; do number=$((number + 1)); mkdir -p $path; mount --bind /mnt/$number $path; done
+umount -l /mnt
+exec "$@"
+"""
+"""Runs a program where there are no control groups, and where every user sees the paths $VISIBLE."""
+ANOTHER = ("setpriv", "--reuid=1234", "--regid=1234", "--clear-groups")
+OWNER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+"""Another user than root; or root as one who is not, but owns all that root does."""
+
+
+def graded_by(user: Sequence[str], arena: Arena, attacks: Mapping[str, Attack]) -> Mapping[str, Verdict]:
+    """Verdicts of a grader of another user, on a host without control groups."""
+    paths = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, Path(__file__).parents[2])}
+    hidden = {path: top for path in paths for top in path.parents if not top.stat().st_mode & 1}
+    environment = {"VISIBLE": " ".join(map(str, hidden)), "HIDDEN": " ".join(map(str, set(hidden.values())))}
+    given = {
+        "table": TABLE.model_dump(),
+        "rows": {name: arena.row(attack) for name, attack in attacks.items()},
+    }
+    said = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", WITHOUT_GROUPS, "sh", *user, sys.executable, "-m", "chaos.sandbox_grader"],
+        input=json.dumps(given), stdout=subprocess.PIPE, check=True, text=True, timeout=VERDICT_TIMEOUT_S,
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+    ).stdout  # fmt: skip
+    return {name: Verdict(tuple(reasons), fault) for name, (reasons, fault) in json.loads(said).items()}
+
+
+UNGROUPED = {name: attack for name, attack in ATTACKS.items() if not attack.needs_groups}
+
+
+@pytest.fixture(scope="module")
+def verdicts_of_plain_user(arena: Arena, verdicts: Mapping[str, Future[Verdict]]) -> Mapping[str, Verdict]:
+    """Nearly all attacks once more, as a plain user without control groups."""
+    futures.wait(verdicts.values(), VERDICT_TIMEOUT_S)
+    return graded_by(ANOTHER, arena, UNGROUPED)
+
+
+@pytest.fixture(scope="module")
+def verdicts_of_owner(arena: Arena, verdicts: Mapping[str, Future[Verdict]]) -> Mapping[str, Verdict]:
+    """Attacks on files, as a plain user who owns the files that all sandboxes share."""
+    futures.wait(verdicts.values(), VERDICT_TIMEOUT_S)
+    return graded_by(OWNER, arena, FILES)
+
+
+def check(verdict: Verdict, attack: Attack) -> None:
+    assert verdict.fault == ""
+    assert verdict.reason in attack.reasons
+    assert attack.passes_some or "" not in verdict.reasons
 
 
 def test_an_attack_that_works_would_be_seen(arena: Arena) -> None:
-    verdict = arena.submit("def attack():\n    return 'escaped'").result(VERDICT_TIMEOUT_S)
+    verdict = arena.submit(Attack("def attack():\n    return 'escaped'", ())).result(VERDICT_TIMEOUT_S)
     assert verdict.reasons == ("", "raised")
 
 
@@ -138,17 +202,32 @@ def test_tests_that_lie_behind_a_descriptor_would_be_seen(arena: Arena) -> None:
     assert said == "escaped\n"
 
 
-def test_there_are_at_least_45_attacks() -> None:
-    assert len(ATTACKS) >= 45
-
-
 @pytest.mark.timeout(VERDICT_TIMEOUT_S + 10)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_is_contained_and_graded_as_failed(name: str, verdicts: Mapping[str, Future[Verdict]]) -> None:
-    verdict = verdicts[name].result(VERDICT_TIMEOUT_S)
-    assert verdict.fault == ""
-    assert "" not in verdict.reasons
-    assert verdict.reason in ATTACKS[name].reasons
+    check(verdicts[name].result(VERDICT_TIMEOUT_S), ATTACKS[name])
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.timeout(2 * VERDICT_TIMEOUT_S + 10)
+@pytest.mark.parametrize("name", UNGROUPED)
+def test_is_contained_as_a_plain_user_without_control_groups(
+    name: str, verdicts_of_plain_user: Mapping[str, Verdict]
+) -> None:
+    check(verdicts_of_plain_user[name], ATTACKS[name])
+
+
+@needs_root
+@pytest.mark.timeout(2 * VERDICT_TIMEOUT_S + 10)
+@pytest.mark.parametrize("name", FILES)
+def test_the_owner_of_the_files_reaches_no_other_sandbox_by_them(
+    name: str, verdicts_of_owner: Mapping[str, Verdict]
+) -> None:
+    check(verdicts_of_owner[name], FILES[name])
 
 
 @pytest.mark.timeout(VERDICT_TIMEOUT_S + 10)
@@ -174,7 +253,7 @@ LONE_GRADER = """
 import sys
 from rlhf.config import SandboxTable
 from services.reward.sandbox.grader import Grader
-from services.reward.sandbox.program import read_row
+from services.reward.sandbox.program import Program, read_row
 
 code = '''
 import subprocess, sys
@@ -202,6 +281,51 @@ def test_programs_die_with_a_grader_that_is_killed() -> None:
     assert groups(lone.pid) == []
 
 
+HONEST = """
+import time
+def f(number):
+    while time.process_time() < 1.0: pass
+    return number
+"""
+SPINNING = """
+import os
+def f(number):
+    for _ in range(30):
+        if os.fork() == 0:
+            os.setsid()
+            break
+    while True: pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(VERDICT_TIMEOUT_S)
+@pytest.mark.skipif(
+    not any(controller.name == "cpu" for controller in cgroups.usable(LIMITS)),
+    reason="no control groups for CPU",
+)
+def test_honest_programs_beside_spinning_ones_take_at_most_three_times_as_long() -> None:
+    grader = Grader(SandboxTable(workers=8, wall_time_s=60.0, processes=32))
+
+    def row(code: str, number: int) -> Program:
+        test = {"kind": "call", "function": "f", "args": [number], "expected": number}
+        return read_row("", code, "", {"tests": [test]}, "all")
+
+    def time_honest(first: int) -> float:
+        started = time.monotonic()
+        honest = [grader.submit(row(HONEST, first + number)) for number in range(4)]
+        assert all(future.result(VERDICT_TIMEOUT_S) == Verdict(("",)) for future in honest)
+        return time.monotonic() - started
+
+    alone = time_honest(0)
+    spinning = [grader.submit(row(SPINNING, number)) for number in range(4)]
+    beside = time_honest(4)
+    print(f"4 honest programs: {alone:.2f} s alone, {beside:.2f} s beside 4 that spin with 31 processes each")
+    assert beside <= 3 * alone
+    assert [future.result(VERDICT_TIMEOUT_S) for future in spinning] == [Verdict(("died",))] * 4
+    grader.close()
+
+
 def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
@@ -220,4 +344,4 @@ def marked_processes() -> list[int]:
 def groups(service: int | None = None) -> list[Path]:
     """Control groups of the sandboxes of a process, by default of this one."""
     pattern = f"{cgroups.PREFIX}{service or os.getpid()}-*"
-    return [path for controller in cgroups.usable() for path in controller.parent.glob(pattern)]
+    return [path for controller in cgroups.usable(LIMITS) for path in controller.parent.glob(pattern)]

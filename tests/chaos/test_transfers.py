@@ -22,6 +22,8 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import create_transports, host_id
 from rlhf.errors import DeadlineExceeded, ServiceLost
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 1.0
 MIB = 1 << 20
 VALUES = np.arange(4 * MIB, dtype=np.float64)

@@ -31,6 +31,8 @@ from integration.harness import Processes, Service, free_ports, is_listening, ja
 from nccl_transfer.batch import Batch, LocalColumn
 from rlhf.errors import DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 DEADLINE_S = 2.0
 """Of a call that transfers. What is left of it when the fetch gives up, 0.4 s, is for the answer."""
@@ -159,7 +161,7 @@ class Stage:
     def launch(self, role: str, name: str, ranks: int) -> subprocess.Popen[str]:
         with (self.directory / f"{name}.log").open("a") as log:
             launcher = self.processes.start(
-                "torchrun", "--standalone", f"--nproc-per-node={ranks}", str(HERE / "transfer_service.py"), role,
+                "torchrun", "--rdzv-backend=rlhf", f"--nproc-per-node={ranks}", str(HERE / "transfer_service.py"), role,
                 "--config", str(self.directory / "services.toml"), "--name", name, stdout=log, stderr=log,
             )  # fmt: skip
         address = self.addresses[name]

@@ -6,6 +6,7 @@ CPU and the model tiny; tests/gpu runs the same on a GPU.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,21 +19,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
+from services.engines import offload
 from services.engines.base import EngineOffloaded, OptimizerOptions, Snapshot, TrainEngine
 from services.engines.checkpoint import Shard, read_shards
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.loading import load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.offload import num_bytes, park
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d import ThreeDParallelEngine
-from services.models import load_causal_lm
+from services.models import load_causal_lm, tensors_sha256
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
+from services.rollout.decoder import WholeDecoder
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
@@ -165,7 +167,14 @@ def make_engine(name: str, directory: Path, device: torch.device) -> ShardedEngi
     """An engine that learns, on one rank, computing in bfloat16."""
     if name == "fsdp":
         model = load_to_share(load_causal_lm, directory, torch.float32)
-        return FSDPEngine(model, device, optimizer=OPTIONS, compute_dtype=torch.bfloat16, directory=directory)
+        return FSDPEngine(
+            model,
+            device,
+            optimizer=OPTIONS,
+            compute_dtype=torch.bfloat16,
+            directory=directory,
+            load=load_causal_lm,
+        )
     if name == "3d":
         return ThreeDParallelEngine(
             directory, Mesh(), device, dtype=torch.bfloat16, optimizer=OPTIONS, transition="hybridflow"
@@ -220,17 +229,19 @@ def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path)
 
 @contextmanager
 def offloaded(engine: ShardedEngine) -> Iterator[int]:
-    """A block with the engine in host memory; gives the bytes moved. On CPU, where `offload` has nothing to do, the
+    """A block with the engine in host memory; gives the bytes moved."""
+    moved = take_off(engine)
+    yield moved
+    assert engine.onload() == moved
+
+
+def take_off(engine: ShardedEngine) -> int:
+    """Moves an engine to host memory and returns the bytes moved. On CPU, where `offload` has nothing to do, the
     tensors that it would move are parked all the same."""
-    if engine.device.type == "cpu":
-        assert engine.offload() == engine.onload() == 0
-        engine._parked = park(engine._resident())
-        yield num_bytes(engine._parked)
-        engine.onload()
-    else:
-        moved = engine.offload()
-        yield moved
-        assert engine.onload() == moved
+    if engine.device.type != "cpu":
+        return engine.offload()
+    assert engine.offload() == engine.onload() == 0
+    return engine._leave_device()
 
 
 def memory_meter(engine: ShardedEngine) -> Callable[[], int]:
@@ -351,3 +362,127 @@ def test_a_rollout_engine_generates_the_same_after_its_sleep(name: str, task: Ta
     again = generate(rollout, engine, task.prompts)
     assert torch.equal(first.responses.values, again.responses.values)
     assert torch.equal(first.log_probs.values, again.log_probs.values)
+
+
+@every_engine
+def test_an_engine_that_starts_over_is_a_new_one_in_the_same_memory(
+    name: str, task: Task, device: torch.device
+):
+    engine = make_engine(name, task.directory, device)
+    rollout = make_rollout(engine, task.directory, device)
+    first, generated = engine.snapshot(), generate(rollout, engine, task.prompts)
+    loss = task.step(engine)
+    learned, in_use = engine.snapshot(), memory_meter(engine)
+    held = in_use()
+    assert not same_bits(learned, first)
+    take_off(engine)
+    assert in_use() < held
+    engine.start_over()
+    assert in_use() <= held
+    assert engine.snapshot().num_steps == 0
+    assert same_bits(engine.snapshot(), first)
+    again = generate(rollout, engine, task.prompts)
+    assert torch.equal(again.responses.values, generated.responses.values)
+    assert torch.equal(again.log_probs.values, generated.log_probs.values)
+    assert task.step(engine) == loss
+    assert same_bits(engine.snapshot(), learned)
+
+
+@every_engine
+def test_an_engine_whose_directory_is_gone_does_not_start_over(
+    name: str, task: Task, device: torch.device, tmp_path: Path
+):
+    directory = tmp_path / "model"
+    shutil.copytree(task.directory, directory)
+    engine = make_engine(name, directory, device)
+    task.step(engine)
+    learned = engine.snapshot()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises((ValueError, FileNotFoundError)):
+        engine.start_over()
+    assert same_bits(engine.snapshot(), learned)
+
+
+@every_engine
+@pytest.mark.parametrize("step", ["_allocate", "_grow"])
+def test_an_engine_stays_where_it_is_when_memory_runs_out_on_its_way(
+    name: str, step: str, task: Task, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(name, task.directory, device)
+    task.step(engine)
+    state, in_use = engine.snapshot(), memory_meter(engine)
+    held = in_use()
+    num_storages = len(offload.copy_to_host(engine._resident()))
+    if step == "_grow":
+        take_off(engine)
+    there = in_use()
+    for number in range(num_storages):
+        with memory_for(number, step, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+            (take_off if step == "_allocate" else ShardedEngine.onload)(engine)
+        assert in_use() == there
+    if step == "_grow":
+        with pytest.raises(EngineOffloaded):
+            engine.snapshot()
+        engine.onload()
+    assert in_use() == held
+    assert same_bits(engine.snapshot(), state)
+
+
+@contextmanager
+def memory_for(number: int, step: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory for so many allocations of `services.engines.offload` and no more."""
+    allocate, left = getattr(offload, step), iter(range(number))
+
+    def limited(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("there is no memory left")
+        return allocate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, step, limited)
+        yield
+
+
+@pytest.mark.parametrize("step", ["_allocate", "_grow"])
+def test_a_rollout_engine_stays_as_it_is_when_memory_runs_out_on_its_way(
+    step: str, task: Task, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    decoder = WholeDecoder(load_causal_lm(task.directory, torch.bfloat16).to(device))  # type: ignore[arg-type]
+    weights = {name: x.clone() for name, x in decoder._model.state_dict().items()}
+    change = decoder._leave_device if step == "_allocate" else decoder.wake
+    if step == "_grow":
+        decoder._leave_device()
+    for number in range(len(weights)):
+        with memory_for(number, step, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+            change()
+    decoder.wake()
+    assert all(torch.equal(x, weights[name]) for name, x in decoder._model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_the_same_weights_are_exported_as_the_same_bits_by_every_engine(
+    dtype: torch.dtype | None, task: Task, device: torch.device, tmp_path: Path
+):
+    exported = load_causal_lm(task.directory, dtype or torch.float32).state_dict()
+    expected = tensors_sha256(sorted(exported.items()))
+    for name in ENGINES:
+        directory = tmp_path / name
+        assert make_engine(name, task.directory, device).export(directory, dtype=dtype) == expected, name
+        loaded = AutoModelForCausalLM.from_pretrained(directory)
+        assert loaded.dtype == (dtype or torch.float32)
+        assert tensors_sha256(sorted(loaded.state_dict().items())) == expected
+
+
+@every_engine
+def test_what_is_exported_are_the_weights_that_the_optimizer_has(
+    name: str, task: Task, device: torch.device, tmp_path: Path
+):
+    engine = make_engine(name, task.directory, device)
+    task.step(engine)
+    engine.save(tmp_path / "checkpoint")
+    engine.export(tmp_path / "export")
+    exported = load_causal_lm(tmp_path / "export").state_dict()
+    saved = {f"weight.{key}": Shard.of_whole(torch.zeros_like(x)) for key, x in exported.items()}
+    read_shards(tmp_path / "checkpoint", 1, saved)
+    assert all(torch.equal(saved[f"weight.{key}"].tensor, x) for key, x in exported.items())
+    assert not all(torch.equal(x, x.bfloat16().float()) for x in exported.values())

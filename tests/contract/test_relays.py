@@ -20,13 +20,14 @@ from drawn import PROTOCOLS, meshes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from controller.requests import cut
 from nccl_transfer import wire
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Batch, Endpoint, Shard
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher, Rows
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import Relay, RowPlan, plan_rows
+from nccl_transfer.plans import Relay, plan_relays
 from nccl_transfer.protocols import TransferProtocol
 from nccl_transfer.relay import Errand
 from nccl_transfer.serving import add_transfer_service
@@ -39,7 +40,7 @@ from nccl_transfer.transports import (
     serve_fetch,
     traffic_since,
 )
-from nccl_transfer.transports.tcp import cut_frames
+from nccl_transfer.transports.byte_server import cut_frames
 from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 from services.server import SERVER_OPTIONS
@@ -185,10 +186,15 @@ def row_bytes(rows: Iterable[Row]) -> int:
 
 
 def start_fetch(
-    rank: Rank, part: Batch, plan: RowPlan, call_id: str, calls: ThreadPoolExecutor, timeout_s: float = 10
+    rank: Rank,
+    part: Batch,
+    relays: Sequence[Relay],
+    call_id: str,
+    calls: ThreadPoolExecutor,
+    timeout_s: float = 10,
 ) -> Future[Rows]:
     """Fetches as a rank does that is sent its part of a call."""
-    message = wire.to_proto(part, None, (*plan.kept, *plan.relayed))
+    message = wire.to_proto(part, None, relays)
     errand = Errand(call_id, LEASE, wire.relays_from_proto(message))
     batch = wire.from_proto(message)
     return calls.submit(rank.fetcher.fetch, batch, time.monotonic() + timeout_s, errand)
@@ -259,33 +265,27 @@ def drawn_calls(draw: st.DrawFn, protocol: TransferProtocol, pool: list[Rank], m
 def check_a_call(call: Call, caller: Fetcher, calls: ThreadPoolExecutor) -> None:
     """Rows arrive, and an answer for every row comes back, as counted out by hand; so do the bytes."""
     protocol, mesh, ranks, batch = call.protocol, call.mesh, call.ranks, call.stored()
-    parts = [batch.take(np.array(part, np.int64)) for part in call.given]
-    plans = plan_rows(parts, [rank.endpoint for rank in ranks])
+    parts = cut(batch, protocol, mesh)
+    relays = [plan_relays(part.batch, [ranks[rank].endpoint for rank in part.ranks]) for part in parts]
     call_id = f"call {time.monotonic_ns()}"
     sources = {holder for holder, _ in call.held}
     for source in sources:
         source.sent.clear()
     with counted([rank.fetcher for rank in ranks]) as moved:
-        fetches = [
-            start_fetch(rank, part, plan, call_id, calls)
-            for rank, part, plan in zip(ranks, parts, plans, strict=True)
-        ]
-        arrived = [rows_of(fetch.result(20)) for fetch in fetches]
+        fetches = {
+            rank: start_fetch(ranks[rank], part.batch, planned, call_id, calls)
+            for part, planned in zip(parts, relays, strict=True)
+            for rank in part.ranks
+        }
+        arrived = [rows_of(fetches[rank].result(20)) for rank in range(len(ranks))]
     assert arrived == [[call.rows[row] for row in part] for part in call.given]
 
     lower_bounds = {}
     for host in {rank.host for rank in ranks}:
         here = [number for number, rank in enumerate(ranks) if rank.host == host]
         far = {number: call.wanted(number, near=False) for number in here}
-        lower_bounds[host] = row_bytes(set().union(*far.values()))
-        planned = sum(
-            r.nbytes
-            for number in here
-            for source, ranges in plans[number].direct.items()
-            if source.host_id != host
-            for r in ranges
-        )
-        assert planned == lower_bounds[host]
+        groups = [set(part.ranks) & far.keys() for part in parts]
+        lower_bounds[host] = sum(row_bytes(far[min(group)]) for group in groups if group)
         assert sum(moved[number]["tcp"] for number in here) == lower_bounds[host]
         for number in here:
             assert moved[number].keys() <= {"tcp", "relay", "memfd"}
@@ -332,42 +332,40 @@ def test_every_row_arrives_and_every_byte_crosses_once_on_up_to_64_ranks(protoco
     check_calls(protocol, large_pool, caller, calls, 300)
 
 
-def two_readers(ranks: list[Rank]) -> tuple[Batch, list[RowPlan]]:
+def two_readers(ranks: list[Rank]) -> tuple[Batch, list[Relay]]:
     batch = store_rows(ranks[0], [((row, -row), (row,) * row) for row in range(4)])
-    return batch, plan_rows([batch, batch], [ranks[2].endpoint, ranks[3].endpoint])
+    return batch, plan_relays(batch, [ranks[2].endpoint, ranks[3].endpoint])
 
 
 def test_what_the_reader_could_not_read_its_neighbours_hear_of(ranks, calls):
-    batch, plans = two_readers(ranks)
+    batch, relays = two_readers(ranks)
     ranks[0].store.release("session")
     with pytest.raises(Refused, match="was released"):
-        start_fetch(ranks[2], batch, plans[0], "released", calls).result(10)
+        start_fetch(ranks[2], batch, relays, "released", calls).result(10)
     with pytest.raises(Refused, match=r"test rank 2 .*test rank 0 .*was released"):
-        start_fetch(ranks[3], batch, plans[1], "released", calls).result(10)
+        start_fetch(ranks[3], batch, relays, "released", calls).result(10)
 
 
 def test_a_reader_that_never_reads_is_named_at_the_deadline(ranks, calls):
-    batch, plans = two_readers(ranks)
+    batch, relays = two_readers(ranks)
     with pytest.raises(DeadlineExceeded, match=r"test rank 2 .*did not read from"):
-        start_fetch(ranks[3], batch, plans[1], "never", calls, timeout_s=1).result(10)
+        start_fetch(ranks[3], batch, relays, "never", calls, timeout_s=1).result(10)
     ranks[0].store.release("session")
 
 
 def test_a_reader_that_is_gone_is_named(ranks, calls):
-    batch, plans = two_readers(ranks)
-    gone = replace(plans[1].relayed[0].reader, address="127.0.0.1:9")
-    relayed = tuple(replace(relay, reader=gone) for relay in plans[1].relayed)
+    batch, relays = two_readers(ranks)
+    gone = [replace(relay, reader=replace(relay.reader, address="127.0.0.1:9")) for relay in relays]
     with pytest.raises(ServiceLost, match=r"127\.0\.0\.1:9"):
-        start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "gone", calls).result(10)
+        start_fetch(ranks[3], batch, gone, "gone", calls).result(10)
     ranks[0].store.release("session")
 
 
 def test_a_relay_of_another_epoch_is_refused(ranks, calls):
-    batch, plans = two_readers(ranks)
-    older = replace(plans[1].relayed[0].reader, epoch=7)
-    relayed = tuple(replace(relay, reader=older) for relay in plans[1].relayed)
+    batch, relays = two_readers(ranks)
+    older = [replace(relay, reader=replace(relay.reader, epoch=7)) for relay in relays]
     with pytest.raises(Refused, match="epoch is 1, the rows are of epoch 7"):
-        start_fetch(ranks[3], batch, replace(plans[1], relayed=relayed), "older", calls).result(10)
+        start_fetch(ranks[3], batch, older, "older", calls).result(10)
     ranks[0].store.release("session")
 
 
@@ -387,10 +385,14 @@ def test_a_reader_without_space_says_what_does_not_fit_and_its_neighbours_hear_a
         np.zeros(40 << 10, np.uint8), LEASE
     )  # beside it, rows of rank 0 fit, and of rank 1 do not
     together = [tiny_rank, *ranks[2:4]]
-    plans = plan_rows([batch] * 3, [rank.endpoint for rank in together])
+    # One reader of both ranks, also for the two that would share the reading with it.
+    relays = [
+        replace(relay, reader=tiny_rank.endpoint)
+        for relay in plan_relays(batch, [r.endpoint for r in together])
+    ]
 
     def start(number: int, call_id: str) -> Future[Rows]:
-        return start_fetch(together[number], batch, plans[number], call_id, calls, timeout_s=100)
+        return start_fetch(together[number], batch, relays, call_id, calls, timeout_s=100)
 
     def assert_told(fetch: Future[Rows]) -> None:
         does_not_fit = r"test rank 4 .*: 0\.0 MiB do not fit into the arena of 0\.1 MiB, .*: raise arena_mb"
@@ -414,50 +416,49 @@ def ask(rank: Rank, call_id: str, source: Endpoint, loop, timeout_s: float = 5) 
     return Rank.on(loop, rank.fetcher.relays.take(request, timeout_s))
 
 
-def relay_of(reader: Rank, number: int) -> tuple[Relay, memoryview]:
-    """Eight bytes of one of many sources, and what they are."""
+def keep_of(reader: Rank, number: int, *call_ids: str) -> tuple[Endpoint, memoryview]:
+    """Has a rank keep eight bytes of one of many sources in calls; where they are of, and what they are."""
     source = Endpoint(f"10.0.0.{number}:7000", ELSEWHERE)
-    relay = Relay(source, reader.endpoint, (ByteRange(Shard(source, 1, 0, 8), 0, 8),))
-    return relay, memoryview(number.to_bytes(8, "little"))
+    ranges, read = [ByteRange(Shard(source, 1, 0, 8), 0, 8)], memoryview(number.to_bytes(8, "little"))
+    for call_id in call_ids:
+        relay, errand = Relay(source, reader.endpoint), Errand(call_id, LEASE)
+        reader.fetcher.relays.keep(relay, ranges, [read], errand)
+    return source, read
 
 
 def test_a_call_keeps_the_rows_of_a_hundred_ranks(ranks, loop):
     reader = ranks[2]
-    made = [relay_of(reader, number) for number in range(100)]
-    for relay, read in made:
-        reader.fetcher.relays.keep(relay, lambda _, read=read: read, Errand("of a hundred", LEASE))
-    for relay, read in made:
-        answer = ask(reader, "of a hundred", relay.source, loop)
+    made = [keep_of(reader, number, "of a hundred") for number in range(100)]
+    for source, read in made:
+        answer = ask(reader, "of a hundred", source, loop)
         assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
     reader.store.release("session")
 
 
 def test_asks_that_nobody_answers_leave_nothing_behind(ranks, loop):
     reader = ranks[2]
-    relay, read = relay_of(reader, 1)
-    reader.fetcher.relays.keep(relay, lambda _: read, Errand("answered", LEASE))
+    source, read = keep_of(reader, 1, "answered")
     for number in range(200):
         with pytest.raises(DeadlineExceeded):
-            ask(reader, f"unanswered {number}", relay.source, loop, timeout_s=0)
-    answer = ask(reader, "answered", relay.source, loop)
+            ask(reader, f"unanswered {number}", source, loop, timeout_s=0)
+    answer = ask(reader, "answered", source, loop)
     assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
     reader.store.release("session")
 
 
 def test_a_read_that_is_waited_for_is_not_forgotten_for_many_others(ranks, loop):
     reader = ranks[2]
-    relay, read = relay_of(reader, 1)
-    request = pb.TakeRelayedRequest(epoch=1, call_id="late", source=relay.source.address)
+    source, read = keep_of(reader, 1)
+    request = pb.TakeRelayedRequest(epoch=1, call_id="late", source=source.address)
     waiting = asyncio.run_coroutine_threadsafe(reader.fetcher.relays.take(request, 10), loop)
     Rank.on(loop, asyncio.sleep(0))  # once it is the loop's turn again, it waits
-    for number in range(200):
-        reader.fetcher.relays.keep(relay, lambda _: read, Errand(f"early {number}", LEASE))
+    keep_of(reader, 1, *(f"early {number}" for number in range(200)))
     assert not waiting.done()
-    reader.fetcher.relays.keep(relay, lambda _: read, Errand("late", LEASE))
+    keep_of(reader, 1, "late")
     answer = waiting.result(5)
     assert reader.store.read_bytes(answer.shard, 0, answer.nbytes) == read
     # Of calls that nobody waits for the oldest are forgotten, whole.
     with pytest.raises(DeadlineExceeded):
-        ask(reader, "early 0", relay.source, loop, timeout_s=0.2)
-    ask(reader, "early 199", relay.source, loop)
+        ask(reader, "early 0", source, loop, timeout_s=0.2)
+    ask(reader, "early 199", source, loop)
     reader.store.release("session")

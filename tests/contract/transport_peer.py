@@ -37,8 +37,8 @@ from nccl_transfer.transports import (
     stat_response,
     unavailable,
 )
+from nccl_transfer.transports.byte_server import cut_frames
 from nccl_transfer.transports.nccl import own_nccl
-from nccl_transfer.transports.tcp import cut_frames
 from nccl_transfer.wire import endpoint_to_proto, to_proto
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError
@@ -234,8 +234,8 @@ class Peer:
         rows = next(iter(stored.values())).rows
         return {"batch": to_proto(Batch(rows, stored)).SerializeToString().hex()}
 
-    def release(self, through_step):
-        return {"freed": self.store.release(SESSION, through_step)}
+    def release(self):
+        return {"freed": self.store.release(SESSION)}
 
     def configure(self, pause_after=None, break_after=None, always=False):
         """Streams stop, or break once or always, before the chunk of this number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,15 @@ class ComparesRows(Good):
     def ComputeReward(self, request: Request, context: Any) -> Response:
         scores = super().ComputeReward(request, context).scores
         return Response(scores=[Verdict(score=score.score - len(scores)) for score in scores])
+
+
+class NormalisesItsBatch(Good):
+    """Shifts the scores of a request to mean 0 and scales them to variance 1; of a lone row only 0 is left."""
+
+    def ComputeReward(self, request: Request, context: Any) -> Response:
+        scores = [score.score for score in super().ComputeReward(request, context).scores]
+        mean, deviation = statistics.fmean(scores or [0.0]), statistics.pstdev(scores or [0.0])
+        return Response(scores=[Verdict(score=(score - mean) / (deviation or 1.0)) for score in scores])
 
 
 class WantsRows(Good):

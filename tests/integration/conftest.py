@@ -98,7 +98,12 @@ def _write_scorer(directory: Path, tokenizer: Any) -> None:
 @pytest.fixture(scope="session")
 def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """All services that are up, with free ports; a run selects some of them."""
-    learner = {"model": task.model, "optimizer": {"learning_rate": 3e-4}}
+    # Tests have directories of their own below the one of all tests.
+    learner = {
+        "model": task.model,
+        "optimizer": {"learning_rate": 3e-4},
+        "output_roots": [tmp_path_factory.getbasetemp()],
+    }
     cut = {"micro_batch_tokens": 48}
     tables: dict[str, dict[str, Any]] = {
         "actor": {"role": "actor", "ranks": 2, "checksums": True, **learner},
@@ -147,7 +152,7 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     try:
         up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
         wait_for_line(up, "ready\n", START_TIMEOUT_S)
-        yield Cluster(config, _save_all(config, directory))
+        yield Cluster(config, _save_all(config, directory), processes)
         up.terminate()
         assert up.wait(STOP_TIMEOUT_S) == 0
         assert not processes.living()

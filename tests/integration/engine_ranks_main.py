@@ -1,7 +1,9 @@
 """One rank of test_engine_ranks.py: trains tiny models on its share of the rows and writes down what it saw."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.columns import Jagged
+from services.engines import offload
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
@@ -134,6 +137,35 @@ def failed_export(engine: FSDPEngine, out: Path) -> str:
     return "none"
 
 
+def moved_without_memory(engine: FSDPEngine, step: str) -> str:
+    """What this rank sees of a move to host memory or back when the last rank has no memory for it."""
+
+    def refuse(*arguments: object) -> None:
+        raise MemoryError(step)
+
+    move = engine._leave_device if step == "_allocate" else engine.onload
+    is_last = engine.data_rank == engine.data_size - 1
+    with mock.patch.object(offload, step, refuse) if is_last else nullcontext():
+        try:
+            move()
+        except (MemoryError, PeerRankFailed) as error:
+            return type(error).__name__
+    return "none"
+
+
+def offloaded_without_memory(engine: FSDPEngine) -> dict:
+    """What failed moves raise, and whether the engine is where it was after each of them."""
+    state = engine.snapshot()
+    report: dict = {"left": moved_without_memory(engine, "_allocate"), "stays": not engine._parked}
+    engine._leave_device()
+    report["came back"] = moved_without_memory(engine, "_grow")
+    report["stays"] &= not any(x.untyped_storage().nbytes() for x in engine._resident() if x.numel())
+    engine.onload()
+    after = engine.snapshot()
+    report["stays"] &= all(torch.equal(x, after.tensors[key]) for key, x in state.tensors.items())
+    return report
+
+
 def main(out: Path, other_checkpoint: Path) -> dict[str, dict]:
     cpu, policy = torch.device("cpu"), PolicyHead(temperature=0.7)
     value_model = ValueModel(make_model(tied=False).model).eval()
@@ -152,6 +184,11 @@ def main(out: Path, other_checkpoint: Path) -> dict[str, dict]:
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=name == "tied",
         )
-        reports[name] = run(name, engine, head, out, other_checkpoint)
+        # First: what numpy has looked at, for a hash, torch no longer frees on CPU.
+        offloaded = offloaded_without_memory(engine)
+        reports[name] = {
+            **run(name, engine, head, out, other_checkpoint),
+            "offloaded": offloaded,
+        }
         reports[name]["failed_export"] = failed_export(engine, out)
     return reports

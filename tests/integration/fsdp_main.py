@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import torch
+from packed_rows import FEW, packed_distance
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,6 +39,8 @@ def run(directory: Path, reference: Path, dtype: torch.dtype) -> dict:
     gradients = {name: whole(x.grad) for name, x in engine._parameters.items() if x.grad is not None}
     engine._drop_gradients()
     report["gradients"] = distance(gradients, load_file(reference / "gradients.safetensors"))
+    if dtype == torch.float64:
+        report["packed"] = max(packed_distance(engine, shapes) for shapes in FEW)
     steps = [engine.step(micro_batches, HEAD, rows.loss) for _ in range(NUM_STEPS)]
     report["loss"] = abs(steps[0].loss / expected["loss"][0] - 1)
     report["norms"] = max(abs(s.grad_norm / n - 1) for s, n in zip(steps, expected["norm"], strict=True))

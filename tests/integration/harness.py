@@ -83,9 +83,9 @@ class Service:
         self.name = name
         self.session = f"test-{uuid.uuid4().hex}"
         self.sequence = 0
-        self._started_unix_ns = time.time_ns()
         self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS)]
         self.description = self.ask("Describe")
+        self._started_unix_ns = max(time.time_ns(), self.description.session_started_unix_ns + 1000)
         self.addresses = [rank.endpoint.address for rank in self.description.ranks]
         self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
         self.mesh = wire.mesh_from_proto(self.description.mesh)
@@ -97,6 +97,10 @@ class Service:
         return range(len(self._channels))
 
     def close(self) -> None:
+        """Ends the session, as far as the ranks are there, and drops the connections."""
+        for rank in self.ranks:
+            with contextlib.suppress(RlhfError):
+                self.ask("EndSession", rank, timeout_s=1.0, session=self.session)
         self._fetcher.close()
         for channel in self._channels:
             channel.close()
@@ -244,10 +248,12 @@ class Cluster:
 
     Attributes:
         initial: By service, a sharded checkpoint of the state it started in.
+        processes: What was started, and all that it started.
     """
 
     config: Config
     initial: Mapping[str, Path]
+    processes: Processes
 
     @contextlib.contextmanager
     def service(self, name: str) -> Iterator[Service]:
@@ -362,3 +368,10 @@ def is_listening(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def under_one_name(lines: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Metrics in which the mean of held-out rewards is "evaluation/reward", also where a service says that its scores
+    lie between 0 and 1, so that a run calls it accuracy."""
+    names = {"evaluation/accuracy": "evaluation/reward"}
+    return [{names.get(name, name): value for name, value in line.items()} for line in lines]

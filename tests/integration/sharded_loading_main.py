@@ -35,7 +35,9 @@ def make_engine(kind: str, model: Any, dtype: torch.dtype, directory: Path | Non
         return LoRAEngine(
             model, CPU, adapters=adapters, optimizer=OPTIONS, compute_dtype=dtype, directory=directory
         )
-    return FSDPEngine(model, CPU, optimizer=OPTIONS, compute_dtype=dtype, directory=directory)
+    return FSDPEngine(
+        model, CPU, optimizer=OPTIONS, compute_dtype=dtype, directory=directory, load=LOADS[kind]
+    )
 
 
 def read_off(kind: str, rows: Rows) -> tuple[Head[Any], Any]:
@@ -66,14 +68,18 @@ def run(kind: str, directory: Path, dtype: torch.dtype, out: Path) -> dict:
     micro_batches = rows.micro_batches()
     stored = dtype if kind == "lora" else torch.float32
     model = load_to_share(LOADS[kind], directory, stored)
-    report: dict = {"bytes read by parts": bytes_on_meta(model)}
+    report: dict[str, Any] = {"bytes read by parts": bytes_on_meta(model)}
     engine = make_engine(kind, model, dtype, directory)
     other = make_engine(kind, LOADS[kind](directory, stored), dtype, None)
-    report["weights"] = same(engine.snapshot(), other.snapshot())
+    initial = engine.snapshot()
+    report["weights"] = same(initial, other.snapshot())
     learned = [each.step(micro_batches, *read_off(kind, rows)) for each in (engine, other)]
     report["step"] = learned[0] == learned[1] and same(engine.snapshot(), other.snapshot())
     hashes = [each.export(out / name) for each, name in ((engine, "export"), (other, "other"))]
     report["export"] = hashes[0] == hashes[1]
+    engine.start_over()
+    report["start over"] = same(engine.snapshot(), initial)
+    report["start over"] &= engine.step(micro_batches, *read_off(kind, rows)) == learned[0]
     return report
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from controller.cluster import Cluster as ConnectedCluster
 from controller.dataflow import FutureBatch
-from controller.group import ActorGroup, Session
+from controller.group import ActorGroup
+from controller.session import Session
 from integration.harness import POLICY_LOSS, TWO_STEPS, Cluster, Service
 from nccl_transfer.columns import Jagged
 from rlhf.v1 import actor_pb2

@@ -20,6 +20,8 @@ from integration.harness import ROOT, TIMEOUT_S, Processes, free_ports, is_liste
 from integration.node_reward import serving
 from rlhf.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 4.0
 ROWS = [Row(prompt=prompt, response=response, ground_truth=truth) for prompt, response, truth in PROBES]
 
@@ -88,6 +90,7 @@ def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> 
         (broken.FailsWithoutACause, VERDICTS),
         (broken.Reverses, "row order"),
         (broken.ComparesRows, "row order"),
+        (broken.NormalisesItsBatch, "row order"),
         (broken.WantsRows, "no rows"),
         (broken.WantsResponses, "empty strings"),
         (broken.WantsAscii, "unicode"),

@@ -300,7 +300,8 @@ def test_a_wrong_command_line_is_one_line(host: Host, arguments: list[str], mess
     assert len(err.splitlines()) == 1
 
 
-def test_up_detached_runs_torchrun_and_leaves_no_worker_when_torchrun_is_killed(host: Host) -> None:
+def two_ranks(host: Host) -> list[psutil.Process]:
+    """Two ranks of service `two` that are up, detached, in their order."""
     module = host.directory / "services" / "reward" / "__main__.py"
     module.parent.mkdir(parents=True)
     module.write_text(TWO_RANKS)
@@ -308,12 +309,56 @@ def test_up_detached_runs_torchrun_and_leaves_no_worker_when_torchrun_is_killed(
         "up", "two.toml", "--detach", "--only", "two", "--set", "services.two.ranks=2", program=REAL_DEPLOY
     )
     assert (code, out) == (0, "ready\n"), err
-    torchrun = next(process for process in host.processes() if "torch.distributed.run" in process.cmdline())
-    workers = torchrun.children()
-    assert len(workers) == 2
-    torchrun.kill()
+    ranks = [process for process in host.processes() if "services.reward" in process.cmdline()]
+    return sorted(ranks, key=lambda process: process.environ()["RANK"])
+
+
+def test_a_rank_that_is_killed_ends_its_peers_and_is_named(host: Host) -> None:
+    _, rank_1 = two_ranks(host)
+    rank_1.kill()
     wait_until(lambda: not host.processes(), timeout_s=10)
-    assert "error: service two: was killed by SIGKILL" in (host.logs / "supervisor.log").read_text()
+    log = (host.logs / "supervisor.log").read_text()
+    assert "error: service two: rank 1 was killed by SIGKILL" in log
+
+
+def test_status_tells_the_settings_that_services_were_started_with(host: Host) -> None:
+    two_ranks(host)
+    _, out, _ = host.run("status", "two.toml")
+    assert out.splitlines()[-1] == "started with --set services.two.ranks=2"
+    assert "with --set services.two.ranks=2\n" in (host.logs / "supervisor.log").read_text()
+    assert host.run("down", "two.toml")[0] == 0
+
+
+def test_logs_shows_what_services_have_said_also_after_their_end(host: Host) -> None:
+    host.logs.mkdir(parents=True)
+    for name in ("one", "two"):
+        (host.logs / f"{name}.log").write_text(f"ready: {name}\n")
+    assert host.run("logs", "two.toml", "one") == (0, "ready: one\n", "")
+    assert host.run("logs", "two.toml") == (0, "one | ready: one\ntwo | ready: two\n", "")
+    code, _, err = host.run("logs", "two.toml", "three")
+    assert (code, err) == (CONFIG_ERROR, "error: no service 'three'; there are: one, two\n")
+
+
+def test_logs_follow_what_is_added_until_ctrl_c(host: Host) -> None:
+    host.logs.mkdir(parents=True)
+    log = host.logs / "one.log"
+    log.write_text("first\n")
+    following = host.start("logs", "two.toml", "one", "--follow")
+    assert following.stdout is not None
+    assert following.stdout.readline() == "first\n"
+    with log.open("a") as file:
+        file.write("second\n")
+    assert following.stdout.readline() == "second\n"
+    following.send_signal(signal.SIGINT)
+    assert end_of(following) == (0, "", "")
+
+
+def test_check_says_what_up_would_refuse_and_starts_nothing(host: Host) -> None:
+    assert host.run("check", "two.toml") == (0, "two.toml: one, two can be started\n", "")
+    _, _, port = host.addresses["two"].rpartition(":")
+    with socket.create_server(("127.0.0.1", int(port))):
+        code, _, err = host.run("check", "two.toml")
+    assert (code, err) == (CONFIG_ERROR, f"error: services.two.address: {host.addresses['two']} is in use\n")
 
 
 def test_up_detached_gives_the_error_of_its_supervisor(host: Host) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from google.rpc import status_pb2
 
+from controller import stream
 from controller.client import RankClient
 from integration.harness import Service
 from nccl_transfer.batch import Batch
@@ -129,11 +130,15 @@ def test_a_message_that_is_no_call_is_refused_and_the_stream_goes_on(
     asyncio.run(main())
 
 
-def test_a_stopped_rank_ends_a_call_at_its_deadline_and_answers_again_later(lone_actor: Service) -> None:
+def test_a_stopped_rank_ends_a_call_at_its_deadline_and_answers_again_later(
+    lone_actor: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "OUTCOME_S", 0.5)
     pid = lone_actor.description.ranks[0].pid
 
     async def main() -> list[Any]:
         async with clients(lone_actor) as made:
+            await dispatch(made, lone_actor, "synchronize")
             os.kill(pid, signal.SIGSTOP)
             try:
                 first = await dispatch(made, lone_actor, "synchronize", timeout_s=1.0)

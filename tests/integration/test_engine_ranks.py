@@ -129,3 +129,10 @@ def test_an_export_that_rank_0_cannot_write_fails_on_all(runs: tuple[Run, Run]):
         "NotADirectoryError",
         "PeerRankFailed",
     ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_rank_moves_where_one_has_no_memory_for_it(runs: tuple[Run, Run], model: str):
+    first, last = (report[model]["offloaded"] for report in runs[1].reports)
+    assert first == {"left": "PeerRankFailed", "came back": "PeerRankFailed", "stays": True}
+    assert last == {"left": "MemoryError", "came back": "MemoryError", "stays": True}

@@ -50,5 +50,9 @@ def test_loss_and_every_gradient_are_those_of_one_process(reports: list[dict[str
     assert beyond(TOLERANCE, reports, "loss", "gradients") == {}
 
 
+def test_packed_rows_that_share_all_they_read_have_the_numbers_of_padded_ones(reports: list[dict[str, dict]]):
+    assert beyond({"float64": 1e-5}, reports, "packed") == {}
+
+
 def test_three_steps_are_those_of_one_process(reports: list[dict[str, dict]]):
     assert beyond(STEPS_TOLERANCE, reports, "norms", "losses", "weights") == {}

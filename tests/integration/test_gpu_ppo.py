@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_ppo import read_stages
-from controller.tracking.timeline import Timeline
+from controller.tracking.timeline import Timeline, read_events
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200
@@ -17,15 +17,15 @@ STAGES += ["compute_reward", "update_critic", "update_actor"]
 
 
 def test_stages_are_what_ranks_computed_in_the_steps_that_count(tmp_path: Path):
-    timeline = Timeline()
+    timeline = Timeline(tmp_path, 0.0)
     for step, seconds, peak in ((1, 8.0, 9), (2, 1.0, 5), (3, 2.0, 7), (4, 8.0, 9)):
         start, args = 100.0 * step, {"step": step, "peak_device": peak}
         timeline.add(("controller", "actor"), "update_actor", start, start + 10, {"step": step})
         timeline.add(("actor", "rank 0"), "queue", start, start + 1, args)
         timeline.add(("actor", "rank 0"), "update_actor", start + 1, start + 1 + seconds, args)
         timeline.add(("reward", "rank 0"), "compute_reward", start + 11, start + 12, {"step": step})
-    timeline.write(tmp_path / "timeline.json")
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    timeline.close()
+    events = read_events(tmp_path / "timeline.json")
     update, reward = read_stages(events, range(2, 4))
     assert (update.service, update.method, update.peak_bytes) == ("actor", "update_actor", 7)
     assert update.seconds == [1.0, 2.0]

@@ -66,7 +66,7 @@ LAUNCHES = [
     *(pytest.param((size, EVERY[size]), id=f"{size} ranks, everything", marks=FULL) for size in EVERY),
 ]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def actor(task: Task, tmp_path: Path) -> Iterator[Service]:
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(address=address, model=task.model))
     processes = Processes()
-    command = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "services.actor")
+    command = ("torchrun", "--rdzv-backend=rlhf", "--nproc-per-node", "2", "-m", "services.actor")
     log = (tmp_path / "log").open("w")
     processes.start(*command, "--config", str(config), stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -19,6 +19,8 @@ from integration.harness import Cluster, Processes, Service, free_ports
 from loadtest.analysis import mean_wait_s
 from loadtest.schedule import poisson
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 90.0
 
 Start = Callable[..., str]

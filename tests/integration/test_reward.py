@@ -20,10 +20,11 @@ from controller import algorithms, cli
 from controller import cluster as controller_cluster
 from controller.config import Config
 from controller.dataflow import FutureBatch
-from controller.group import ActorGroup, RewardGroup, Session
+from controller.group import ActorGroup, RewardGroup
+from controller.session import Session
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
-from integration.harness import Cluster, Processes, free_ports, take_rows, wait_for_line
+from integration.harness import Cluster, Processes, free_ports, take_rows, under_one_name, wait_for_line
 from nccl_transfer.batch import Batch
 from nccl_transfer.columns import Jagged
 from nccl_transfer.fetch import Fetcher
@@ -140,6 +141,14 @@ def test_on_the_wire_only_the_failed_row_carries_an_error(cluster: Cluster) -> N
     kinds = [score.WhichOneof("verdict") for score in answer.scores]
     assert kinds == ["score", "error", "score"]
     assert "broken" in answer.scores[1].error
+
+
+def test_describe_states_the_range_of_scores_where_it_is_known(cluster: Cluster) -> None:
+    with cluster.service("reward") as service:
+        bounds = service.description.score_range
+    with cluster.service("verdicts") as service:
+        assert not service.description.HasField("score_range")
+    assert (bounds.lowest, bounds.highest) == (0.0, 1.0)
 
 
 def test_rows_with_one_score_beside_rows_with_many_are_refused(cluster: Cluster) -> None:
@@ -281,14 +290,11 @@ def test_a_server_of_reward_service_alone_works_in_a_run(cluster: Cluster, tmp_p
     finally:
         processes.kill()
         foreign.communicate()
-    assert found[0] == found[1]
+    assert under_one_name(found[0]) == under_one_name(found[1])
 
 
 def _numbers(cluster: Cluster, reward: RewardTable | None, directory: Path) -> list[dict[str, float]]:
     """The metrics of a short run, with this reward or our own."""
-    for name in ("actor", "critic"):
-        with cluster.service(name):
-            pass
     config = cluster.select(actor="actor", critic="critic", reference="reference", reward="reward")
     tables = config.services | ({"reward": reward} if reward else {})
     run = config.run.model_copy(update={"steps": 1, "directory": directory})

@@ -16,7 +16,7 @@ import pytest
 from controller import algorithms, cli
 from controller.config import Config, DataTable
 from integration import node_reward
-from integration.harness import Cluster, Processes, free_ports, wait_until, write_config
+from integration.harness import Cluster, Processes, free_ports, under_one_name, wait_until, write_config
 from integration.test_run import numbers
 from rlhf.config import RewardTable
 from rlhf.contract import PLAIN_OPTIONS
@@ -37,14 +37,13 @@ def stub(address: str) -> Iterator[reward_pb2_grpc.RewardServiceStub]:
 
 
 def ran(cluster: Cluster, config: Config, reward: str) -> tuple[list[dict[str, float]], list[str]]:
-    """A run with the reward at an address: the metrics that its seed determines, and the lines of its config."""
-    for name in ROLES:
-        with cluster.service(name):
-            pass
+    """A run with the reward at an address: the metrics that its seed determines, and the lines of its config, without
+    comments."""
     table = config.services["reward"].model_copy(update={"address": reward})
     config = config.model_copy(update={"services": {**config.services, "reward": table}})
     path, _ = cli.run(algorithms.find_algorithm("ppo"), config, launch=False)
-    return numbers(path), (path / "config.toml").read_text().splitlines()
+    lines = (path / "config.toml").read_text().splitlines()
+    return under_one_name(numbers(path)), [line for line in lines if not line.startswith("#")]
 
 
 def within_reach(data: DataTable, directory: Path) -> DataTable:

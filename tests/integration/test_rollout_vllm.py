@@ -29,11 +29,13 @@ from integration.harness import (
     shared_memory,
     wait_for_line,
 )
+from integration.listeners import assert_closed
 from nccl_transfer.batch import Batch
 from rlhf.errors import CallCancelled
 from rlhf.v1 import actor_pb2, worker_pb2
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
@@ -87,7 +89,7 @@ def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
         started = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
         wait_for_line(started, "ready\n", START_TIMEOUT_S)
         assert not {name for name in shared_memory() - before if "rlhf" in name}
-        yield Cluster(config, {})
+        yield Cluster(config, {}, processes)
         started.terminate()
         assert started.wait(STOP_TIMEOUT_S) == 0
     finally:
@@ -114,6 +116,11 @@ def update(service: Service, made: Batch) -> None:
         advantages=jagged(np.split(drawn, np.cumsum(log_probs.lengths)[:-1]), np.float32),
     )
     service.call("update_actor", rows, loss=POLICY_LOSS, schedule=TWO_STEPS, temperature=SAMPLING.temperature)
+
+
+@pytest.mark.slow
+def test_vllm_listens_on_the_configured_hosts_alone(up: Cluster) -> None:
+    assert_closed(up.processes.living(), up.config)
 
 
 def test_the_engine_and_what_it_cannot_do_are_described(actor: Service) -> None:

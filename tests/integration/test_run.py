@@ -3,8 +3,10 @@ what passes through the controller, and that nothing stays when a run ends or is
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -15,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller import algorithms, cli
-from controller.client import DispatchStream, RankClient
+from controller.client import RankClient
 from controller.config import Config
 from controller.data import PromptData
+from controller.stream import CallStream
 from controller.tracking.metrics import read_metrics, read_samples
+from controller.tracking.timeline import read_events
 from integration.harness import (
     ROOT,
     Cluster,
@@ -35,8 +41,10 @@ from integration.harness import (
     wait_until,
     write_config,
 )
+from integration.listeners import assert_closed
 from nccl_transfer.batch import Batch, RemoteColumn
 from nccl_transfer.fetch import Fetcher
+from rlhf.errors import Refused
 from services.models import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
@@ -114,6 +122,8 @@ class Controller:
             service = Service(name, table.address)
             self.sockets |= {rank.endpoint.memfd_socket for rank in service.description.ranks}
             service.close()
+        if "--launch" in self.arguments:
+            assert_closed(self.processes.living(), self.config)
 
     def finish(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
@@ -181,6 +191,7 @@ def test_a_run_writes_all_its_files(launched: Finished) -> None:
         "logs",
         "metrics.jsonl",
         "report.html",
+        "run.json",
         "samples.jsonl",
         "summary.json",
         "tensorboard",
@@ -188,23 +199,29 @@ def test_a_run_writes_all_its_files(launched: Finished) -> None:
     }
     logs = {path.name for path in (launched.path / "logs").glob("*.log")}
     assert logs == {"launcher.log", *(f"{role}.log" for role in ROLES)}
+    for role in ROLES:
+        log = (launched.path / "logs" / f"{role}.log").read_text()
+        assert re.fullmatch(r"ready: \S+ at \S+, \d ranks?\n([\d :,-]+ \w+/\d left\n)+", log), log
     assert list((launched.path / "tensorboard").glob("events.out.tfevents.*"))
-    events = json.loads((launched.path / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((launched.path / "timeline.json").read_text())
     assert {"generate_sequences", "update_actor"} <= {event["name"] for event in events}
 
 
 def test_the_summary_has_the_figures_of_the_run(launched: Finished) -> None:
     summary = json.loads((launched.path / "summary.json").read_text())
     metrics = read_metrics(launched.path)
-    assert summary.keys() == {
-        "accuracy_before",
-        "accuracy_after",
-        "steps",
-        "tokens_per_s",
-        "wall_s",
-        "actor_sha256",
-        "seed",
-    }
+    figures = {"accuracy_before", "accuracy_after", "steps", "tokens_per_s", "wall_s", "actor_sha256"}
+    counts = {"prompts_left_out", "heldout_prompts_left_out"}
+    known = json.loads((launched.path / "run.json").read_text())
+    assert summary.keys() == figures | counts | known.keys()
+    assert known.items() <= summary.items()
+    assert (known["algorithm"], known["version"]) == ("ppo", importlib.metadata.version("rlhf-cluster"))
+    assert known["started_unix_ns"] > 1e18
+    assert (launched.path / "config.toml").read_text().startswith("# ppo, started ")
+    assert re.fullmatch(r"test-ppo-\d{8}-\d{6}", launched.path.name)
+    for name, service in known["services"].items():
+        assert {"version", "threads", "cpu"} <= service.keys()
+        assert ("torch" in service) == (name != "reward")
     assert (summary["steps"], summary["seed"]) == (STEPS, 0)
     assert summary["accuracy_before"] == metrics[0]["evaluation/accuracy"]
     assert summary["accuracy_after"] == metrics[-1]["evaluation/accuracy"]
@@ -246,7 +263,7 @@ def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
     services = [
         start_by_hand(processes, line, path, tmp_path)
         for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("torchrun ")
+        if line.startswith(("torchrun ", "python -m services.")) and line.endswith("/quickstart.toml")
     ]
     try:
         assert len(services) == len(ROLES)
@@ -255,11 +272,15 @@ def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
         (run_directory,) = by_hand.run.directory.iterdir()
         assert numbers(run_directory) == numbers(launched.path)
         assert sha256(run_directory) == sha256(launched.path)
+        assert_closed(processes.living(), by_hand)
         for service in services:
             service.send_signal(signal.SIGINT)
         for service in services:
             service.wait(STOP_TIMEOUT_S)
         assert not processes.living()
+        for name, table in by_hand.services.items():
+            ready = f"ready: {name} at {table.address}, {table.ranks} rank{'s' * (table.ranks > 1)}\n"
+            assert (tmp_path / f"services.{name}.log").read_text().count(ready) == 1
     finally:
         processes.kill()
 
@@ -281,19 +302,26 @@ class Ran:
     summary: dict[str, Any]
 
 
-def run_on(cluster: Cluster, directory: Path, *, pools: Any = None, **run: Any) -> Ran:
-    """Runs PPO on services that are as they started."""
-    for name in ROLES:
-        with cluster.service(name):
-            pass
+def run_on(
+    cluster: Cluster,
+    directory: Path,
+    *,
+    pools: Any = None,
+    data: Any = None,
+    take_over: bool = False,
+    **run: Any,
+) -> Ran:
+    """Runs PPO on services that are up."""
     config = cluster.select(**{role: role for role in ROLES})
     placed = {role: (pools or {}).get(role, "") for role in ROLES}
     services = {
         role: table.model_copy(update={"pool": placed[role]}) for role, table in config.services.items()
     }
     table = config.run.model_copy(update={"directory": directory, **run})
-    config = config.model_copy(update={"run": table, "services": services, "pools": POOLS if pools else {}})
-    path, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    rows = config.data.model_copy(update=data or {})
+    pool_table = POOLS if pools else {}
+    config = config.model_copy(update={"run": table, "data": rows, "services": services, "pools": pool_table})
+    path, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
     return Ran(path, summary)
 
 
@@ -324,6 +352,25 @@ def test_a_run_leaves_no_rows_in_any_arena(cluster: Cluster, tmp_path: Path) -> 
         service.close()
 
 
+def test_evaluation_in_batches_gives_the_same_figures_and_samples(
+    launched: Finished, cluster: Cluster, tmp_path: Path
+) -> None:
+    ran = run_on(cluster, tmp_path, steps=1, evaluation_rows=5)
+    before, first = numbers(ran.path)[0], numbers(launched.path)[0]
+    assert before["evaluation/accuracy"] == first["evaluation/accuracy"]
+    assert read_samples(ran.path)[:2] == read_samples(launched.path)[:2]
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_counted(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = cluster.config.data.train.read_text().splitlines()[:15]
+    path.write_text("\n".join([*lines, json.dumps({"prompt": "1+" * 200, "ground_truth": "0"})]))
+    data = {"train": path, "heldout": path}
+    ran = run_on(cluster, tmp_path, steps=1, data=data)
+    assert read_metrics(ran.path)[1]["data/prompts_left_out"] == ran.summary["prompts_left_out"] == 1
+    assert ran.summary["heldout_prompts_left_out"] == 1
+
+
 def test_another_seed_gives_another_run(launched: Finished, cluster: Cluster, tmp_path: Path) -> None:
     ran = run_on(cluster, tmp_path, seed=1)
     assert ran.summary["actor_sha256"] != sha256(launched.path)
@@ -340,7 +387,7 @@ class Tap:
     fetched: Counter[str] = field(default_factory=Counter)
 
     def listen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        call, start, fetch = RankClient.call, DispatchStream.start, Fetcher.fetch
+        call, start, fetch = RankClient.call, CallStream.start, Fetcher.fetch
 
         async def tapped_call(client: RankClient, method: Any, request: Any, timeout_s: float) -> Any:
             self._message(request)
@@ -348,8 +395,8 @@ class Tap:
             self._message(response)
             return response
 
-        def tapped_start(stream: DispatchStream, method: Any, request: Any, timeout_s: float) -> Any:
-            self._message(request)
+        def tapped_start(stream: CallStream, method: Any, request: bytes, timeout_s: float) -> Any:
+            self._message(method.request.FromString(request))
             answer = start(stream, method, request, timeout_s)
             answer.add_done_callback(lambda answer: self._message(answer.result()))
             return answer
@@ -360,7 +407,7 @@ class Tap:
             return fetch(fetcher, batch, deadline)
 
         monkeypatch.setattr(RankClient, "call", tapped_call)
-        monkeypatch.setattr(DispatchStream, "start", tapped_start)
+        monkeypatch.setattr(CallStream, "start", tapped_start)
         monkeypatch.setattr(Fetcher, "fetch", tapped_fetch)
 
     def _message(self, message: Any) -> None:
@@ -399,14 +446,14 @@ def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> f
     token three floats in and two out."""
     samples = config.rollout.samples_per_prompt
     rows = data.rows_of_step(int(line["step"]), config.data.prompts_per_step, config.run.seed)
-    prompt = sum(len(data.prompts[row]) for row in rows) * samples
-    rest = sum(len(data.ground_truths[row]) + len(data.metadata[row]) for row in rows) * samples
+    prompt = sum(len(data[row].text) for row in rows) * samples
+    rest = sum(len(data[row].ground_truth) + len(data[row].metadata) for row in rows) * samples
     tokens = line["response/length_mean"] * len(rows) * samples
     response = tokens  # characters are tokens here, and the end of a sequence has none
     return 2 * prompt + 2 * response + rest + 8 * len(rows) * samples + (3 + 2) * 4 * tokens
 
 
-def test_a_second_controller_takes_the_services_over_and_the_first_ends_with_one_line(
+def test_a_second_controller_takes_the_services_over_when_told_to_and_the_first_ends_with_one_line(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     config = cluster.select(**{role: role for role in ROLES})
@@ -414,7 +461,9 @@ def test_a_second_controller_takes_the_services_over_and_the_first_ends_with_one
     first = Controller(config.model_copy(update={"run": endless}), tmp_path)
     try:
         first.wait_for_step(1)
-        second = run_on(cluster, tmp_path / "second", steps=1)
+        with pytest.raises(Refused, match=r"is in use by run test-[-\w]+; .*--take-over"):
+            run_on(cluster, tmp_path / "refused", steps=1)
+        second = run_on(cluster, tmp_path / "second", take_over=True, steps=1)
         code, _, err = first.finish()
     finally:
         first.processes.kill()
@@ -424,6 +473,32 @@ def test_a_second_controller_takes_the_services_over_and_the_first_ends_with_one
     assert line.startswith("error: ")
     # Or, if the first was about to read them: the rows of its step are not there any more.
     assert "superseded" in line or "was released" in line
+
+
+def test_a_run_that_was_killed_leaves_what_it_wrote_and_its_report_can_be_made(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    config = cluster.select(**{role: role for role in ROLES})
+    endless = config.run.model_copy(update={"directory": tmp_path, "steps": 1000})
+    controller = Controller(config.model_copy(update={"run": endless}), tmp_path)
+    try:
+        controller.wait_for_step(2)
+        controller.process.kill()
+        controller.finish()
+    finally:
+        controller.processes.kill()
+    path = controller.run_directory
+    steps = len(read_metrics(path))
+    assert steps >= 3
+    events = read_events(path / "timeline.json")
+    assert {"generate_sequences", "update_actor"} <= {event["name"] for event in events}
+    known = json.loads((path / "run.json").read_text())
+    assert (known["algorithm"], known["seed"]) == ("ppo", 0)
+    assert known["command_line"].startswith("rlhf-controller --algo ppo --config ")
+    assert known["services"]["actor"]["torch"] == torch.__version__
+    done = CliRunner().invoke(cli.main, ["--report", str(path)])
+    assert done.exit_code == 0, done.output
+    assert f"interrupted after step {steps - 1}" in (path / "report.html").read_text()
 
 
 def test_ctrl_c_in_the_middle_of_a_step_ends_all_with_130_and_keeps_the_files(

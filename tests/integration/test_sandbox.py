@@ -5,7 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +23,15 @@ from integration.harness import Processes, Service, free_ports, is_listening, wa
 from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled
 from rlhf.v1 import common_pb2, reward_pb2
+from services.reward.sandbox import cgroups
+from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.grader import Grader, Verdict, grade
-from services.reward.sandbox.isolation import Bubblewrap, Unsandboxed
+from services.reward.sandbox.isolation import Unsandboxed
 from services.reward.sandbox.program import Program, read_row
 from services.reward.sandbox.scorer import SandboxScorer
 from services.worker import CallContext
 
+PROTOS = Path(__file__).parents[2] / "protos"
 HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"
 TIMEOUT_S = 60.0
 TABLE = SandboxTable(wall_time_s=5.0, cpu_time_s=5, memory_mb=256)
@@ -215,14 +222,15 @@ def test_tests_cannot_catch_that_the_program_has_ended(grader: Grader) -> None:
 @pytest.mark.parametrize(
     ("test", "cause"),
     [
-        (asserts("def check(candidate:"), "do not load: SyntaxError"),
-        (asserts("import no_such_module\nassert f() == 1"), "fail by themselves: ModuleNotFoundError"),
-        (asserts("assert True"), "never call f"),
-        (asserts("def check(candidate):\n    pass"), "never call f"),
-        (asserts("assert f(object()) == 1"), "object is not plain data"),
-        (asserts("while True: pass\nassert f() == 1"), "before they call the program"),
-        (asserts("import time\ntime.sleep(100)\nassert f() == 1"), "before they call the program"),
-        (asserts("import os\nos._exit(0)"), "before they call the program"),
+        (asserts("def check(candidate:"), "does not load: SyntaxError"),
+        (asserts("import no_such_module\nassert f() == 1"), "fails by itself: ModuleNotFoundError"),
+        (asserts("assert True"), "it ends before it calls f"),
+        (asserts("def check(candidate):\n    pass"), "it ends before it calls f"),
+        (asserts("assert f(object()) == 1"), "fails by itself: argument of f: object is not plain data"),
+        (asserts("while True: pass\nassert f() == 1"), "time is up before it calls f"),
+        (asserts("import time\ntime.sleep(100)\nassert f() == 1"), "time is up before it calls f"),
+        (asserts("import os\nos._exit(0)"), "test 0: it ends before it calls f"),
+        (asserts("raise SystemExit"), "fails by itself: SystemExit"),
     ],
 )
 def test_broken_tests_are_a_fault_and_no_zero(hasty: Grader, test: dict[str, Any], cause: str) -> None:
@@ -230,9 +238,17 @@ def test_broken_tests_are_a_fault_and_no_zero(hasty: Grader, test: dict[str, Any
     assert cause in found.fault
 
 
-def test_a_broken_test_is_a_fault_behind_one_that_is_whole(grader: Grader) -> None:
+@pytest.mark.parametrize("first", ["return 1", "return 2", "import os; os._exit(0)"])
+def test_tests_are_checked_before_the_program_runs(first: str, grader: Grader) -> None:
     tests = asserts("assert f() == 1"), asserts("import os\nos._exit(0)")
-    assert "before they call the program" in verdict(grader, "def f():\n    return 1", *tests).fault
+    found = verdict(grader, f"def f():\n    {first}", *tests)
+    assert found.fault == "test 1: it ends before it calls f"
+
+
+def test_a_test_is_asked_once_however_it_catches_errors(grader: Grader) -> None:
+    test = asserts("try:\n    found = f()\nexcept BaseException:\n    found = 1\nassert found == 1")
+    assert verdict(grader, "def f():\n    return 1", test) == Verdict(("",))
+    assert verdict(grader, "def f():\n    return 2", test) == Verdict(("wrong",))
 
 
 def test_the_programs_time_runs_from_its_first_call(hasty: Grader) -> None:
@@ -313,6 +329,69 @@ def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert list(pool.map(lambda row: grade(row, bubblewrap, TABLE), rows)) == [Verdict(("",))] * 2
 
 
+def test_a_program_is_ended_by_the_cpu_time_of_all_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "usable", lambda limits: [])
+    table = TABLE.model_copy(update={"wall_time_s": TIMEOUT_S, "cpu_time_s": 1})
+    code = """
+import os, time
+def f():
+    for _ in range(40):
+        if os.fork() == 0:
+            while time.process_time() < 0.1: pass
+            os._exit(0)
+        os.wait()
+    return 1
+"""
+    # Each process ends long before its own limit; together they take four seconds.
+    assert grade(program(code, call("f", expected=1)), Bubblewrap(table), table) == Verdict(("died",))
+
+
+def test_the_bubblewrap_that_is_found_is_the_one_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = tmp_path / "used"
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\n: > {used}\nexec {shutil.which("bwrap")} "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    isolated = Bubblewrap(TABLE)
+    assert grade(program("def f():\n    return 1", call("f", expected=1)), isolated, TABLE) == Verdict(("",))
+    assert used.exists()
+
+
+BELOW_TMP = """
+from rlhf.config import SandboxTable
+from services.reward.sandbox.grader import Grader
+from services.reward.sandbox.program import read_row
+grader = Grader(SandboxTable(workers=1))
+tests = [{"kind": "call", "function": "f", "expected": %r}]
+code = "import sys\\ndef f():\\n    return sys.prefix"
+print(grader.submit(read_row("", code, "", {"tests": tests}, "all")).result())
+"""
+
+
+def test_a_python_below_the_temporary_directory_is_seen() -> None:
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
+    ignored = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "config-*", "ensurepip")
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        prefix = Path(directory, "python")
+        base = Path(sys.base_prefix)
+        shutil.copytree(base / library, prefix / library, ignore=ignored, copy_function=link)
+        interpreter = prefix / "bin/python3"
+        interpreter.parent.mkdir()
+        link(os.path.realpath(sys._base_executable), str(interpreter))  # type: ignore[attr-defined]
+        said = subprocess.run(
+            [interpreter, "-c", BELOW_TMP % str(prefix)], capture_output=True, text=True, timeout=TIMEOUT_S,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PROTOS), *sys.path])}, check=False,
+        )  # fmt: skip
+    assert said.stdout == f"{Verdict(('',))}\n", said.stderr
+
+
 def test_a_cancelled_call_stops_waiting_and_the_next_one_is_answered() -> None:
     scorer = SandboxScorer(TABLE.model_copy(update={"workers": 1, "wall_time_s": 2.0}))
     cancelled, next_call = (CallContext(common_pb2.Call(), time.monotonic() + TIMEOUT_S) for _ in range(2))
@@ -341,9 +420,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     try:
         with (directory / "log").open("w") as log:
             launched = processes.start(
-                "torchrun", "--standalone", "--nproc-per-node=1", "-m", "services.reward", "--config", str(config),
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                "python", "-m", "services.reward", "--config", str(config), stdout=log, stderr=log
+            )
         address = f"127.0.0.1:{port}"
         wait_until(
             lambda: is_listening(address) or launched.poll() is not None, TIMEOUT_S, "the service is up"
@@ -378,7 +456,7 @@ def test_a_service_of_kind_sandbox_scores_rows(service: Service) -> None:
     assert [score.WhichOneof("verdict") for score in answer.scores] == ["score"] * 3 + ["error"] * 2
     assert [score.score for score in answer.scores[:3]] == [1.0, 0.0, 0.0]
     assert "no tests" in answer.scores[3].error
-    assert "never call f" in answer.scores[4].error
+    assert "test 0: it ends before it calls f" in answer.scores[4].error
     metrics = {name: (metric.sum, metric.count) for name, metric in answer.outcome.metrics.items()}
     assert metrics["sandbox/wrong"] == (1, 5)
     assert metrics["sandbox/timeout"] == (1, 5)

@@ -11,6 +11,7 @@ import pytest
 from integration.harness import Cluster, Processes, free_ports, is_listening, wait_until, write_config
 from integration.test_reward_node import ROLES, ran, within_reach
 from rlhf.config import RewardTable
+from rlhf.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -27,7 +28,7 @@ def graded(path: Path) -> None:
     path.write_text("".join(json.dumps({**row, **METADATA}) + "\n" for row in rows))
 
 
-def test_a_run_with_the_sandbox_differs_by_one_address_and_in_no_number(
+def test_a_run_with_the_sandbox_differs_by_kind_and_address_and_in_no_number(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     selected = cluster.select(**{role: role for role in ROLES})
@@ -54,6 +55,11 @@ def test_a_run_with_the_sandbox_differs_by_one_address_and_in_no_number(
                 processes.start(*command, stdout=log, stderr=log)
                 wait_until(lambda address=table.address: is_listening(address), 60, f"{name}")
             exact, exact_config = ran(cluster, config, rewards["reward"].address)
+            with pytest.raises(ConfigError, match='kind is "sandbox" there and "function" here'):
+                ran(cluster, config, rewards["sandbox"].address)
+            config = config.model_copy(
+                update={"services": {**selected.services, "reward": rewards["sandbox"]}}
+            )
             graded_by_sandbox, sandbox_config = ran(cluster, config, rewards["sandbox"].address)
         finally:
             processes.kill()
@@ -64,5 +70,4 @@ def test_a_run_with_the_sandbox_differs_by_one_address_and_in_no_number(
     ]
     assert all(key.startswith("reward/sandbox/") for line in different for key in line), different
     changed = [line for line in difflib.ndiff(exact_config, sandbox_config) if line[0] in "-+"]
-    assert len(changed) == 2
-    assert all("address" in line for line in changed)
+    assert {line[2:].split(" = ")[0] for line in changed} == {"address", "kind"}

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from transformers import AutoTokenizer
 
-from controller.config import Config
 from integration.conftest import Task
 from integration.harness import (
     POLICY_LOSS,
@@ -26,12 +24,8 @@ from integration.harness import (
     TWO_STEPS,
     Cluster,
     Pending,
-    Processes,
     Service,
-    free_ports,
     jagged,
-    wait_for_line,
-    write_config,
 )
 from nccl_transfer.batch import Batch, RemoteColumn
 from nccl_transfer.transports import unavailable
@@ -41,7 +35,6 @@ from rlhf.errors import (
     CallCancelled,
     DeadlineExceeded,
     InvalidRequest,
-    OutOfStep,
     PeerFailed,
     Refused,
 )
@@ -99,37 +92,6 @@ def start_update(service: Service) -> tuple[Pending, str]:
 Start = Callable[[Service], tuple[Pending, str]]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A service of two ranks of its own, for tests that end it."""
-
-    service: Service
-    supervisor: subprocess.Popen[str]
-
-    def last_words(self) -> str:
-        """The error with which the supervisor ends."""
-        _, err = self.supervisor.communicate(timeout=SOON_S)
-        assert self.supervisor.returncode == 1
-        return err.splitlines()[-1]
-
-
-@pytest.fixture
-def pair(config: Config, tmp_path: Path) -> Iterator[Pair]:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    table = config.services["reward"].model_copy(update={"address": address, "ranks": 2})
-    path = write_config(config.model_copy(update={"services": {"pair": table}}), tmp_path / "pair.toml")
-    processes = Processes()
-    try:
-        supervisor = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(tmp_path / "logs"))
-        wait_for_line(supervisor, "ready\n")
-        service = Service("pair", address)
-        yield Pair(service, supervisor)
-        service.close()
-        assert not processes.living()
-    finally:
-        processes.kill()
-
-
 def test_describe_says_who_and_where_every_rank_is(actor: Service, task: Task) -> None:
     said = actor.description
     assert (said.role, said.service, said.rank, said.engine) == ("actor", "actor", 0, "fsdp, rollout hf")
@@ -137,6 +99,9 @@ def test_describe_says_who_and_where_every_rank_is(actor: Service, task: Task) -
     assert (said.threads, said.max_tokens) == (1, 64)
     assert said.epoch > 1e12, "milliseconds of Unix time"
     assert said.vocabulary_hash == vocabulary_hash(AutoTokenizer.from_pretrained(task.model))
+    assert said.torch == torch.__version__
+    assert said.cpu_capability == torch.backends.cpu.get_cpu_capability()
+    assert said.cpu
     assert any("Offload" in limit for limit in said.limits)
     for rank in actor.ranks:
         other = actor.ask("Describe", rank)
@@ -162,8 +127,9 @@ def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
     for rank in actor.ranks:
         channel = actor.channel(rank)
         health: Any = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=AT_ONCE_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        for name in ("", "rlhf.v1.ActorService", "rlhf.v1.WorkerService", "rlhf.v1.TransferService"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=AT_ONCE_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
@@ -310,9 +276,7 @@ def test_release_frees_the_rows_of_steps_that_are_over(actor: Service) -> None:
         for step in (1, 2)
     )
     before = actor.used_bytes()
-    freed = [
-        actor.ask("Release", rank, session=actor.session, through_step=1).freed_bytes for rank in actor.ranks
-    ]
+    freed = [actor.ask("Release", rank, session=actor.session, steps=[1]).freed_bytes for rank in actor.ranks]
     assert min(freed) > 0
     assert actor.used_bytes() == [b - f for b, f in zip(before, freed, strict=True)]
     assert actor.values(second, "response_ids").rows == 4
@@ -482,28 +446,6 @@ def test_rows_released_during_an_update_change_it_on_all_ranks_or_on_none(
     assert actor.export(tmp_path / "after") == sha256
 
 
-def test_a_call_that_one_rank_never_gets_ends_the_service_at_its_deadline(pair: Pair) -> None:
-    service = pair.service
-    requests = service.requests("offload")
-    began = time.monotonic()
-    (outcome,) = service.send("offload", {1: requests[1]}, timeout_s=2.0).outcomes()
-    assert isinstance(outcome, OutOfStep)
-    assert "did not join" in str(outcome)
-    assert time.monotonic() - began < 2.5
-    assert "pair: reward rank 1" in pair.last_words()
-
-
-def test_ranks_that_are_at_different_calls_do_not_compute_together(pair: Pair) -> None:
-    service = pair.service
-    # Held on to: a call that nobody holds is cancelled.
-    halves = [
-        service.send("offload", {rank: service.requests("offload", header=service.header(sequence=1))[rank]})
-        for rank in service.ranks
-    ]
-    assert [type(half.outcomes()[0]) for half in halves] == [OutOfStep, OutOfStep]
-    assert "not all of its peers" in pair.last_words()
-
-
 def test_a_call_that_a_dead_controller_left_with_one_rank_does_not_stop_the_next_controller(
     actor: Service, tmp_path: Path
 ) -> None:
@@ -563,14 +505,3 @@ def test_an_older_session_cannot_take_the_service_back(lone_actor: Service) -> N
     old = lone_actor.header(session="older", sequence=1, session_started_unix_ns=1)
     with pytest.raises(Refused, match=r"session 'older' was superseded by"):
         lone_actor.call("synchronize", header=old)
-
-
-def test_a_checkpoint_replaces_nothing_but_a_checkpoint(lone_actor: Service, tmp_path: Path) -> None:
-    mine = tmp_path / "thesis"
-    mine.mkdir()
-    (mine / "chapter1.tex").write_text("text")
-    with pytest.raises(InvalidRequest, match="neither a checkpoint nor a model"):
-        lone_actor.save(mine)
-    assert (mine / "chapter1.tex").read_text() == "text"
-    lone_actor.save(tmp_path / "checkpoint")
-    lone_actor.save(tmp_path / "checkpoint")

@@ -58,6 +58,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         "ranks": 2,
         "optimizer": {"learning_rate": LEARNING_RATE},
         "micro_batch_tokens": 64,
+        "output_roots": [tmp_path_factory.getbasetemp()],
     }
     tables: dict[str, dict[str, Any]] = {
         "actor": {"role": "actor", **learner},

@@ -97,6 +97,10 @@ def test_ranks_have_the_bits_of_those_that_were_given_the_whole_model(run: Run, 
     assert [where for where, same in found.items() if not same] == []
 
 
+def test_an_engine_that_starts_over_has_the_bits_of_a_new_one(run: Run):
+    assert all(report[name]["start over"] for report in run.reports for name in CASES)
+
+
 def test_all_but_what_transformers_must_convert_is_read_by_parts(run: Run):
     for report in run.reports:
         assert {name for name in CASES if not report[name]["bytes read by parts"]} == {"converted"}

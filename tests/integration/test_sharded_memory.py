@@ -14,6 +14,8 @@ from integration.ranks import launch
 from integration.sharded_memory_main import CASES, SEVERAL_FILES
 from integration.test_three_d_memory import RETURN_FREED_MEMORY, SLACK_BYTES
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("services.engines.zero")
 
 DEADLINE_S = 110

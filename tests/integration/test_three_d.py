@@ -15,7 +15,7 @@ from services.models import load_value_model
 DEADLINE_S = {"fast": 240, "every mesh": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 Meshes = list[tuple[tuple[int, ...], bool]]
 """p, t, d, where two more numbers are the generation mesh, which permutes the ranks; and whether weights are sharded
@@ -127,6 +127,11 @@ def test_loss_and_every_gradient_are_those_of_one_process(launched: Run):
     assert beyond(TOLERANCE, launched, "loss", "gradients") == {}
 
 
+def test_packed_rows_that_share_all_they_read_have_the_numbers_of_padded_ones(launched: Run):
+    found = {name: report["packed"] for name, dtype, report in policies(launched) if dtype == "float64"}
+    assert {name: distance for name, distance in found.items() if not distance < 1e-5} == {}
+
+
 def test_gradient_norms_and_losses_of_three_steps_are_those_of_one_process(launched: Run):
     assert beyond(STEPS_TOLERANCE, launched, "norms", "losses") == {}
 
@@ -149,6 +154,16 @@ def test_a_checkpoint_of_one_mesh_continues_on_another(launched: Run):
 
 def test_a_snapshot_comes_back(launched: Run):
     assert all(report["restored"] for _, _, report in policies(launched))
+
+
+def test_an_engine_that_starts_over_has_the_bits_of_a_new_one(launched: Run):
+    assert all(report["started_over"] for _, _, report in policies(launched))
+
+
+def test_an_engine_that_computes_in_bfloat16_exports_what_learns(launched: Run):
+    found = [report["exports_masters"] for _, dtype, report in policies(launched) if dtype == "float32"]
+    assert found
+    assert all(found)
 
 
 def test_all_ranks_know_the_hash_of_the_export(launched: Run):

@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from integration.ranks import launch
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 110
 SLACK_BYTES = 12 << 20
 """Modules, file headers and what allocators keep."""

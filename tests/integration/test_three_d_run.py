@@ -16,7 +16,7 @@ from integration.conftest import Task
 from integration.harness import Processes, free_ports
 from rlhf.config import ZeroTable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 RUN_TIMEOUT_S = 130.0
 STEPS = 2

@@ -20,10 +20,12 @@ import pytest
 from controller.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
+from integration.listeners import attack, is_any, listeners
 from rlhf.errors import OutOfStep, ServiceLost
 
 IP = shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(
         os.geteuid() != 0 or IP is None, reason="making a network namespace needs root and iproute2"
@@ -155,17 +157,20 @@ def torchrun(role: str, path: Path, *flags: str) -> tuple[str, ...]:
 
 def on_one(role: str, config: Config, path: Path) -> tuple[str, ...]:
     """How all ranks of a service are started on one host."""
-    return torchrun(role, path, "--standalone", f"--nproc-per-node={config.services[role].ranks}")
+    return torchrun(role, path, "--rdzv-backend=rlhf", f"--nproc-per-node={config.services[role].ranks}")
 
 
-def on_both(role: str, hosts: TwoHosts, path: Path) -> list[tuple[str, ...]]:
-    """How a service is started with a rank on each host. Here it listens on all addresses, as it may."""
-    (port,) = free_ports(1)
-    flags = ("--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.here}", f"--master-port={port}")
-    return [
-        (*torchrun(role, path, "--node-rank=0", *flags), "--set", f"services.{role}.bind_host=0.0.0.0"),
-        hosts.on_there(*torchrun(role, path, "--node-rank=1", *flags)),
-    ]
+def on_both(role: str, hosts: TwoHosts, path: Path, port: int) -> list[tuple[str, ...]]:
+    """How a service is started with a rank on each host, which meet at a port of this one. Here it listens on all
+    addresses, as it may."""
+    flags = (
+        "--rdzv-backend=rlhf",
+        f"--rdzv-endpoint={hosts.here}:{port}",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+    )
+    here, there = (torchrun(role, path, f"--rdzv-conf=rank={rank}", *flags) for rank in range(2))
+    return [(*here, "--set", f"services.{role}.bind_host=0.0.0.0"), hosts.on_there(*there)]
 
 
 def traffic_of(config: Config) -> dict[str, dict[str, int]]:
@@ -214,7 +219,9 @@ def test_a_service_over_two_hosts_gives_the_numbers_of_one(
     hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
 ) -> None:
     path = write_config(apart, tmp_path / "apart.toml")
-    actor = on_both("actor", hosts, path)
+    (port,) = free_ports(1)
+    marker = tmp_path / "ran"
+    actor = on_both("actor", hosts, path, port)
     others = [
         hosts.on_there(*command) if role in THERE else command
         for role in ROLES[1:]
@@ -225,7 +232,15 @@ def test_a_service_over_two_hosts_gives_the_numbers_of_one(
         traffic = traffic_of(apart)
         service = Service("actor", apart.services["actor"].address)
         reached = [address.rpartition(":")[0] for address in service.addresses]
+        listening = listeners(processes.living())
+        stores = attack(processes.living(), marker)
+        assert len(service.versions) == 2
         service.close()
+    # What was told to listen everywhere: rank 0 of the actor, for RPCs and for bytes.
+    assert sum(is_any(host) for host, _ in listening) == 2
+    assert {host for host, _ in listening if not is_any(host)} == {hosts.here, hosts.there, "127.0.0.1"}
+    assert stores == [f"{hosts.here}:{port}"]
+    assert not marker.exists()
     assert reached == [hosts.here, hosts.there]
     assert outcome == one_host
     # Each reads the tokens of the actor's rank beside it, and of the one on the other host.
@@ -237,7 +252,8 @@ def test_a_rank_that_dies_on_one_host_ends_the_service_on_both_with_the_next_cal
     hosts: TwoHosts, apart: Config, tmp_path: Path
 ) -> None:
     path = write_config(apart, tmp_path / "apart.toml")
-    with serving(on_both("actor", hosts, path), apart, ["actor"]) as processes:
+    (port,) = free_ports(1)
+    with serving(on_both("actor", hosts, path, port), apart, ["actor"]) as processes:
         service = Service("actor", apart.services["actor"].address)
         os.kill(service.description.ranks[1].pid, signal.SIGKILL)
         survivor, dead = service.start("offload", timeout_s=CALL_S).outcomes()

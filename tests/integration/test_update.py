@@ -301,19 +301,21 @@ BAD = {"actor": "advantages", "lone_actor": "advantages", "cut_critic": "returns
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["first", "second"])
+@pytest.mark.parametrize("where", ["only", "first", "second"])
 @pytest.mark.parametrize("name", list(BAD))
 def test_an_update_that_is_not_finite_is_rejected_on_every_rank_and_leaves_no_trace(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, where: str, value: float
 ) -> None:
-    """One bad token in one row of one rank; where it is in the second mini-batch, the first has stepped already."""
+    """One bad token in one row of one rank, of the only mini-batch or of two; where it is in the second, the first has
+    stepped already."""
     service: Service = request.getfixturevalue(name)
     rows, versions, before = make_rows(), service.versions, service.export(tmp_path / "before")
     header = service.header()
     key = (header.seed, header.step, header.ordinal, 0)
     mini_batches = deal(np.arange(NUM_ROWS), 2, key)
     poisoned = poison(rows, BAD[name], int(mini_batches[where == "second"][0]), value)
-    for outcome in start_update(service, poisoned, header=header).outcomes():
+    schedule = ONE_STEP if where == "only" else TWO_STEPS
+    for outcome in start_update(service, poisoned, header=header, schedule=schedule).outcomes():
         assert isinstance(outcome, UpdateRejected)
         assert f"policy version {versions[0]}" in str(outcome)
     assert service.versions == versions

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 DEADLINE_S = {"fast": 240, "full": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 # Case, stage and whether the optimizer is offloaded.
 FAST = [
@@ -149,6 +149,10 @@ def test_the_model_computes_with_the_weights_that_are_kept(launched: Run):
 # One rank restores once more than the others, as one does whose call fails alone.
 def test_snapshots_and_checkpoints_continue_bit_for_bit(launched: Run):
     assert {name: r for name, _, r in launched.policies() if not (r["restored"] and r["reloaded"])} == {}
+
+
+def test_an_engine_that_starts_over_has_the_bits_of_a_new_one(launched: Run):
+    assert all(report["started_over"] for _, _, report in launched.policies())
 
 
 def test_checkpoints_are_those_of_the_other_engines(launched: Run):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from packed_rows import FEW, packed_distance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
 from services.engines.agreement import PeerRankFailed
-from services.engines.base import NonFiniteGradient, OptimizerOptions
+from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, split
 from services.engines.three_d import ThreeDParallelEngine
@@ -160,7 +161,7 @@ def refused(engine: ThreeDParallelEngine, micro_batches: list[MicroBatch], rows:
 
 
 def read_back(engine: ThreeDParallelEngine, kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in engine._gather(kept, engine._stage.layouts)}
+    return {name: x.clone() for name, x in engine._gather(kept, engine._stage.layouts, engine._kept_dtype)}
 
 
 def run(
@@ -197,6 +198,9 @@ def run(
         default=0.0,
     )  # fmt: skip
 
+    initial = engine.snapshot()
+    if dtype == torch.float64:
+        report["packed"] = max(packed_distance(engine, shapes) for shapes in FEW)
     report["refused"] = refused(engine, micro_batches, rows)
     loss, _ = engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
     gradients = read_back(engine, {name: x.grad for name, x in engine._kept.items() if x.grad is not None})
@@ -220,9 +224,35 @@ def run(
     for _ in range(NUM_STEPS - 1):
         engine.step(micro_batches, HEAD, rows.loss)
     report["resumed"] = distance(read_back(engine, engine._kept), final)
+    engine.start_over()
+    report["started_over"] = (
+        same_bits(engine.snapshot(), initial) and engine.step(micro_batches, HEAD, rows.loss) == steps[0]
+    )
     engine.restore(before)
+    if dtype == torch.float32:
+        report["exports_masters"] = exports_masters(mesh, sharded, directory, out)
     report["restored"] = engine.export(out / "restored") == report["exported"]
     return report
+
+
+def same_bits(a: Snapshot, b: Snapshot) -> bool:
+    return a.num_steps == b.num_steps and all(
+        torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
+    )
+
+
+def exports_masters(mesh: Mesh, sharded: bool, directory: Path, out: Path) -> bool:
+    """Whether an engine that computes in bfloat16 exports the float32 weights that learn."""
+    engine = ThreeDParallelEngine(
+        directory,
+        mesh,
+        torch.device("cpu"),
+        dtype=torch.bfloat16,
+        optimizer=OPTIONS,
+        shards_over_data=sharded,
+    )
+    exact = ThreeDParallelEngine(directory, mesh, torch.device("cpu"), shards_over_data=sharded)
+    return engine.export(out / "of_bfloat16") == exact.export(out / "of_float32")
 
 
 def rows_of_reference(log_probs: dict[str, Tensor], rows: Rows, micro_batch: MicroBatch) -> Tensor:

@@ -12,6 +12,9 @@ def digit_mean(prompt: str, response: str, ground_truth: str, metadata: Mapping[
     return sum(digits) / 9 / max(len(response), 1)
 
 
+digit_mean.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
+
+
 def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
     """Whatever the row's metadata tells: `verdict` is returned, also `number`, as text that JSON may lack a number
     for, and `failure` is raised."""

@@ -156,6 +156,10 @@ def run(stage: int, offloads: bool, directory: Path, reference: Path, dtype: tor
     engine.restore(initial)
     again = [engine.step(micro_batches, HEAD, rows.loss) for _ in range(NUM_STEPS)]
     report["restored"] = again == steps and same_bits(engine.snapshot().tensors, after.tensors)
+    engine.start_over()
+    report["started_over"] = same_bits(engine.snapshot().tensors, initial.tensors)
+    again = [engine.step(micro_batches, HEAD, rows.loss) for _ in range(NUM_STEPS)]
+    report["started_over"] &= again == steps and same_bits(engine.snapshot().tensors, after.tensors)
     engine.load(out / "checkpoint")
     for _ in range(NUM_STEPS - 1):
         engine.step(micro_batches, HEAD, rows.loss)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.reward.scorer import GaveUp
+
 
 def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
     """Does what the response says; else scores its length."""
@@ -36,4 +38,22 @@ def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
             time.sleep(600)
         case "pid":
             return os.getpid()
+        case "spin":
+            return 9**9**9
+        case "give up":
+            raise GaveUp("too_difficult")
+        case "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
     return len(response)
+
+
+def verify(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
+    """As `obey`, but a verifier: it reads its ground truth first."""
+    return obey(prompt, response, ground_truth, metadata)
+
+
+def _read_truth(ground_truth: str) -> None:
+    obey("", ground_truth, "", {})
+
+
+verify.read_truth = _read_truth  # type: ignore[attr-defined]

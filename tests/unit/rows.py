@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from controller.advantage import FloatColumn
 from nccl_transfer.columns import Jagged
 
-RTOL, ATOL = 1e-5, 1e-5  # columns are rounded to float32, and so are the rewards of tokens before them
+RTOL, ATOL = 1e-9, 1e-9  # columns are computed in float64
+FLOAT32_TOLERANCE = 1e-6  # of columns as they are sent
 
 Rows = list[list[float]]
 
@@ -37,7 +38,7 @@ def rows_of(column: FloatColumn) -> Rows:
 
 
 def assert_rows(actual: FloatColumn, expected: Rows) -> None:
-    assert actual.values.dtype == np.float32
+    assert actual.values.dtype == np.float64
     assert actual.lengths.tolist() == [len(row) for row in expected]
     np.testing.assert_allclose(actual.values, [x for row in expected for x in row], rtol=RTOL, atol=ATOL)
 

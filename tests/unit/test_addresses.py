@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports.tcp import ByteServer
+from nccl_transfer.transports.byte_server import ByteServer
 from rlhf import addresses
 from rlhf.config import RewardTable
 from rlhf.errors import ConfigError

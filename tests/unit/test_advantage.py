@@ -21,7 +21,7 @@ from controller.advantage import (
 )
 from nccl_transfer.columns import Jagged
 
-RTOL, ATOL = 2e-6, 2e-6  # results are rounded to float32
+RTOL, ATOL = 1e-9, 1e-9  # all stages compute in float64
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -50,7 +50,7 @@ def flat(rows: list[list[float]]) -> list[float]:
 
 
 def assert_rows(actual: FloatColumn, expected: list[list[float]]) -> None:
-    assert actual.values.dtype == np.float32
+    assert actual.values.dtype == np.float64
     assert actual.lengths.tolist() == [len(row) for row in expected]
     np.testing.assert_allclose(actual.values, flat(expected), rtol=RTOL, atol=ATOL)
 

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.algorithms.dapo import Options, sample_groups
+from controller.algorithms.dapo import Options, check, filtered_by, sample_groups
+from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.run import Step
+from controller.session import StepContext
 from nccl_transfer.columns import Jagged
-from rlhf.errors import InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest
 
 PROMPTS, SAMPLES = 3, 2
 
@@ -23,11 +25,8 @@ class Task:
         scores: Of the responses to each prompt of the data.
     """
 
-    class config:
-        class data:
-            prompts_per_step = PROMPTS
-
     def __init__(self, *scores: tuple[float, float]) -> None:
+        self.config = config_of("exact_match")
         self.scores = scores
         self.drawn = 0
 
@@ -56,11 +55,41 @@ class Task:
         return sample_groups(task, step, task, task, Options(max_rounds=max_rounds))
 
 
+class DenseTask(Task):
+    """A task whose reward has a second term, which is never the same."""
+
+    def __init__(self, *scores: tuple[float, float]) -> None:
+        super().__init__(*scores)
+        self.config = config_of("math", "length", weights={"math": 1.0, "length": 0.1})
+
+    def score(self, batch: FutureBatch) -> FutureBatch:
+        scored = super().score(batch).rename(rewards="rewards/math")
+        right, length = self.fetch(scored, "rewards/math")["rewards/math"], np.arange(batch.rows) / 10
+        return scored | FutureBatch.of(**{"rewards": right + 0.1 * length, "rewards/length": length})
+
+
+def config_of(*functions: str, weights: dict[str, float] | None = None, **options: Any) -> Config:
+    """A run whose reward is a service with a function, or is made of one each."""
+    names = functions if weights else ("reward",)
+    return Config.model_validate(
+        {
+            "data": {"train": "a.jsonl", "heldout": "b.jsonl", "prompts_per_step": PROMPTS},
+            "rollout": {"samples_per_prompt": SAMPLES},
+            "algorithm": {"mini_batch_size": PROMPTS * SAMPLES, "options": options},
+            "rewards": {"reward": weights} if weights else {},
+            "services": {
+                name: {"role": "reward", "address": f"127.0.0.1:{port}", "function": function}
+                for port, (name, function) in enumerate(zip(names, functions, strict=True), 7000)
+            },
+        }
+    )
+
+
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def step_of(task: Task) -> Step:
-    return Step(4, task.draw, FutureBatch(PROMPTS * SAMPLES, {}))
+    return Step(StepContext(4), task.draw, FutureBatch(PROMPTS * SAMPLES, {}))
 
 
 def sampled(task: Task, step: Step, max_rounds: int = 10) -> list[str]:
@@ -95,3 +124,38 @@ def test_nothing_to_learn_in_all_rounds_is_an_error() -> None:
     task = Task(*[SAME] * 6)
     with pytest.raises(InvalidRequest, match="step 4: in 2 rounds no prompt had responses with different"):
         task.sample(step_of(task), max_rounds=2)
+
+
+def test_a_dense_term_of_the_reward_does_not_hide_groups_that_are_all_right_or_all_wrong() -> None:
+    task = DenseTask(SAME, MIXED, SAME, SAME, SAME, SAME, MIXED, MIXED, MIXED)
+    columns: Any = task.sample(step_of(task)).result(["prompt"]).columns
+    assert columns["prompt"].values == ["1", "1", "6", "6", "7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "options", "services"),
+    [
+        (("exact_match",), None, {}, []),
+        (("length", "math", "gsm8k"), {"length": 1, "math": 1, "gsm8k": 1}, {}, ["math"]),
+        (("length", "math"), {"length": 1, "math": 1}, {"filter_by": "length"}, ["length"]),
+    ],
+)
+def test_groups_are_filtered_by_the_first_service_that_checks_answers_or_by_the_one_that_is_named(
+    functions: tuple[str, ...], weights: Any, options: dict[str, Any], services: list[str]
+) -> None:
+    assert filtered_by(config_of(*functions, weights=weights), Options(**options)) == services
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "made of length, format; name the one"),
+        ({"filter_by": "lenght"}, "'lenght', only of: format, length"),
+    ],
+)
+def test_a_reward_of_which_nothing_says_what_to_filter_by_is_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    config = config_of("length", "format", weights={"length": 1, "format": 1})
+    with pytest.raises(ConfigError, match=text):
+        check(config, Options(**options))

@@ -24,6 +24,7 @@ from unit.rows import (
 from controller.advantage import discounted_returns
 from controller.algorithms.reinforce_pp import reinforce_pp_advantage
 from controller.algorithms.remax import remax_advantage
+from nccl_transfer.columns import Jagged
 
 UNIT = st.floats(0, 1)
 
@@ -95,6 +96,24 @@ def test_reinforce_pp_equals_the_loop(lengths: list[int], seed: int, beta: float
         log_probs, ref, scores, np.zeros(len(lengths), int), baseline="batch", beta=beta, gamma=gamma
     )
     assert_rows(found.advantages, expected)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+@pytest.mark.parametrize("baseline", ["batch", "group"])
+def test_reinforce_pp_does_not_depend_on_a_constant_in_the_scores(baseline: str, offset: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [7, 1, 3, 12, 5, 5]
+    log_probs, ref = random_column(rng, lengths), random_column(rng, lengths)
+    scores, group = rng.normal(size=len(lengths)), np.array([0, 0, 0, 1, 1, 1])
+    near, far = (
+        reinforce_pp_advantage(log_probs, ref, scores + c, group, baseline=baseline, beta=0.1).columns
+        for c in (0.0, offset)
+    )
+    sent, expected = far["advantages"], near["advantages"]
+    assert isinstance(sent, Jagged)
+    assert isinstance(expected, Jagged)
+    assert sent.values.dtype == np.float32
+    np.testing.assert_allclose(sent.values, expected.values, rtol=1e-5, atol=1e-6)
 
 
 @settings(deadline=None)

@@ -109,10 +109,11 @@ def test_the_safe_advantage_equals_the_loop(
         beta=beta,
         clip=2.0,
         whiten_advantages=whitens,
-    ).columns
-    assert_rows(found["advantages"], whitened(advantages) if whitens else advantages)
-    assert_rows(found["returns"], returns)
-    assert_rows(found["cost_returns"], cost_returns)
+    )
+    assert set(found.columns) == {"advantages", "returns", "cost_returns"}
+    assert_rows(found.advantages, whitened(advantages) if whitens else advantages)
+    assert_rows(found.returns, returns)
+    assert_rows(found.cost_returns, cost_returns)
 
 
 def test_the_safe_advantage_of_a_hand_worked_example() -> None:

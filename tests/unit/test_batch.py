@@ -231,6 +231,13 @@ def test_row_numbers_survive_the_wire(numbers):
     assert row_numbers(message).tolist() == numbers
 
 
+def test_a_jagged_column_finds_a_row_without_adding_up_all_lengths() -> None:
+    column = Jagged(np.arange(6), np.array([2, 0, 4]))
+    assert [column.row(row).tolist() for row in range(3)] == [[0, 1], [], [2, 3, 4, 5]]
+    assert column.offsets is column.offsets
+    assert not column.offsets.flags.writeable
+
+
 def local(batch: Batch, name: str) -> Jagged[np.ndarray]:
     column = batch[name]
     assert isinstance(column, LocalColumn)

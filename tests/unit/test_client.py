@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from controller import client
+from controller import outage, stream
 from controller.client import RankClient
 from rlhf.contract import SERVICES
-from rlhf.errors import RlhfError, ServiceLost
-from rlhf.v1 import worker_pb2
+from rlhf.errors import STATUS_KEY, DeadlineExceeded, Refused, RlhfError, ServiceLost, to_status
+from rlhf.v1 import common_pb2, worker_pb2
 
 DISPATCH = SERVICES["worker"]["Dispatch"]
 SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
@@ -27,6 +28,17 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
 @contextlib.asynccontextmanager
 async def rank(handler: Handler) -> AsyncIterator[RankClient]:
     """A client of a server whose Dispatch is the handler."""
+    async with serving(handler) as address:
+        made = RankClient("actor", 3, address, session="run")
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """Address of a server whose Dispatch is the handler."""
     server = grpc.aio.server()
     method = grpc.stream_stream_rpc_method_handler(
         handler, worker_pb2.DispatchRequest.FromString, worker_pb2.DispatchResponse.SerializeToString
@@ -35,16 +47,24 @@ async def rank(handler: Handler) -> AsyncIterator[RankClient]:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DISPATCH.service, table),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    made = RankClient("actor", 3, f"127.0.0.1:{port}", session="run")
     try:
-        yield made
+        yield f"127.0.0.1:{port}"
     finally:
-        await made.close()
         await server.stop(None)
 
 
-def start(made: RankClient) -> asyncio.Future[Any]:
-    return made.start(SYNCHRONIZE, worker_pb2.SynchronizeRequest(), SOON_S)
+def start(made: RankClient, call_id: str = "a", timeout_s: float = SOON_S) -> asyncio.Future[Any]:
+    request = worker_pb2.SynchronizeRequest(call=common_pb2.Call(call_id=call_id))
+    return made.start(SYNCHRONIZE, request, timeout_s)
+
+
+def call_id_of(message: worker_pb2.DispatchRequest) -> str:
+    return worker_pb2.SynchronizeRequest.FromString(message.request).call.call_id
+
+
+def answer(number: int, version: int = 0) -> worker_pb2.DispatchResponse:
+    response = worker_pb2.SynchronizeResponse(outcome=common_pb2.Outcome(policy_version=version))
+    return worker_pb2.DispatchResponse(number=number, response=response.SerializeToString())
 
 
 async def read_call(context: Any) -> worker_pb2.DispatchRequest:
@@ -54,10 +74,14 @@ async def read_call(context: Any) -> worker_pb2.DispatchRequest:
     return message
 
 
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, SOON_S))
+
+
 def test_a_stream_that_breaks_is_made_anew_also_while_no_call_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "REOPEN_S", 0.01)
+    monkeypatch.setattr(stream, "REOPEN_S", 0.01)
     sessions: list[str] = []
 
     async def main() -> None:
@@ -65,42 +89,167 @@ def test_a_stream_that_breaks_is_made_anew_also_while_no_call_is_made(
 
         async def handler(_: Any, context: Any) -> None:
             sessions.append((await context.read()).session)
+            if len(sessions) == 1:
+                await context.write(answer((await read_call(context)).number))
             if len(sessions) < 3:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
             is_back.set()
             await context.read()
 
         async with rank(handler) as made:
-            with pytest.raises(
-                ServiceLost, match=r"actor rank 3 .* Synchronize: .*(broken|Internal error from Core)"
-            ):
-                await start(made)
+            await start(made)
             await is_back.wait()
 
-    asyncio.run(asyncio.wait_for(main(), SOON_S))
+    run(main())
     assert sessions == ["run"] * 3
 
 
-def test_every_call_that_waits_hears_that_the_rank_is_gone_and_the_next_is_sent_again() -> None:
+def test_calls_under_way_when_a_stream_breaks_are_sent_again_by_their_ids_in_their_order() -> None:
+    asked: list[list[str]] = []
+
+    async def handler(_: Any, context: Any) -> None:
+        messages = [await read_call(context) for _ in range(2)]
+        asked.append([call_id_of(message) for message in messages])
+        if len(asked) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+        for version, message in enumerate(messages):
+            await context.write(answer(message.number, version))
+        await context.read()
+
+    async def main() -> None:
+        async with rank(handler) as made:
+            answers = await asyncio.gather(start(made, "a"), start(made, "b"))
+            assert [each.outcome.policy_version for each in answers] == [0, 1]
+
+    run(main())
+    assert asked == [["a", "b"], ["a", "b"]]
+
+
+def test_a_rank_that_says_why_it_ends_a_stream_is_not_asked_again() -> None:
     streams = 0
 
     async def handler(_: Any, context: Any) -> None:
         nonlocal streams
         streams += 1
-        numbers = [(await read_call(context)).number for _ in range(1 if streams > 1 else 2)]
-        if streams > 1:
-            empty = worker_pb2.SynchronizeResponse().SerializeToString()
-            await context.write(worker_pb2.DispatchResponse(number=numbers[0], response=empty))
-            await context.read()
+        await read_call(context)
+        status = to_status(ServiceLost("the service is shutting down"), {})
+        context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, status.message)
 
     async def main() -> None:
         async with rank(handler) as made:
-            lost = await asyncio.gather(start(made), start(made), return_exceptions=True)
+            lost = await asyncio.gather(start(made, "a"), start(made, "b"), return_exceptions=True)
             assert [type(error) for error in lost] == [ServiceLost, ServiceLost]
             assert "actor rank 3" in str(lost[0])
-            assert await start(made) == worker_pb2.SynchronizeResponse()
+            assert "the service is shutting down" in str(lost[0])
+            assert streams == 1
 
-    asyncio.run(asyncio.wait_for(main(), SOON_S))
+    run(main())
+
+
+def test_a_process_that_is_gone_is_told_within_a_second_or_two() -> None:
+    async def handler(_: Any, context: Any) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await read_call(context)
+            is_asked.set()
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as server:
+            made = RankClient("actor", 3, await server.enter_async_context(serving(handler)), session="run")
+            lost = start(made)
+            await is_asked.wait()
+            await server.aclose()
+            began = time.monotonic()
+            with pytest.raises(
+                ServiceLost, match=r"actor rank 3 .* Synchronize: cannot be reached or died: "
+            ):
+                await lost
+            with pytest.raises(ServiceLost, match="cannot be reached or died"):
+                await start(made, "b")
+            assert time.monotonic() - began < 2.0
+            await made.close()
+
+    is_asked = asyncio.Event()
+    run(main())
+
+
+def test_a_rank_that_is_out_of_reach_for_too_long_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "RECONNECT_S", 0.5)
+
+    async def main() -> None:
+        async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        server = await asyncio.start_server(silence, "127.0.0.1", 0)
+        made = RankClient("actor", 3, f"127.0.0.1:{server.sockets[0].getsockname()[1]}", session="run")
+        with pytest.raises(ServiceLost, match=r"actor rank 3 .* cannot be reached or died: "):
+            await start(made)
+        await made.close()
+        server.close()
+
+    run(main())
+
+
+def test_the_outcome_of_a_call_past_its_deadline_is_asked_for_once() -> None:
+    """An update that was nearly done has committed: its controller is not to think that it failed."""
+    asked: list[tuple[str, bool]] = []
+
+    async def handler(_: Any, context: Any) -> None:
+        for _ in range(2):
+            message = await read_call(context)
+            asked.append((call_id_of(message), message.only_known))
+        await context.write(answer(message.number, 7))
+        await context.read()
+
+    async def main() -> None:
+        async with rank(handler) as made:
+            assert (await start(made, timeout_s=0.2)).outcome.policy_version == 7
+
+    run(main())
+    assert asked == [("a", False), ("a", True)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_call_without_an_outcome_was_not_answered_in_time(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(stream, "OUTCOME_S", 0.2)
+
+    async def handler(_: Any, context: Any) -> None:
+        for _ in range(2):
+            message = await read_call(context)
+        if not is_known:
+            status = to_status(Refused("there is no call 'a'"), {}).SerializeToString()
+            await context.write(worker_pb2.DispatchResponse(number=message.number, status=status))
+        await context.read()
+
+    async def main() -> None:
+        async with rank(handler) as made:
+            with pytest.raises(DeadlineExceeded, match=r"Synchronize: no answer within 0\.2 s"):
+                await start(made, timeout_s=0.2)
+
+    run(main())
+
+
+def test_a_call_that_breaks_every_stream_it_is_sent_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "RETRY_S", 0.01)
+    sends = 0
+
+    async def handler(_: Any, context: Any) -> None:
+        nonlocal sends
+        await context.send_initial_metadata(())
+        await read_call(context)
+        sends += 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
+    async def main() -> None:
+        async with rank(handler) as made:
+            with pytest.raises(ServiceLost, match="broken"):
+                await start(made)
+            assert stream.MOST_STREAMS <= sends <= 3 * stream.MOST_STREAMS
+
+    run(main())
 
 
 def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> None:
@@ -112,8 +261,8 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
 
     async def main() -> None:
         async with rank(handler) as made:
-            for error in await asyncio.gather(start(made), start(made), return_exceptions=True):
+            for error in await asyncio.gather(start(made), start(made, "b"), return_exceptions=True):
                 assert isinstance(error, RlhfError)
                 assert "Synchronize: the answer cannot be read" in str(error)
 
-    asyncio.run(asyncio.wait_for(main(), SOON_S))
+    run(main())

@@ -40,8 +40,31 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("run.step=3", r"run\.step: unknown key; did you mean 'steps'\?.*Known keys: .*seed"),
         ("services.actor.modle='x'", r"services\.actor\.modle: unknown key; did you mean 'model'\?"),
         ("services.actor.optimizer.lr=1", r"services\.actor\.optimizer\.lr: unknown key.*learning_rate"),
-        ("run.steps=0", r"run\.steps: .*greater than or equal to 1 \(given: 0\)"),
-        ("services.actor.role='worker'", r"services\.actor: .*'worker'.*'actor', 'critic'"),
+        ("run.steps=0", r"run\.steps: must be at least 1 \(given: 0\)"),
+        ("run.steps='many'", r"run\.steps: must be a whole number \(given: 'many'\)"),
+        ("run.balance='maybe'", r"run\.balance: must be true or false"),
+        (
+            "services.actor.optimizer.betas=[0.9]",
+            r"services\.actor\.optimizer\.betas\.1: required, and not given",
+        ),
+        ("data.train=3", r"data\.train: must be a path \(given: 3\)"),
+        ("rollout=3", r"rollout: must be a table \(given: 3\)"),
+        ("rollout.stop='END'", r"rollout\.stop: must be a list \(given: 'END'\)"),
+        ("rollout.temperature=inf", r"rollout\.temperature: must be finite"),
+        (
+            "services.actr.ranks=2",
+            r"services\.actr: unknown service; did you mean 'actor'\? There are: actor, critic, reference, reward$",
+        ),
+        (
+            "services.judge.ranks=2",
+            r"services\.judge\.role: required, and not given: 'actor', 'critic', 'reference' or",
+        ),
+        (
+            "services.actor.engine='fdsp'",
+            r"services\.actor\.engine: must be .*\(given: 'fdsp'\); did you mean 'fsdp'\?",
+        ),
+        ("services.actor.role='worker'", r"actor\.role: must be 'actor', 'critic', .*\(given: 'worker'\)"),
+        ("services.actor.role='acter'", r"services\.actor\.role: .*; did you mean 'actor'\?"),
         ("services.actor.address='nowhere'", r"services\.actor\.address: 'nowhere' is not host:port"),
         (
             "services.critic.address='127.0.0.1:7101'",
@@ -120,7 +143,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* layers that learn"),
         ("services.critic.lora.rank=8", r"services\.critic\.lora: unknown key"),
         ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
-        ("algorithm.clip_low=1.5", r"clip_low: .*less than or equal to 1"),
+        ("algorithm.clip_low=1.5", r"clip_low: must be at most 1 \(given: 1\.5\)"),
         (
             "algorithm.kl_target=1\nalgorithm.kl_reward_coefficient=0",
             r"kl_reward_coefficient: .* start above 0",
@@ -141,6 +164,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         (
             "algorithm.rollout_correction='mask'\nalgorithm.recompute_log_probs=false",
             r"rollout_correction: needs recompute_log_probs",
+        ),
+        (
+            "algorithm.rollout_correction='mask'\nrollout.top_k=50",
+            r"rollout_correction: does not go with rollout\.top_k or rollout\.top_p",
+        ),
+        (
+            "algorithm.rollout_correction='truncate'\nrollout.top_p=0.9",
+            r"rollout_correction: does not go with rollout\.top_k or rollout\.top_p",
         ),
         (
             "algorithm.rollout_correction='mask'\nalgorithm.rollout_correction_low=3",

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from controller.data import PromptData, TextData
+from controller.data import PromptData, PromptSource, TextData
 from rlhf.errors import ConfigError
 
 
+class Listed(list[dict[str, Any]]):
+    """Rows that are held in memory."""
+
+    def where(self, row: int) -> str:
+        return f"row {row}"
+
+
 def data_of(count: int) -> PromptData:
-    return PromptData([f"p{i}" for i in range(count)], [""] * count, ["{}"] * count)
+    return PromptData([PromptSource(Listed({"prompt": f"p{i}"} for i in range(count)), str)])
 
 
 def test_every_pass_visits_every_row_once_in_an_order_of_its_own() -> None:
@@ -40,8 +48,9 @@ def test_further_fields_are_metadata(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "ground_truth": 2, "level": {"hard": false}}\n\n')
     data = PromptData.load(path, "data.train")
-    assert (data.prompts, data.ground_truths) == (["1+1="], ["2"])
-    assert json.loads(data.metadata[0]) == {"level": {"hard": False}}
+    (prompt,) = data.read(range(len(data)))
+    assert (prompt.text, prompt.ground_truth) == ("1+1=", "2")
+    assert json.loads(prompt.metadata) == {"level": {"hard": False}}
 
 
 @pytest.mark.parametrize(
@@ -66,14 +75,11 @@ def test_a_missing_file_is_named_by_its_key(tmp_path: Path) -> None:
         PromptData.load(tmp_path / "gone.jsonl", "data.heldout")
 
 
-def test_texts_are_read_and_dealt_out_pass_after_pass(tmp_path: Path) -> None:
+def test_texts_are_read_by_row(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(f"{json.dumps({'text': text, 'more': 1})}\n" for text in "abcde"))
     data = TextData.load(path, "data.pretrain")
-    assert data.texts == list("abcde")
-    assert sorted(data.texts_of_step(1, 5, 0)) == list("abcde")
-    assert data.texts_of_step(1, 5, 0) != data.texts_of_step(2, 5, 0)
-    assert data.texts_of_step(2, 5, 0) == TextData(list("abcde")).texts_of_step(2, 5, 0)
+    assert [data[row] for row in range(len(data))] == list("abcde")
 
 
 @pytest.mark.parametrize(

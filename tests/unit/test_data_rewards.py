@@ -11,6 +11,7 @@ import pytest
 from controller.config import Config
 from controller.dataflow import FutureBatch, all_of, then
 from controller.rewards import Failures, Reward, rows_to_keep
+from controller.session import StepContext
 from nccl_transfer.batch import LocalColumn
 from nccl_transfer.columns import Jagged
 from rlhf.errors import RewardFailed
@@ -53,6 +54,9 @@ class Group:
         return FutureBatch(batch.rows, {"rewards": rewards})
 
 
+STEP = StepContext(1)
+
+
 def column_of(batch: FutureBatch, name: str) -> Any:
     column = batch.result([name])[name]
     assert isinstance(column, LocalColumn)
@@ -61,7 +65,7 @@ def column_of(batch: FutureBatch, name: str) -> Any:
 
 def reward_of(groups: dict[str, Group], recipes: dict[str, dict[str, float]], policy: str = "stop") -> Reward:
     made: Any = groups
-    return Reward("reward", made, recipes, Failures(policy, retries=2), {})
+    return Reward("reward", made, recipes, Failures(policy, retries=2), lambda _: STEP)
 
 
 def rewards(batch: FutureBatch, name: str = "rewards") -> list[float]:
@@ -75,6 +79,19 @@ ROWS = ["ab", "c1", "def22", "4"]
 def test_a_reward_is_the_weighted_sum_of_its_services() -> None:
     reward = reward_of({"a": Group(LENGTH), "b": Group(DIGITS)}, {"all": {"a": 1.0, "b": -0.5}})
     assert rewards(reward.compute_reward(FutureBatch.of(response=ROWS))) == [2, 1.5, 4, 0.5]
+
+
+@pytest.mark.parametrize("policy", ["stop", "retry", "drop_group"])
+def test_a_reward_of_several_services_keeps_what_each_of_them_says(policy: str) -> None:
+    reward = reward_of(
+        {"a": Group(LENGTH), "b": Group(DIGITS)}, {"x": {"a": 1.0, "b": -0.5}, "y": {"a": 2.0}}, policy
+    )
+    batch = FutureBatch.of(response=ROWS, source=["x", "y", "x", "y"], group=np.arange(4))
+    scored = reward.score(batch, baselines=batch)
+    for name in ("rewards", "baselines"):
+        assert rewards(scored, name) == [2, 4, 4, 2]
+        assert rewards(scored, f"{name}/a") == [2, 2, 5, 1]
+        np.testing.assert_equal(rewards(scored, f"{name}/b"), [0, np.nan, 2, np.nan])
 
 
 def test_rows_go_to_the_reward_of_their_source_and_come_back_in_order() -> None:

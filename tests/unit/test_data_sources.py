@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from controller.chat import Chat
 from controller.config import Config
 from controller.data import load_data
-from controller.readers import read_rows
+from controller.readers import open_rows
 from deploy.quickstart.build import BOS, make_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2
@@ -99,25 +99,26 @@ def save(kind: str, tmp_path: Path) -> Path:
 def test_rows_are_the_same_from_every_kind_of_file(kind: str, tmp_path: Path) -> None:
     path = save(kind, tmp_path)
     data, _ = load_data(config(train=path, heldout=path))
-    assert (data.prompts, data.ground_truths) == (["1+1=", "2+2="], ["2", "4"])
-    assert json.loads(data.metadata[0]) == {"level": {"hard": False}}
+    prompts = data.read(range(len(data)))
+    assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("1+1=", "2"), ("2+2=", "4")]
+    assert json.loads(prompts[0].metadata) == {"level": {"hard": False}}
 
 
 def test_a_split_that_is_not_there_is_an_error_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no split 'dev'; it has: train, test"):
-        read_rows(save("dataset", tmp_path), "data.heldout", split="dev")
+        open_rows(save("dataset", tmp_path), "data.heldout", split="dev")
 
 
 def test_a_directory_without_a_dataset_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train: .*: Is a directory"):
-        read_rows(tmp_path, "data.train")
+        open_rows(tmp_path, "data.train")
 
 
 def test_fields_may_have_other_names(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "a", "prompt": "not this"}])
     source = {"path": path, "heldout": path, "columns": {"prompt": "question", "response": "answer"}}
     data, _ = load_data(config(sources=[source]), ("response",))
-    assert (data.prompts, data.texts) == (["q"], {"response": ["a"]})
+    assert (data[0].text, data[0].texts) == ("q", {"response": "a"})
 
 
 def test_an_algorithms_column_has_to_be_there(tmp_path: Path) -> None:
@@ -141,9 +142,9 @@ def test_rows_of_verl_load_as_they_are(tmp_path: Path, tokenizer_directory: Path
             train=tmp_path / "verl.parquet", heldout=tmp_path / "verl.parquet", tokenizer=tokenizer_directory
         )
     )
-    assert data.ground_truths == ["72"]
-    assert data.prompts[0].endswith("<assistant>\n")
-    metadata = json.loads(data.metadata[0])
+    assert data[0].ground_truth == "72"
+    assert data[0].text.endswith("<assistant>\n")
+    metadata = json.loads(data[0].metadata)
     assert metadata == {name: value for name, value in VERL.items() if name != "prompt"}
 
 
@@ -157,13 +158,14 @@ def test_rewards_of_verl_get_what_its_rows_have(tmp_path: Path, tokenizer_direct
     path = write_jsonl(tmp_path / "verl.jsonl", [VERL])
     data, _ = load_data(config(train=path, heldout=path, tokenizer=tokenizer_directory))
     row = reward_pb2.TextRow(
-        prompt=data.prompts[0],
+        prompt=data[0].text,
         response="72",
-        ground_truth=data.ground_truths[0],
-        metadata=json_format.Parse(data.metadata[0], struct_pb2.Struct()),
+        ground_truth=data[0].ground_truth,
+        metadata=json_format.Parse(data[0].metadata, struct_pb2.Struct()),
     )
     name = f"{__name__}:verl_reward"
-    assert score_row(name, find_function(name), row).score == 1
+    score, _ = score_row(name, find_function(name), row)
+    assert score.score == 1
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "several"])
@@ -193,6 +195,17 @@ def test_the_token_that_begins_every_text_is_not_there_twice(tokenizer_directory
     assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
+def test_templates_are_told_when_the_run_started_and_not_the_time_of_the_day(
+    tmp_path: Path, tokenizer_directory: Path
+) -> None:
+    (tokenizer_directory / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y %H:%M') }}")
+    path = write_jsonl(tmp_path / "a.jsonl", [VERL])
+    table = config(train=path, heldout=path, tokenizer=tokenizer_directory)
+    noon_in_2026 = 1_767_268_800.0
+    (train, heldout) = load_data(table, (), noon_in_2026)
+    assert train[0].text == heldout[0].text == "01 Jan 2026 12:00"
+
+
 @pytest.mark.parametrize("template", ["{{ messages.clear() }}", "{{ ''.__class__.__mro__ }}"])
 def test_templates_can_touch_nothing(template: str, tokenizer_directory: Path) -> None:
     (tokenizer_directory / "chat_template.jinja").write_text(template)
@@ -207,25 +220,11 @@ def test_a_template_that_refuses_is_named_with_the_row(tmp_path: Path, tokenizer
         load_data(config(train=path, heldout=path, tokenizer=tokenizer_directory))
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(
-    tmp_path: Path, tokenizer_directory: Path
-) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n, "ground_truth": n} for n in (3, 9, 4, 5)])
-    data, _ = load_data(config(train=path, heldout=path, max_prompt_tokens=4, tokenizer=tokenizer_directory))
-    assert (data.prompts, data.ground_truths, data.num_long) == (["xxx", "xxxx"], ["3", "4"], 2)
-
-
-def test_no_prompt_that_is_short_enough_is_an_error(tmp_path: Path, tokenizer_directory: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "long"}])
-    with pytest.raises(ConfigError, match=r"data\.train: .*a\.jsonl has no prompt of at most 2 tokens"):
-        load_data(config(train=path, heldout=path, max_prompt_tokens=2, tokenizer=tokenizer_directory))
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "train: Field required"),
-        ({"train": "a.jsonl"}, "heldout: Field required"),
+        ({}, "train: required, and not given"),
+        ({"train": "a.jsonl"}, "heldout: required, and not given"),
         ({"train": "a.jsonl", "heldout": "b.jsonl", "sources": [{"path": "c", "heldout": "d"}]}, "not both"),
         ({"sources": [{"path": "c.jsonl"}]}, "is a file, which has no splits"),
         ({"sources": [{"path": "o/c"}, {"path": "o/c"}]}, "'o/c' is there twice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from concurrent.futures import Future
 
 import numpy as np
@@ -18,6 +19,7 @@ from controller.dataflow import (
     resolved,
     then,
 )
+from controller.session import StepContext
 from nccl_transfer.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
@@ -74,14 +76,56 @@ def test_batches_of_other_sizes_are_not_joined() -> None:
 def test_calls_on_a_common_device_go_in_call_order_and_others_at_the_same_time() -> None:
     placement = Placement()
     both, first, second = frozenset({"0", "1"}), frozenset({"0"}), frozenset({"1"})
-    before_actor, actor = placement.enter(both)
-    before_reference, reference = placement.enter(first)
-    before_reward, reward = placement.enter(second)
-    before_critic, _ = placement.enter(both)
-    assert before_actor == []
-    assert before_reference == [actor]
-    assert before_reward == [actor]
-    assert set(before_critic) == {reference, reward}
+    actor = placement.enter(both, "actor", 1.0)
+    reference = placement.enter(first, "reference", 1.0)
+    reward = placement.enter(second, "reward", 1.0)
+    critic = placement.enter(both, "critic", 1.0)
+    assert actor.first == []
+    assert reference.first == [actor.ended]
+    assert reward.first == [actor.ended]
+    assert set(critic.first) == {reference.ended, reward.ended}
+
+
+def test_a_second_call_of_a_group_waits_until_the_first_was_sent_and_others_until_both_have_ended() -> None:
+    placement, device = Placement(), frozenset({"0"})
+    before, first, second = (placement.enter(device, queue, 1.0) for queue in ("reward", "actor", "actor"))
+    other = placement.enter(device, "critic", 1.0)
+    first.was_sent()
+    assert second.first == [first.sent]
+    assert second.first[0].done()
+    second.was_sent()
+    second.leave()
+    before.leave()
+    assert not second.ended.done()
+    first.leave()
+    assert other.first == [second.ended]
+    assert second.ended.done()
+
+
+def test_a_call_that_is_never_sent_holds_up_the_next_of_its_group_until_its_devices_are_free() -> None:
+    placement, device = Placement(), frozenset({"0"})
+    before, failed, second = (placement.enter(device, queue, 1.0) for queue in ("reward", "actor", "actor"))
+    failed.leave()
+    assert not second.first[0].done()
+    before.leave()
+    assert second.first[0].done()
+
+
+def test_rows_of_a_step_stay_rows_of_that_step() -> None:
+    step = StepContext(1)
+    rows = FutureBatch.of(prompt=["a", "b"]).of_step(step)
+    scores = FutureBatch.of(scores=np.array([1.0, 2.0]))
+    for batch in (
+        rows | scores,
+        scores | rows,
+        rows.select(["prompt"]),
+        rows.drop("prompt"),
+        rows.rename(prompt="question"),
+        rows.repeat(2),
+        FutureBatch.concat([FutureBatch.of(prompt=["c"]), rows]),
+        rows.checked(lambda record: record),
+    ):
+        assert batch.step is step
 
 
 def test_the_loop_runs_coroutines_for_other_threads_and_ends() -> None:
@@ -108,6 +152,22 @@ def test_a_call_that_failed_early_keeps_its_place_in_the_order() -> None:
     assert not third.done()
     first.set_result(None)
     assert third.done()
+
+
+def test_hundreds_of_calls_that_failed_early_do_not_block_those_behind_them() -> None:
+    futures: list[Future[None]] = [Future() for _ in range(1000)]
+    for before, after in itertools.pairwise(futures):
+        resolve_after([before], after)
+    futures[0].set_result(None)
+    assert all(future.done() for future in futures)
+
+
+def test_a_call_may_wait_as_long_as_the_unfinished_calls_before_it_may_take() -> None:
+    placement = Placement()
+    first, second = (placement.enter(frozenset({name}), name, 10.0) for name in ("actor", "critic"))
+    assert (first.patience_s, second.patience_s) == (10.0, 20.0)
+    first.leave()
+    assert placement.enter(frozenset({"actor"}), "actor", 5.0).patience_s == 15.0
 
 
 def test_two_rewards_fit_into_one_batch_under_names_of_their_own() -> None:

@@ -14,7 +14,7 @@ from rlhf.config import JudgeTable, RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services import execution
+from services import execution, sessions
 from services.execution import CallQueue
 from services.ranks import Ranks
 from services.reward.worker import RewardWorker
@@ -98,7 +98,7 @@ def test_a_sandbox_reward_closes_its_grader() -> None:
 
 
 def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "ABSENCE_S", 0.05)
+    monkeypatch.setattr(sessions, "ABSENCE_S", 0.05)
 
     async def main() -> None:
         ended: asyncio.Queue[str] = asyncio.Queue()
@@ -110,14 +110,14 @@ def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: 
         call = common_pb2.Call(call_id="a", session="run", sequence=1)
         request = worker_pb2.SaveCheckpointRequest(call=call)
         running = queue.start(method, registration, request, timeout_s=30)
-        queue.opened_stream("run")
-        queue.opened_stream("run")
-        queue.closed_stream("run")
-        queue.closed_stream("run")
-        queue.opened_stream("run")
+        queue.session.opened_stream("run")
+        queue.session.opened_stream("run")
+        queue.session.closed_stream("run")
+        queue.session.closed_stream("run")
+        queue.session.opened_stream("run")
         await asyncio.sleep(0.1)
         assert ended.empty(), "a stream is open"
-        queue.closed_stream("run")
+        queue.session.closed_stream("run")
         assert await asyncio.wait_for(ended.get(), 5) == "run"
         with pytest.raises(Refused, match="session 'run' has ended"):
             await running

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from nccl_transfer.columns import Jagged
-from services.elementwise import speed_up_elementwise
 from services.engines import sharded
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput, value_head
 from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.offload import num_bytes, park, unpark
+from services.engines.offload import bring_back, copy_to_host, free, num_bytes
 from services.linear import speed_up
 from services.models import ValueModel, load_causal_lm, load_value_model, tensors_sha256
+from services.norms import speed_up_norms
 
 CPU = torch.device("cpu")
 TEMPERATURE = 1.7
@@ -248,7 +248,7 @@ def test_a_checkpoint_replaces_an_older_one_and_leaves_nothing_beside_it(
 def test_there_is_nothing_to_unpickle_in_a_checkpoint(tiny_llama_dir: Path, tmp_path: Path):
     make_engine(tiny_llama_dir).save(tmp_path / "checkpoint")
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
-    assert names == ["manifest.json", "rank-00000.safetensors"]
+    assert names == ["manifest.json", "rank-00000.safetensors", "rlhf-files.json"]
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_the_older_one(
@@ -313,7 +313,7 @@ def test_an_export_is_a_hugging_face_directory_with_the_same_logits(
     assert same_bits(loaded.state_dict(), weights(engine))
     # Or the last bits would differ by who computes.
     speed_up(loaded)
-    speed_up_elementwise(loaded)
+    speed_up_norms(loaded)
     logits = loaded(torch.tensor([[1, 5, 9]])).logits
     assert torch.equal(logits, engine._model(torch.tensor([[1, 5, 9]])).logits)
     assert tensors_sha256(sorted(load_file(tmp_path / "export" / "model.safetensors").items())) == digest
@@ -376,10 +376,12 @@ def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
 def test_parked_memory_is_freed_and_comes_back_under_its_views():
     tensor = torch.randn(6)
     view, expected = tensor[2:].view(2, 2), tensor.clone()
-    parked = park([tensor, view])
+    parked = copy_to_host([tensor, view])
+    assert torch.equal(tensor, expected)
+    free(parked)
     assert tensor.untyped_storage().nbytes() == 0
     assert num_bytes(parked) == 6 * 4
-    unpark(parked)
+    bring_back(parked)
     assert torch.equal(tensor, expected)
     assert torch.equal(view.flatten(), expected[2:])
 

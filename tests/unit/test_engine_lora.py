@@ -210,6 +210,18 @@ def test_an_export_is_the_merged_model(fixture: str, request: pytest.FixtureRequ
     torch.testing.assert_close(log_probs(merged), log_probs(engine), atol=1e-5, rtol=0)
 
 
+def test_what_is_merged_is_rounded_to_the_type_of_the_export_alone(tiny_llama_dir: Path, tmp_path: Path):
+    engine = trained(make_engine(tiny_llama_dir, torch.bfloat16, compute_dtype=torch.bfloat16))
+    engine.export(tmp_path / "export", dtype=torch.float32)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert {x.dtype for x in exported.values()} == {torch.float32}
+    rounded = {name: x.bfloat16() for name, x in exported.items()}
+    assert same_bits(rounded, weights(engine))
+    assert not any(
+        torch.equal(exported[f"{name}.weight"], rounded[f"{name}.weight"]) for name in engine._layers
+    )
+
+
 def test_peft_loads_the_adapter_of_an_export(tiny_llama_dir: Path, tmp_path: Path):
     engine = trained(make_engine(tiny_llama_dir, torch.float64))
     engine.export(tmp_path / "export")

@@ -14,7 +14,7 @@ from services.engines.base import InferenceStopped, OptimizerOptions
 from services.engines.fsdp import FSDPEngine
 from services.engines.heads import PolicyHead, PolicyOutput
 from services.engines.microbatch import MicroBatch, split
-from services.engines.offload import num_bytes, park
+from services.engines.offload import copy_to_host, num_bytes
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import load_causal_lm
 
@@ -55,7 +55,7 @@ def test_all_weights_and_what_they_learn_with_leave_the_device_together(
     engine.step(micro_batches(), HEAD, loss)
     # Two moments; and a float32 copy of weights of another type.
     bytes_each = 4 + 4 + (4 if dtype == torch.float32 else 4 + 2)
-    parked = num_bytes(park(engine._resident()))
+    parked = num_bytes(copy_to_host(engine._resident()))
     assert parked == pytest.approx(bytes_each * engine.num_parameters, rel=0.1)
 
 

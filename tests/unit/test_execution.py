@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +21,14 @@ from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2
+from services import execution, model_worker
 from services.engines.base import EngineOffloaded
 from services.execution import CallQueue
 from services.model_worker import ModelWorker, Traces
+from services.models import vocabulary_hash
 from services.ranks import Ranks
+from services.reference.worker import ReferenceWorker
+from services.rounds import NOTE_LENGTH
 from services.worker import CallContext, Result, Rows, Worker, register
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
@@ -43,6 +47,16 @@ class Reference(Worker):
         if values.min() < 0:
             raise InvalidRequest("a negative number")
         return Result(metrics={"sum": (float(values.sum()), 1.0)})
+
+
+class Talkative(Worker):
+    """Has responses of about 100 KiB."""
+
+    role = "reference"
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        return Result(metrics={"x" * (100 << 10): (1.0, 1.0)})
 
 
 class Writer(Worker):
@@ -92,14 +106,25 @@ class TensorReference(OffloadedReference):
         return Result(metrics={"same memory": (float(tensor.data_ptr() == array.ctypes.data), 1.0)})
 
 
-class MetRanks(Ranks):
-    """Ranks whose peers are always at the same call."""
+class EchoedRound:
+    """A round in which the peer says what this rank says."""
 
-    def agree(
-        self, mine: Exception | None, deadline: float, call_id: str = "", session_started_us: int = 0
-    ) -> None:
-        if mine is not None:
-            raise mine
+    def __init__(self, note: Sequence[float]) -> None:
+        self._notes = [[*note, *[0] * (NOTE_LENGTH - len(note))]] * 2
+
+    def wait(self, until: float) -> list[list[float]]:
+        return self._notes
+
+    async def arrive(self) -> list[list[float]]:
+        return self._notes
+
+
+class MetRanks(Ranks):
+    """Ranks whose peer is always where this one is."""
+
+    def begin_round(self, note: Sequence[float]) -> Any:
+        self.rounds += 1
+        return EchoedRound(note)
 
 
 class WatchedFetcher(fetch.Fetcher):
@@ -128,6 +153,24 @@ async def call_with(queue: CallQueue, call_id: str, prompt_ids: Column, *, seque
         call=common_pb2.Call(call_id=call_id, sequence=sequence), batch=wire.to_proto(batch), temperature=1.0
     )
     return await queue.start(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
+
+
+def test_results_are_remembered_up_to_a_size_and_the_newest_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def remembered(queue: CallQueue, calls: int) -> list[int]:
+        for number in range(calls):
+            await call(queue, f"call {number}", 7)
+        return [number for number in range(calls) if queue.knows(f"call {number}")]
+
+    async def main() -> None:
+        store = TensorStore(1 << 16)
+        queues = [CallQueue(Talkative(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", [])) for _ in range(2)]
+        assert await remembered(queues[0], 200) == list(range(37, 200))  # 16 MiB
+        monkeypatch.setattr(execution, "REMEMBERED_BYTES", 1000)
+        assert await remembered(queues[1], 3) == [2]
+        for queue in queues:
+            await queue.drain()
+
+    asyncio.run(main())
 
 
 def test_a_call_that_has_ended_is_remembered_without_its_rows() -> None:
@@ -212,3 +255,13 @@ def test_a_call_to_an_offloaded_engine_is_refused_by_ranks_that_stay() -> None:
     asyncio.run(main())
     fetcher.close()
     store.close()
+
+
+def test_the_vocabulary_is_hashed_once_and_not_for_each_describe(
+    process_group: None, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = ReferenceTable(role="reference", address="localhost:1", model=tiny_llama_dir, matmul="mkl")
+    worker = ReferenceWorker(table, MetRanks(0, 1, 1))
+    expected = vocabulary_hash(worker.tokenizer)
+    monkeypatch.setattr(model_worker, "vocabulary_hash", lambda tokenizer: pytest.fail("hashed again"))
+    assert worker.describe().vocabulary_hash == expected

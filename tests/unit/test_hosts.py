@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from nccl_transfer.batch import Endpoint
 from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
-from services.hosts import Place, check_reachable, interface_of, place
+from services.hosts import Place, check_reachable, interface_of, network_interfaces, place
 
 ELSEWHERE = "192.0.2.1"
 """An address for documents: no host has it."""
@@ -50,6 +52,27 @@ def test_a_first_host_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "lo"), ("[::1]", "lo"), (ELSEWHERE, None)])
 def test_the_interface_of_an_address(host: str, expected: str | None) -> None:
     assert interface_of(host) == expected
+
+
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [
+        # All ranks on one host: no need of gloo beyond it, wherever the service is reached.
+        ("2", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=eth7"}),
+        ("1", {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "=eth7"}),
+    ],
+)
+def test_gloo_and_nccl_are_kept_on_the_interfaces_that_the_config_names(
+    local: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interfaces = {"lo": "127.0.0.1", "eth7": ELSEWHERE}
+    addresses = {name: [SimpleNamespace(address=address)] for name, address in interfaces.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
+    here = Place(ELSEWHERE, ELSEWHERE)
+    assert network_interfaces(here, environment) == expected
+    said = {**environment, "GLOO_SOCKET_IFNAME": "ib0"}
+    assert network_interfaces(here, said) == {"NCCL_SOCKET_IFNAME": "=eth7"}
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "[::1]", "localhost"])

@@ -18,6 +18,7 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
@@ -110,6 +111,15 @@ def test_a_value_model_comes_back_from_its_directory_bit_for_bit(tiny_llama_dir:
     write_model(model, model.state_dict(), tmp_path)
     loaded = load_value_model(tmp_path).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])
+def test_a_directory_without_files_of_a_tokenizer_has_none(tmp_path: Path, family: Any) -> None:
+    family(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match=f"{tmp_path} has no (files of a )?tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_does_not_match(

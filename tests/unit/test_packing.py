@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_rows import FEW, HEAD, VOCABULARY, RowShapes, jagged, loss, packed_distance, row_shapes
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,14 +24,14 @@ from transformers import (
 from nccl_transfer.columns import Jagged
 from nccl_transfer.mesh import Mesh
 from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput, value_head
+from services.engines.heads import value_head
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.engines.packing import LIKE, TILE, Packing, Places, attend
 from services.engines.three_d import ThreeDParallelEngine
 from services.models import ValueModel
 
 CPU = torch.device("cpu")
-VOCABULARY, WINDOW = 61, 5
+WINDOW = 5
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -47,8 +48,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
 }
-HEAD = PolicyHead(temperature=0.7)
-
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -69,19 +68,11 @@ def make_rows(alike: bool = False) -> tuple[Jagged[Tensor], Jagged[Tensor]]:
     return jagged(prompts), jagged(responses)
 
 
-def jagged(rows: list[np.ndarray]) -> Jagged[Tensor]:
-    return Jagged(torch.from_numpy(np.concatenate(rows)), np.array([len(row) for row in rows]))
-
-
 def alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
     """Log-probabilities of a row's response tokens, in a plain forward of its own."""
     plain_logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     log_p = (plain_logits / HEAD.temperature).log_softmax(dim=-1)
     return log_p.gather(1, response[:, None])[:, 0]
-
-
-def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    return output.log_probs_BR[micro_batch.response_mask_BR].square().sum(), {}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +110,26 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
         # The norms of transformers compute in float32 whatever they are given, here once for all who share a prompt.
         difference = torch.linalg.vector_norm(gradient - parameter.grad)
         assert difference <= (1e-6 if alike else 1e-10) * torch.linalg.vector_norm(parameter.grad)
+
+
+@pytest.fixture(scope="module", params=["fsdp", "3d"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a model with a sliding window in its second layer."""
+    if request.param == "fsdp":
+        return FSDPEngine(make_model("qwen2"), CPU)
+    directory = tmp_path_factory.mktemp("qwen2")
+    make_model("qwen2").save_pretrained(directory)
+    return ThreeDParallelEngine(directory, Mesh(), CPU, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shapes", FEW, ids=str)
+def test_rows_whose_tokens_are_all_in_common_are_packed(engine: Any, shapes: RowShapes):
+    assert packed_distance(engine, shapes) < 1e-5
+
+
+@given(shapes=row_shapes())
+def test_packed_rows_of_any_shape_have_the_numbers_of_padded_ones(engine: Any, shapes: RowShapes):
+    assert packed_distance(engine, shapes) < 1e-5
 
 
 def _num_read(prompts: Jagged[Tensor], responses: Jagged[Tensor]) -> int:
@@ -195,7 +206,7 @@ def test_after_the_last_attention_only_what_is_read_is_computed():
 
 
 @given(
-    own=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    own=st.lists(st.integers(0, 20), min_size=1, max_size=20),
     common=st.lists(st.integers(1, 20), min_size=20, max_size=20),
     prompts=st.lists(st.integers(0, 4), min_size=20, max_size=20),
 )

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from click.testing import CliRunner
 
 from deploy.pipeline.cli import main
@@ -48,13 +49,12 @@ def test_pairs_with_the_same_opening_are_on_the_same_side() -> None:
     assert 140 < sum(held) < 220
 
 
-def test_without_data_it_says_where_to_put_it(tmp_path: Path) -> None:
+def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     ran = CliRunner().invoke(
         main, ["--data", str(tmp_path / "gone.jsonl.gz"), "--out", str(tmp_path / "runs")]
     )
     assert ran.exit_code == 1
-    assert f"no data at {tmp_path / 'gone.jsonl.gz'}: put hh_harmless_test.jsonl.gz there" in ran.output
-    assert "--data" in ran.output
+    assert f"--data {tmp_path / 'gone.jsonl.gz'}: no such file" in ran.output
     assert not (tmp_path / "runs").exists()
 
 
@@ -75,7 +75,7 @@ def write_runs(directory: Path) -> dict[str, Path]:
             "accuracy_after": 0.6, "accuracy_low_after": 0.49, "accuracy_high_after": 0.7, "pairs_after": 50.0,
             "wall_s": 1.0,
         },
-        "ppo": {"accuracy_before": -0.5, "accuracy_after": 0.25, "wall_s": 1.0},
+        "ppo": {"reward_before": -0.5, "reward_after": 0.25, "wall_s": 1.0},
     }  # fmt: skip
     samples = [{"step": step, "prompt": "\n<p>", "response": f"r{step}", "ground_truth": "", "reward": step / 2}
                for step in (0, 2)]  # fmt: skip
@@ -101,3 +101,14 @@ def test_the_page_shows_responses_before_and_after(tmp_path: Path) -> None:
     assert texts[-3:] == ["<p>", "r0\n[0.00]", "r2\n[1.00]"]
     assert "MISSED" in texts
     assert [link.get("href") for link in root.iter("a")] == [f"{name}/report.html" for name in runs]
+
+
+def test_without_data_and_without_the_hub_the_error_says_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    ended = CliRunner().invoke(main, ["--out", str(tmp_path / "runs")])
+    assert ended.exit_code == 1
+    assert "give a file with --data" in ended.output
+    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Plans move every byte that is needed, once per host, and nothing else: held against brute force."""
+"""Plans name every byte that is needed, and one reader a host for it: held against brute force."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from drawn import PROTOCOLS, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.requests import cut
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
 from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import RowPlan, Slice, difference, intersection, plan_rows, plan_slices, union
-from nccl_transfer.protocols import TransferProtocol, get_protocol
+from nccl_transfer.plans import Slice, needed, plan_relays, plan_slices, union
+from nccl_transfer.protocols import TransferProtocol
 from rlhf.errors import TransferError
 
 SHARD_BYTES = 40
@@ -44,15 +45,6 @@ def byte_ranges(draw: st.DrawFn) -> list[ByteRange]:
 def test_a_union_has_every_byte_once_in_order(ranges):
     got = bytes_of(union(ranges))
     assert got == sorted(set(bytes_of(ranges)), key=lambda byte: (byte[0].id, byte[1]))
-
-
-@given(byte_ranges(), byte_ranges())
-def test_intersection_and_difference_are_those_of_sets(left, right):
-    a, b = set(bytes_of(left)), set(bytes_of(right))
-    assert set(bytes_of(intersection(union(left), union(right)))) == a & b
-    rest = bytes_of(difference(union(left), union(right)))
-    assert set(rest) == a - b
-    assert len(rest) == len(a - b)
 
 
 @st.composite
@@ -90,15 +82,18 @@ def row_bytes(batch: Batch, row: int) -> set[tuple[Endpoint, Byte]]:
     return found
 
 
-def got(plan: RowPlan) -> set[tuple[Endpoint, Byte]]:
-    direct = {(source, byte) for source, ranges in plan.direct.items() for byte in bytes_of(ranges)}
-    relayed = {(relay.source, byte) for relay in plan.relayed for byte in bytes_of(relay.ranges)}
-    assert not direct & relayed
-    return direct | relayed
+@given(st.data())
+def test_what_is_needed_are_the_bytes_of_the_rows_each_once(data):
+    batch = data.draw(batches(2))
+    wanted = [(source, byte) for source, ranges in needed(batch).items() for byte in bytes_of(ranges)]
+    assert len(wanted) == len(set(wanted))
+    assert set(wanted) == set(
+        itertools.chain.from_iterable(row_bytes(batch, row) for row in range(batch.rows))
+    )
 
 
 @given(st.data(), meshes(), st.sampled_from(PROTOCOLS))
-def test_every_protocol_moves_every_byte_where_it_must_and_once_per_host(
+def test_every_part_has_one_reader_on_a_host_for_each_rank_elsewhere_that_holds_its_bytes(
     data: st.DataObject, mesh: Mesh, protocol: TransferProtocol
 ) -> None:
     hosts = data.draw(st.integers(1, 3))
@@ -106,51 +101,47 @@ def test_every_protocol_moves_every_byte_where_it_must_and_once_per_host(
     if protocol.name == "ALL_TO_ALL":
         batch = batch.take(np.arange(batch.rows // mesh.size * mesh.size))
     per_host = data.draw(st.integers(1, mesh.size))
-    destinations = [Endpoint(f"rank:{rank}", f"host {rank // per_host % hosts}") for rank in range(mesh.size)]
-    rows = protocol.distribute(batch.rows, mesh)
-    plans = plan_rows([batch.take(part) for part in rows], destinations)
-
-    wants = [
-        set(itertools.chain.from_iterable(row_bytes(batch, row) for row in part.tolist())) for part in rows
-    ]
-    assert [got(plan) for plan in plans] == wants
-    for host in range(hosts):
-        here = [rank for rank, endpoint in enumerate(destinations) if endpoint.host_id == f"host {host}"]
-        crossing = set().union(*(wants[rank] for rank in here)) if here else set()
-        lower_bound = sum(source.host_id != f"host {host}" for source, _ in crossing)
-        planned = sum(
-            r.nbytes
-            for rank in here
-            for source, ranges in plans[rank].direct.items()
-            if source.host_id != f"host {host}"
-            for r in ranges
+    ranks = [Endpoint(f"rank:{rank}", f"host {rank // per_host % hosts}") for rank in range(mesh.size)]
+    parts = cut(batch, protocol, mesh)
+    dealt = protocol.distribute(batch.rows, mesh)
+    assert sorted(rank for part in parts for rank in part.ranks) == list(range(mesh.size))
+    for part in parts:
+        assert all(np.array_equal(dealt[rank], part.places) for rank in part.ranks)
+        sources = {source for row in part.places.tolist() for source, _ in row_bytes(batch, row)}
+        expected = {
+            (source, host)
+            for host in {ranks[rank].host_id for rank in part.ranks}
+            if sum(ranks[rank].host_id == host for rank in part.ranks) > 1
+            for source in sources
+            if source.host_id != host
+        }
+        relays = plan_relays(part.batch, [ranks[rank] for rank in part.ranks])
+        assert sorted((relay.source.address, relay.reader.host_id) for relay in relays) == sorted(
+            (source.address, host) for source, host in expected
         )
-        assert planned == lower_bound
+        assert {relay.reader for relay in relays} <= {ranks[rank] for rank in part.ranks}
 
 
-@given(st.data(), meshes())
-def test_a_rank_takes_from_ranks_of_its_host_only_what_they_keep_and_read_themselves(data, mesh):
-    batch = data.draw(batches(3))
-    destinations = [Endpoint(f"rank:{rank}", f"host {rank % 2}") for rank in range(mesh.size)]
-    parts = [batch.take(rows) for rows in get_protocol("3D_PROTO").distribute(batch.rows, mesh)]
-    plans = plan_rows(parts, destinations)
-    for rank, plan in enumerate(plans):
-        for relay in plan.relayed:
-            reader = destinations.index(relay.reader)
-            assert reader < rank
-            assert relay.reader.host_id == destinations[rank].host_id
-            assert set(bytes_of(relay.ranges)) <= set(bytes_of(plans[reader].direct[relay.source]))
-            kept = next(keep for keep in plans[reader].kept if keep.source == relay.source)
-            assert set(bytes_of(relay.ranges)) <= set(bytes_of(kept.ranges))
+def test_the_ranks_of_a_host_share_the_reading():
+    sources = [Endpoint(f"source:{number}", "there") for number in range(4)]
+    shards = [Shard(source, 1, 0, 8) for source in sources]
+    columns = [RemoteColumn.of_shard("float64", (), 1, shard) for shard in shards]
+    batch = Batch(4, {"x": concat_columns(columns)})
+    ranks = [Endpoint(f"rank:{rank}", "here") for rank in range(2)]
+    relays = plan_relays(batch, ranks)
+    assert [relay.source for relay in relays] == sources
+    assert [relay.reader for relay in relays] == [*ranks, *ranks]
 
 
 def test_on_one_host_nothing_is_relayed():
-    source = Endpoint("source:0", "host")
-    column = RemoteColumn.of_shard("float64", (), 4, Shard(source, 1, 0, 32))
-    parts = [Batch(4, {"x": column})] * 2
-    plans = plan_rows(parts, [Endpoint("rank:0", "host"), Endpoint("rank:1", "host")])
-    assert [plan.direct_bytes for plan in plans] == [32, 32]
-    assert [plan.relayed or plan.kept for plan in plans] == [(), ()]
+    column = RemoteColumn.of_shard("float64", (), 4, Shard(Endpoint("source:0", "host"), 1, 0, 32))
+    part = Batch(4, {"x": column})
+    assert plan_relays(part, [Endpoint("rank:0", "host"), Endpoint("rank:1", "host")]) == []
+
+
+def test_ranks_that_name_no_host_read_for_themselves():
+    column = RemoteColumn.of_shard("float64", (), 4, Shard(Endpoint("source:0", "host"), 1, 0, 32))
+    assert plan_relays(Batch(4, {"x": column}), [Endpoint("rank:0"), Endpoint("rank:1")]) == []
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from hypothesis import strategies as st
 from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled, ConfigError
 from rlhf.v1 import common_pb2, reward_pb2
-from services.reward.sandbox import cgroups, grader, isolation, judge, wire
+from services.reward.sandbox import bubblewrap, cgroups, grader, isolation, judge, usage, wire
 from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
 from services.reward.sandbox.scorer import SandboxScorer
 from services.worker import CallContext
 
 CALL = {"kind": "call", "function": "f", "args": [1], "expected": 2}
+ASSERTS = {"kind": "asserts", "code": "assert f()", "entry_point": "f"}
 NESTED = json.loads("[" * 70 + "]" * 70)
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -119,6 +122,18 @@ def test_whole_numbers_of_a_message_are_integers_and_those_of_json_stay_as_they_
         ({"tests": [{**CALL, "agrs": []}]}, "", "test 0: unknown keys agrs"),
         ({"tests": [{**CALL, "args": 1}]}, "", "test 0: args is missing or not list"),
         ({"tests": [{**CALL, "tolerance": "1"}]}, "", "test 0: tolerance is missing or not float | int"),
+        ({"tests": [CALL, {**CALL, "tolerance": -1}]}, "", "test 1: tolerance is -1, not a number from 0 up"),
+        (
+            {"tests": '[{"kind": "call", "function": "f", "expected": 1, "tolerance": NaN}]'},
+            "",
+            "tolerance is nan",
+        ),
+        ({"tests": [{**CALL, "tolerance": math.inf}]}, "", "test 0: tolerance is inf"),
+        ({"tests": [{**CALL, "tolerance": True}]}, "", "test 0: tolerance is True"),
+        ({"tests": [{**CALL, "function": ""}]}, "", "test 0: function '' is not a name"),
+        ({"tests": [{**CALL, "function": "class"}]}, "", "test 0: function 'class' is not a name"),
+        ({"tests": [{**ASSERTS, "entry_point": "f()"}]}, "", "test 0: entry_point 'f()' is not a name"),
+        ({"tests": [{"kind": "call", "function": "f", "accepted": []}]}, "", "test 0: accepted is empty"),
         ({"tests": [{**CALL, "args": [NESTED]}]}, "", "test 0: nested deeper than 64"),
         ({"tests": [{**CALL, "expected": NESTED}]}, "", "test 0: nested deeper than 64"),
         ({"tests": "[" * 100_000}, "", "not JSON"),
@@ -159,14 +174,15 @@ def test_the_same_program_has_the_same_key_and_another_limit_another() -> None:
 
 
 @given(plain)
-def test_plain_values_come_back_the_same_over_json(value: Any) -> None:
-    decoded = wire.decode(wire.unpack(wire.pack(wire.encode(value), 1 << 30)[wire.HEADER_BYTES :]))
+def test_plain_values_come_back_the_same(value: Any) -> None:
+    decoded = wire.decode(wire.encode(value))
     assert (decoded, type(decoded)) == (value, type(value))
     assert repr(decoded) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
 
 
-def test_numbers_that_are_none_come_back() -> None:
-    assert math.isnan(wire.decode(wire.unpack(wire.pack(wire.encode(math.nan), 100)[wire.HEADER_BYTES :])))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.0, "\udc80", -(2**63), 2**4000, -128, 255])
+def test_numbers_and_texts_at_the_edges_come_back(value: Any) -> None:
+    assert repr(wire.decode(wire.encode(value))) == repr(value)
 
 
 def test_subclasses_become_what_they_are_derived_from() -> None:
@@ -176,7 +192,7 @@ def test_subclasses_become_what_they_are_derived_from() -> None:
 
         __hash__ = str.__hash__
 
-    assert type(wire.encode(Equal("x"))) is str
+    assert type(wire.decode(wire.encode(Equal("x")))) is str
 
 
 @pytest.mark.parametrize("value", [object(), len, {"a": object()}, iter([]), type])
@@ -192,63 +208,80 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         wire.encode(value)
 
 
+COUNT = (1).to_bytes(4, "big")
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        {}, {"tuple": 1}, {"tuple": [], "list": []}, {"object": []}, {"int": 5}, {"int": "zz"}, {"set": [[]]},
-        {"dict": [[1]]}, {"dict": [[[], 1]]}, {"dict": 3}, {"bytes": "x"}, {"bytes": 1}, {"complex": [1]},
-        {"complex": ["a", 1]},
+        b"", b"x", b"NN", b"i", b"i" + COUNT, b"f" + bytes(7), b"c" + bytes(8), b"s" + COUNT + b"\xff",
+        b"l" + COUNT, b"l" + bytes([255] * 4) + b"N", b"S" + COUNT + b"l" + bytes(4),
+        b"d" + COUNT + b"N", b"d" + COUNT + b"l" + bytes(4) + b"N", b"Z" + COUNT + b"d" + bytes(4),
+        (b"l" + COUNT) * 100_000, (b"t" + COUNT) * 70 + b"N",
     ],
 )  # fmt: skip
-def test_what_no_encoder_makes_is_refused(data: Any) -> None:
+def test_what_no_encoder_makes_is_refused(data: bytes) -> None:
     with pytest.raises(wire.Malformed):
         wire.decode(data)
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"{", b'{"a": 1, "a": 2}', b"\xff", b"[" * 100_000, b"1" * 10_000, b"{} {}"]
-)
-def test_what_is_not_json_is_refused(payload: bytes) -> None:
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
+    with contextlib.suppress(wire.Malformed):
+        wire.encode(wire.decode(data))
+
+
+def test_a_count_larger_than_what_comes_takes_no_memory() -> None:
+    tracemalloc.start()
     with pytest.raises(wire.Malformed):
-        wire.unpack(payload)
+        wire.decode(b"l" + bytes([255] * 4) + b"N" * 1000)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                os.close(end)
 
 
 def test_a_frame_arrives_whole_and_a_larger_one_is_refused_by_its_header() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        wire.send(ours.fileno(), wire.pack("x" * 1000, 2000))
-        assert wire.unpack(wire.receive(theirs.fileno(), 2000)) == "x" * 1000
-        ours.send((1 << 31).to_bytes(4, "big"))
+    with pipe() as (reader, writer):
+        wire.send(writer, wire.frame(b"x" * 1000, 2000))
+        assert wire.receive(reader, 2000) == b"x" * 1000
+        os.write(writer, (1 << 31).to_bytes(4, "big"))
         with pytest.raises(wire.TooLarge):
-            wire.receive(theirs.fileno(), 2000)
+            wire.receive(reader, 2000)
     with pytest.raises(wire.TooLarge):
-        wire.pack("x" * 1000, 1000)
+        wire.frame(b"x" * 1001, 1000)
 
 
 def test_a_frame_that_does_not_end_is_given_up_at_the_deadline() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.setblocking(False)
-        ours.send(b"\0\0\0\5ab")
+    with pipe() as (reader, writer):
+        os.set_blocking(reader, False)
+        os.write(writer, b"\0\0\0\5ab")
         with pytest.raises(TimeoutError):
-            wire.receive(theirs.fileno(), 100, time.monotonic() + 0.05)
+            wire.receive(reader, 100, time.monotonic() + 0.05)
 
 
 def test_a_reader_that_does_not_read_is_given_up_at_the_deadline() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
+    with pipe() as (_, writer):
+        os.set_blocking(writer, False)
         with pytest.raises(TimeoutError):
-            wire.send(ours.fileno(), bytes(1 << 24), time.monotonic() + 0.05)
+            wire.send(writer, bytes(1 << 24), time.monotonic() + 0.05)
 
 
 def test_a_frame_cut_off_is_the_end() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.send(b"\0\0\0\5ab")
-        ours.close()
+    with pipe() as (reader, writer):
+        os.write(writer, b"\0\0\0\5ab")
+        os.close(writer)
         with pytest.raises(EOFError):
-            wire.receive(theirs.fileno(), 100)
+            wire.receive(reader, 100)
 
 
 @pytest.mark.parametrize(
@@ -298,32 +331,76 @@ def test_scores_are_all_or_nothing_or_a_fraction() -> None:
     assert grader.Verdict(("", "")).score("all") == 1.0
 
 
+MIXED, FAULT = wire.encode({"reasons": ["", "wrong"]}), wire.encode({"fault": "test 1 is broken"})
+UNTIMELY = grader.Verdict(fault="the tests end, or run out of time, before they call the program")
+ENDED = grader.Verdict(("tests_ended", "tests_ended"))
+
+
 @pytest.mark.parametrize(
-    ("heard", "expected"),
+    ("stages", "verdict", "expected"),
     [
-        (b'\n{"reasons": ["", "wrong"]}', grader.Verdict(("", "wrong"))),
-        (b'{"fault": "the tests do not load"}', grader.Verdict(fault="the tests do not load said")),
-        (b' \n {"reasons": ["", "wrong"]}', grader.Verdict(("", "wrong"))),
-        (b" \n", grader.Verdict(("tests_ended", "tests_ended"))),
-        (b' \n{"reasons": [""', grader.Verdict(("tests_ended", "tests_ended"))),
-        (b" ", grader.Verdict(fault="the tests end, or run out of time, before they call the program")),
-        (b" \n ", grader.Verdict(fault="the tests end, or run out of time, before they call the program")),
-        (b"", grader.Verdict(fault="the tests did not start: said")),
+        (b"123", MIXED, grader.Verdict(("", "wrong"))),
+        (b"1", FAULT, grader.Verdict(fault="test 1 is broken said")),
+        (b"", FAULT, grader.Verdict(fault="test 1 is broken said")),
+        (b"", b"", grader.Verdict(fault="the tests did not start: said")),
+        (b"1", b"", UNTIMELY),
+        (b"12", b"", UNTIMELY),
+        (b"123", b"", ENDED),
+        (b"123", FAULT, ENDED),
+        (b"123", b"junk", ENDED),
+        (b"123", wire.encode({"reasons": [""]}), ENDED),
+        (b"123", wire.encode({"reasons": ["", "paid"]}), ENDED),
+        (b"123", wire.encode(["reasons"]), ENDED),
+        (b"12", wire.encode({"fault": 1}), UNTIMELY),
     ],
 )
-def test_silence_is_a_fault_until_the_test_in_turn_has_called_the_program(
-    heard: bytes, expected: grader.Verdict
+def test_nothing_is_a_fault_once_the_program_has_been_called(
+    stages: bytes, verdict: bytes, expected: grader.Verdict
 ) -> None:
-    assert grader._verdict(heard, 2, "said") == expected
+    assert grader._verdict(stages, verdict, 2, "said") == expected
 
 
 @pytest.mark.parametrize(
-    "raised", ["StopIteration", "StopAsyncIteration", "SystemExit", "GeneratorExit", "open"]
+    "raised",
+    [
+        "StopIteration",
+        "StopAsyncIteration",
+        "IndexError",
+        "KeyError",
+        "AttributeError",
+        "SystemExit",
+        "open",
+        "Mine",
+    ],
 )
-def test_what_would_end_a_loop_or_the_judge_in_silence_arrives_as_an_error(raised: str) -> None:
-    error = judge._exception({"raised": raised, "text": "t"})
-    assert type(error) in (RuntimeError, Exception)
-    assert error.args == ("t",)
+def test_an_exception_that_tests_do_not_name_arrives_as_one_that_nothing_expects(raised: str) -> None:
+    for named in (
+        set(),
+        {"ValueError", "RuntimeError"},
+        judge.named_in("except Exception: getattr(object, open)"),
+    ):
+        error = judge.exception(raised, "t", named)
+        assert (type(error), str(error)) == (judge.Raised, f"{raised}: t")
+
+
+@pytest.mark.parametrize(
+    ("raised", "test", "kind"),
+    [
+        ("IndexError", "except IndexError:", IndexError),
+        ("IndexError", "except (KeyError, LookupError):", IndexError),
+        ("ZeroDivisionError", "assertRaises(ArithmeticError, f)", ZeroDivisionError),
+        ("FileNotFoundError", "except IOError:", FileNotFoundError),
+        ("ValueError", "assert type(error).__name__ == 'ValueError'", ValueError),
+        ("UnicodeDecodeError", "except UnicodeDecodeError:", judge.Raised),
+        ("StopIteration", "except StopIteration:", judge.Raised),
+        ("GeneratorExit", "except GeneratorExit:", judge.Raised),
+        ("LookupError", "except IndexError:", judge.Raised),
+    ],
+)
+def test_an_exception_arrives_as_its_class_where_the_test_names_it_or_a_base(
+    raised: str, test: str, kind: type[Exception]
+) -> None:
+    assert type(judge.exception(raised, "t", judge.named_in(test))) is kind
 
 
 def test_a_call_that_should_stop_reads_no_further_row() -> None:
@@ -372,13 +449,16 @@ def test_control_groups_of_services_that_are_gone_are_removed(tmp_path: Any) -> 
     assert [path.name for path in tmp_path.iterdir()] == [living.name]
 
 
+LIMITS = {"pids": 5, "memory": 1000, "cpu": 100_000}
+
+
 @pytest.fixture
 def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The group of this process in a host with control groups of version 2, as files: groups come with theirs."""
 
     def make(group: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         os.makedirs(group, exist_ok=exist_ok)
-        for name in ("cgroup.procs", "pids.max", "memory.max", "memory.swap.max"):
+        for name in ("cgroup.procs", "pids.max", "memory.max", "memory.swap.max", "cpu.max"):
             (group / name).touch()
 
     monkeypatch.setattr(Path, "mkdir", make)
@@ -386,8 +466,8 @@ def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "mount/ours"
     own.mkdir()
     (own / "cgroup.type").write_text("domain\n")
-    (own / "cgroup.controllers").write_text("cpu memory pids\n")
-    (own / "cgroup.subtree_control").write_text("cpu\n")
+    (own / "cgroup.controllers").write_text("cpuset cpu memory pids\n")
+    (own / "cgroup.subtree_control").write_text("cpuset\n")
     (own / "cgroup.procs").write_text("17\n")
     _mounted(tmp_path, monkeypatch, "/ours")
     return own
@@ -402,46 +482,47 @@ def _mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
 
 
 def test_version_2_controllers_are_enabled_once_the_processes_have_moved_to_a_leaf(version_2: Path) -> None:
-    found = cgroups.usable()
+    found = cgroups.usable(LIMITS)
     assert {(controller.name, controller.parent) for controller in found} == {
         ("pids", version_2),
         ("memory", version_2),
+        ("cpu", version_2),
     }
     assert (version_2 / cgroups.LEAF / "cgroup.procs").read_text() == "17"
-    assert (version_2 / "cgroup.subtree_control").read_text() == "+memory +pids"
+    # The kernel takes each; the file that stands for it keeps the last.
+    assert (version_2 / "cgroup.subtree_control").read_text() == "+pids"
 
 
 def test_the_root_of_version_2_keeps_its_processes(version_2: Path) -> None:
     (version_2 / "cgroup.type").unlink()
-    assert len(cgroups.usable()) == 2
+    assert len(cgroups.usable(LIMITS)) == 3
     assert not (version_2 / cgroups.LEAF).exists()
-    assert (version_2 / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert (version_2 / "cgroup.subtree_control").read_text() == "+pids"
 
 
 def test_a_service_started_in_the_leaf_uses_the_group_above(
     version_2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (version_2 / "cgroup.subtree_control").write_text("memory pids\n")
+    (version_2 / "cgroup.subtree_control").write_text("cpu memory pids\n")
     _mounted(tmp_path, monkeypatch, f"/ours/{cgroups.LEAF}")
-    assert [controller.parent for controller in cgroups.usable()] == [version_2, version_2]
-    assert (version_2 / "cgroup.subtree_control").read_text() == "memory pids\n"
+    assert [controller.parent for controller in cgroups.usable(LIMITS)] == [version_2] * 3
+    assert (version_2 / "cgroup.subtree_control").read_text() == "cpu memory pids\n"
 
 
 def test_where_nothing_may_be_enabled_no_process_is_moved(
     version_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "cgroup.subtree_control")
-    cgroups.usable()
+    cgroups.usable(LIMITS)
     assert not (version_2 / cgroups.LEAF).exists()
-    assert (version_2 / "cgroup.subtree_control").read_text() == "cpu\n"
+    assert (version_2 / "cgroup.subtree_control").read_text() == "cpuset\n"
 
 
-def test_version_2_groups_may_not_swap(version_2: Path) -> None:
-    group = cgroups.make(cgroups.usable(), "group", {"pids": 5, "memory": 1000})
+def test_version_2_groups_have_their_limits_and_may_not_swap(version_2: Path) -> None:
+    group = cgroups.make(cgroups.usable(LIMITS), "group", LIMITS)
     (directory,) = group.directories
-    assert [(directory / name).read_text() for name in ("pids.max", "memory.max", "memory.swap.max")] == [
-        "5", "1000", "0",
-    ]  # fmt: skip
+    files = ("pids.max", "memory.max", "memory.swap.max", "cpu.max")
+    assert [(directory / name).read_text() for name in files] == ["5", "1000", "0", "100000"]
     group.remove()
 
 
@@ -449,14 +530,45 @@ def test_a_start_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytes
     def interrupted(info: int) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(isolation, "_first_pid", interrupted)
-    bubblewrap = isolation.Bubblewrap.__new__(isolation.Bubblewrap)
+    monkeypatch.setattr(bubblewrap, "_first_pid", interrupted)
+    isolated = bubblewrap.Bubblewrap.__new__(bubblewrap.Bubblewrap)
+    isolated._quota = bubblewrap.Quota(1.0, 1, 1)
     info, gate = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE
     ) as waiting:
         with pytest.raises(KeyboardInterrupt):
-            bubblewrap._let_go(waiting, info, gate)
+            isolated._let_go(waiting, info, gate)
         assert waiting.returncode is not None
     os.close(info)
     os.close(gate)
+
+
+SPINNING = """
+import os, sys, time
+def spin(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until: pass
+for _ in range(2):
+    if (child := os.fork()) == 0:
+        if (grandchild := os.fork()) == 0:
+            spin(0.15)
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        os._exit(0)
+    os.waitpid(child, 0)
+spin(0.15)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_cpu_time_is_that_of_all_processes_and_of_those_that_have_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SPINNING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as spinning:
+        assert spinning.stdout is not None
+        spinning.stdout.readline()
+        assert 0.4 < usage.cpu_time_s(spinning.pid) < 1.5
+        spinning.communicate()
+    assert usage.cpu_time_s(spinning.pid) == 0.0

@@ -89,14 +89,14 @@ class StoreAgainstDict(RuleBasedStateMachine):
         assert shard.offset % ALIGNMENT == 0
         self.kept[shard.id] = (lease, array, shard)
 
-    @rule(session=st.sampled_from("ab"), through=st.none() | st.integers(0, 3))
-    def release(self, session, through):
+    @rule(session=st.sampled_from("ab"), steps=st.none() | st.sets(st.integers(0, 3)))
+    def release(self, session, steps):
         before = self.store.stat().used_bytes
-        freed = self.store.release(session, through)
+        freed = self.store.release(session, steps)
         gone = [
             number
             for number, (lease, _, _) in self.kept.items()
-            if lease.session == session and (through is None or lease.step <= through)
+            if lease.session == session and (steps is None or lease.step in steps)
         ]
         assert freed == sum(ALIGNMENT + -(-self.kept[n][1].nbytes // 64) * 64 for n in gone)
         assert self.store.stat().used_bytes == before - freed
@@ -360,7 +360,7 @@ def test_puts_and_releases_from_many_threads_keep_every_byte():
             shard = store.put(array, Lease(f"run {number}", step))
             if store.read_bytes(shard.id, 0, shard.nbytes) != array.tobytes():
                 failures.append((number, step))
-            store.release(f"run {number}", step)
+            store.release(f"run {number}", {step})
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:

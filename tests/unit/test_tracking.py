@@ -6,10 +6,12 @@ import math
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from io import StringIO
@@ -25,13 +27,16 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 from tensorboardX.record_writer import masked_crc32c
 
+from controller.dataflow import CallRecord
+from controller.recorder import Recorder
 from controller.tracking import charts, run_directory
+from controller.tracking.figures import MAX_STRETCHES, Curve, Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
 from controller.tracking.progress import Progress, Status, display, step_line
-from controller.tracking.report import before_and_after, stage_means, write_report
+from controller.tracking.report import RUN_FILE, before_and_after, stage_means, write_report
 from controller.tracking.run_directory import RunDirectory, json_text
 from controller.tracking.tensorboard import crc32c
-from controller.tracking.timeline import Timeline, Track
+from controller.tracking.timeline import Timeline, Track, read_events
 from controller.tracking.units import bytes_text, duration_text
 from rlhf.errors import ConfigError, RlhfError
 
@@ -51,6 +56,11 @@ class TestRunDirectory:
         paths = [RunDirectory.create(tmp_path / "runs", "demo", lambda: NOON).path for _ in range(3)]
         assert len({*paths}) == 3
         assert all(re.fullmatch(r"demo-\d{8}-\d{6}(-\d)?", path.name) and path.is_dir() for path in paths)
+
+    @pytest.mark.parametrize(("algorithm", "shown"), [("ppo", "ppo"), ("<lambda> a/b", "_lambda_a_b")])
+    def test_it_is_named_after_the_algorithm(self, tmp_path: Path, algorithm: str, shown: str) -> None:
+        path = RunDirectory.create(tmp_path, "demo", lambda: NOON, algorithm).path
+        assert re.fullmatch(rf"demo-{shown}-\d{{8}}-\d{{6}}", path.name)
 
     def test_a_parent_that_cannot_be_written_to_is_a_config_error(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -90,6 +100,59 @@ class TestRunDirectory:
         back = [float(value) for value in json.loads(text, parse_constant=refuse)["x"]]
         assert math.isnan(back[0])
         assert back[1:] == [math.inf, -math.inf, 0.1]
+
+
+class TestDeletedDirectory:
+    @pytest.mark.parametrize("deleted", ["metrics.jsonl", "."])
+    def test_a_run_whose_files_were_deleted_is_told_by_its_next_write(
+        self, tmp_path: Path, deleted: str
+    ) -> None:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        with contextlib.closing(MetricsWriter(run_dir)) as writer:
+            writer.log(0, METRICS)
+            path = run_dir / deleted
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            run_dir.mkdir(exist_ok=True)
+            with pytest.raises(RlhfError, match=r"run: metrics\.jsonl was deleted or replaced while"):
+                writer.log(1, METRICS)
+
+
+class TestRecorder:
+    def test_all_is_there_while_the_run_goes_on(self, tmp_path: Path) -> None:
+        recorder = Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO())), {"seed": 3}, 0.0)
+        recorder.samples(0, [Sample("1+1=", "3", "2", 0.0)])
+        recorder.step(0, {"evaluation/accuracy": 0.25})
+        recorder.calls(1, [CallRecord("actor", "update_actor", NOON, NOON + 1, {}, 1, ())])
+        recorder.step(1, METRICS)
+        # As a kill would leave it: nothing is closed.
+        assert len(read_metrics(tmp_path)) == 2
+        assert "update_actor" in [event["name"] for event in read_events(tmp_path / "timeline.json")]
+        assert "running, after step 1" in (tmp_path / "report.html").read_text()
+        write_report(tmp_path)
+        assert "interrupted after step 1" in (tmp_path / "report.html").read_text()
+        assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 3}
+
+    def test_the_report_of_the_files_is_that_of_the_run(self, tmp_path: Path) -> None:
+        with Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO()))) as recorder:
+            for step in range(12):
+                recorder.step(step, step_metrics(step))
+                recorder.samples(step, [Sample("1+1=", str(step), "2", 0.0)])
+        at_the_end = (tmp_path / "report.html").read_text()
+        assert write_report(tmp_path).read_text() == at_the_end
+
+    def test_a_run_whose_directory_was_deleted_does_not_end_well(self, tmp_path: Path) -> None:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        recorder = Recorder(RunDirectory(run_dir), Progress(Console(file=StringIO())))
+        recorder.step(0, METRICS)
+        shutil.rmtree(run_dir)
+        # A service that exports its weights makes the directory anew.
+        run_dir.mkdir()
+        with pytest.raises(RlhfError, match="was deleted or replaced"):
+            recorder.__exit__(None, None, None)
+        with pytest.raises(RlhfError, match="was deleted or replaced"):
+            recorder.summary({"steps": 1})
 
 
 class TestMetrics:
@@ -223,26 +286,31 @@ class TestTensorBoard:
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def written(timeline: Timeline, path: Path) -> dict[str, Any]:
-    timeline.write(path / "timeline.json")
-    return json.loads((path / "timeline.json").read_text())
+Trace = list[dict[str, Any]]
 
 
-def complete_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+def written(timeline: Timeline, path: Path) -> Trace:
+    timeline.close()
+    trace = json.loads((path / "timeline.json").read_text())
+    assert read_events(path / "timeline.json") == trace
+    return trace
 
 
-def names(trace: dict[str, Any], kind: str) -> dict[tuple[int, int], str]:
+def complete_events(trace: Trace) -> Trace:
+    return [event for event in trace if event["ph"] == "X"]
+
+
+def names(trace: Trace, kind: str) -> dict[tuple[int, int], str]:
     return {
         (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
+        for event in trace
         if event["ph"] == "M" and event["name"] == kind
     }
 
 
 class TestTimeline:
     def test_an_event_has_the_fields_perfetto_needs(self, tmp_path: Path) -> None:
-        timeline = Timeline()
+        timeline = Timeline(tmp_path, NOON)
         timeline.add(("actor", "rank 0 queue"), "wait", NOON, NOON + 0.5)
         timeline.add(("actor", "rank 0 compute"), "update_actor", NOON + 0.5, NOON + 2.25, {"call": "c7"})
         timeline.add(("critic", "rank 0 compute"), "update_critic", NOON + 0.25, NOON + 1, {"loss": math.nan})
@@ -257,22 +325,26 @@ class TestTimeline:
             "update_actor": ("rank 0 compute", 500_000, 1_750_000, {"call": "c7"}),
             "update_critic": ("rank 0 compute", 250_000, 750_000, {"loss": "NaN"}),
         }
-        assert trace["otherData"]["origin_unix_s"] == NOON
+        assert trace[0]["args"] == {"unix_s": NOON}
 
     @given(
         st.lists(
             st.tuples(
                 st.sampled_from([("a", "x"), ("a", "y"), ("b", "x")]), st.integers(0, 9), st.integers(0, 9)
             )
-        )
+        ),
+        st.integers(1, 5),
     )
     def test_every_event_is_kept_and_none_overlaps_another_in_part(
-        self, tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[Track, int, int]]
+        self, tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[Track, int, int]], together: int
     ) -> None:
-        timeline = Timeline()
+        directory = tmp_path_factory.mktemp("timeline")
+        timeline = Timeline(directory, NOON)
         for number, (track, start, length) in enumerate(spans):
             timeline.add(track, str(number), NOON + start, NOON + start + length)
-        trace = written(timeline, tmp_path_factory.mktemp("timeline"))
+            if number % together == 0:
+                timeline.flush()
+        trace = written(timeline, directory)
         events = complete_events(trace)
         assert sorted(int(event["name"]) for event in events) == list(range(len(spans)))
         processes, threads = names(trace, "process_name"), names(trace, "thread_name")
@@ -287,21 +359,46 @@ class TestTimeline:
                     assert not one["ts"] < start < one["ts"] + one["dur"] < end
 
     def test_events_apart_or_nested_share_a_thread(self, tmp_path: Path) -> None:
-        timeline = Timeline()
+        timeline = Timeline(tmp_path, NOON)
         for start, end in ((0, 10), (2, 5), (5, 10), (10, 12)):
             timeline.add(("actor", "rank 0"), "call", NOON + start, NOON + end)
         assert set(names(written(timeline, tmp_path), "thread_name").values()) == {"rank 0"}
 
-    def test_memory_is_bounded_and_the_file_says_how_many_events_were_dropped(self, tmp_path: Path) -> None:
-        timeline = Timeline(max_events=10)
-        for number in range(25):
+    def test_files_are_bounded_and_the_last_events_are_there(self, tmp_path: Path) -> None:
+        timeline = Timeline(tmp_path, NOON, max_bytes=4000)
+        for number in range(200):
             timeline.add(("actor", "rank 0"), str(number), NOON + number, NOON + number + 1)
-        trace = written(timeline, tmp_path)
-        assert [event["name"] for event in complete_events(trace)] == [str(n) for n in range(15, 25)]
-        assert trace["otherData"]["dropped_events"] == 15
+            timeline.flush()
+        last = complete_events(written(timeline, tmp_path))
+        earlier = complete_events(read_events(tmp_path / "timeline-earlier.json"))
+        found = [int(event["name"]) for event in [*earlier, *last]]
+        assert found == list(range(found[0], 200))
+        assert len(found) > 20
+        assert all(path.stat().st_size < 5000 for path in tmp_path.iterdir())
+        assert set(names(last, "thread_name")) == set(names(earlier, "thread_name"))
 
-    def test_a_clock_set_back_gives_an_event_without_length(self, tmp_path: Path) -> None:
-        timeline = Timeline()
+    def test_it_holds_no_event_that_was_written(self, tmp_path: Path) -> None:
+        timeline = Timeline(tmp_path, NOON)
+        tracemalloc.start()
+        for number in range(2000):
+            timeline.add(("actor", "rank 0"), "call", NOON + number, NOON + number + 1, {"step": number})
+            timeline.flush()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert held < 50_000
+
+    def test_one_whose_writer_was_killed_has_all_that_was_written(self, tmp_path: Path) -> None:
+        timeline = Timeline(tmp_path, NOON)
+        for number in range(3):
+            timeline.add(("actor", "rank 0"), str(number), NOON + number, NOON + number + 1)
+            timeline.flush()
+        path = tmp_path / "timeline.json"
+        assert [event["name"] for event in complete_events(read_events(path))] == ["0", "1", "2"]
+        path.write_bytes(path.read_bytes()[:-9])
+        assert [event["name"] for event in complete_events(read_events(path))] == ["0", "1"]
+
+    def test_a_clock_that_was_set_back_gives_an_event_without_length(self, tmp_path: Path) -> None:
+        timeline = Timeline(tmp_path, NOON)
         timeline.add(("actor", "rank 0"), "call", NOON, NOON - 3)
         assert complete_events(written(timeline, tmp_path))[0]["dur"] == 0
 
@@ -332,7 +429,7 @@ class TestProgress:
         metrics = {"reward/mean": 0.5, "evaluation/accuracy": 0.6, "time/tokens_per_s": 900.0}
         running = {"actor.update_actor": "", "critic.update_critic": "2/4"}
         memory = {"actor": 3.0 * 2**20}
-        console.print(display(Status(60, 12, 24.0, metrics, 0.25, running, memory)))
+        console.print(display(Status(60, 12, 24.0, metrics, {"evaluation/accuracy": 0.25}, running, memory)))
         text = console.export_text()
         for part in (
             "step 12/60",
@@ -523,7 +620,7 @@ class TestReport:
 
     def test_shares_of_transfers_and_memory_are_said(self, finished_run: Path) -> None:
         sections = cards(page(finished_run))
-        assert "10.0 % of the bytes pass the controller" in text_of(sections["Bytes through the controller"])
+        assert "100 B, as much as 10.0 % of the batch" in text_of(sections["Bytes through the controller"])
         assert "actor: 10.0 MiB" in text_of(sections["Memory of the services"])
         assert "update_actor: 1.000 s, 50.0 %" in text_of(sections["Stage times"])
 
@@ -536,6 +633,58 @@ class TestReport:
         assert "Held-out accuracy after 60.0 %" in text_of(root)
         assert "Learning curve" in cards(root)
 
+    def test_a_reward_that_is_no_share_is_shown_as_a_mean_and_not_in_percent(self, tmp_path: Path) -> None:
+        log(tmp_path, {"evaluation/reward": -25.5}, {"reward/mean": -30.0, "evaluation/reward": 3.25})
+        root = page(tmp_path)
+        assert "Held-out mean reward before -25.5 Held-out mean reward after 3.25" in text_of(root)
+        assert "accuracy" not in text_of(root)
+        assert "Learning curve: held-out mean reward" in cards(root)
+
+    def test_what_the_run_is_is_told(self, finished_run: Path) -> None:
+        actor = {"cpu": "AMD EPYC", "cpu_capability": "AVX2", "torch": "2.13.0", "began_from": "models/a"}
+        known = {"algorithm": "ppo", "command_line": "rlhf-controller --algo ppo", "version": "0.1.0"}
+        RunDirectory(finished_run).write_json(
+            RUN_FILE, {**known, "commit": "ab12", "services": {"actor": actor}}
+        )
+        text = text_of(cards(page(finished_run))["The run"])
+        assert "Algorithm ppo Command line rlhf-controller --algo ppo Version 0.1.0 ab12" in text
+        assert "cpu AMD EPYC, cpu capability AVX2, torch 2.13.0, began from models/a" in text
+
+    def test_a_directory_that_is_not_there_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(RlhfError, match="gone: no such directory"):
+            write_report(tmp_path / "gone")
+
+    def test_memory_does_not_grow_with_the_steps(self, tmp_path: Path) -> None:
+        def held(steps: int) -> int:
+            tracemalloc.start()
+            figures = Figures()
+            for step in range(steps):
+                figures.add(step, step_metrics(step))
+            nbytes = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return nbytes
+
+        assert held(20_000) < 2_000_000
+
+    def test_a_curve_keeps_its_outline(self) -> None:
+        curve, values = Curve(), [math.sin(step / 50) * step for step in range(5000)]
+        values[1234] = math.nan
+        for step, value in enumerate(values):
+            curve.add(step, value)
+        points = curve.points
+        assert len(points) <= 3 * 2 * MAX_STRETCHES
+        assert [step for step, _ in points] == sorted({step for step, _ in points})
+        assert all(values[int(step)] == value for step, value in points if step != 1234)
+        shown = [value for _, value in points if math.isfinite(value)]
+        assert (min(shown), max(shown)) == (min(values), max(v for v in values if math.isfinite(v)))
+        assert 1234 in [step for step, _ in points]
+
+    def test_a_curve_of_few_points_has_them_all(self) -> None:
+        curve = Curve()
+        for step in range(300):
+            curve.add(step, step % 7)
+        assert curve.points == [(step, step % 7) for step in range(300)]
+
     def test_a_run_that_did_no_step_has_a_report(self, tmp_path: Path) -> None:
         root = page(tmp_path)
         assert "No step was completed." in text_of(root)
@@ -547,16 +696,16 @@ class TestReport:
             write_report(finished_run)
 
     def test_stages_are_the_calls_not_the_step_nor_the_speed(self) -> None:
-        lines = [step_metrics(step) for step in range(3)]
-        assert stage_means(lines) == {"update_actor": 1.0, "generate_sequences": 0.5}
+        figures = Figures()
+        for step in range(3):
+            figures.add(step, step_metrics(step))
+        assert stage_means(figures) == {"update_actor": 1.0, "generate_sequences": 0.5}
 
     def test_samples_before_and_after_belong_to_one_prompt(self) -> None:
-        rows = [
-            (step, Sample(prompt, f"{prompt}{step}", "", 0.0))
-            for step, prompts in ((0, "ab"), (5, "ab"), (9, "bac"))
-            for prompt in prompts
-        ]
-        steps, pairs = before_and_after(rows)
+        figures = Figures()
+        for step, prompts in ((0, "ab"), (5, "ab"), (9, "bac")):
+            figures.add_samples(step, [Sample(prompt, f"{prompt}{step}", "", 0.0) for prompt in prompts])
+        steps, pairs = before_and_after(figures.samples)
         assert steps == [0, 9]
         assert [(first.response, last.response) for first, last in pairs] == [("b0", "b9"), ("a0", "a9")]
 

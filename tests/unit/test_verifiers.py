@@ -1,24 +1,18 @@
-"""Rewards that check answers: what is judged right and wrong, and that one that hangs or crashes costs its row only."""
+"""Rewards that check answers: what is judged right and wrong."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded
-from rlhf.v1 import common_pb2, reward_pb2
-from services.reward.functions import BUILT_IN, find_function, is_verl
-from services.reward.processes import ProcessScorer
-from services.worker import CallContext
+from rlhf.errors import ConfigError
+from services.reward.functions import BUILT_IN, find_function, is_verl, score_range
 
-GSM8K_TEST = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
-ROW_TIMEOUT_S = 1.0
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_answers.jsonl"
 
 
 def score(name: str, response: str, ground_truth: str = "", /, **options: Any) -> Any:
@@ -27,11 +21,7 @@ def score(name: str, response: str, ground_truth: str = "", /, **options: Any) -
 
 @pytest.fixture(scope="module")
 def gsm8k_answers() -> list[str]:
-    if not GSM8K_TEST.is_file():
-        pytest.skip("the GSM8K test rows are not here")
-    answers = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
-    assert len(answers) == 1319
-    return answers
+    return [json.loads(line)["answer"] for line in GSM8K.read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("mode", ["strict", "flexible"])
@@ -83,6 +73,14 @@ STRICT_CASES: list[tuple[str, str, float]] = [
     ("#### 1,23", "123", 0),
     ("#### 1.234", "1234", 0),
     ("#### 1.234.567", "1234567", 0),
+    ("#### 1{,}000", "1000", 1),
+    (r"#### 1\,000", "1000", 1),
+    ("#### 1 000", "1000", 1),
+    ("#### 1 000 000", "1,000,000", 1),
+    ("#### 1\N{NARROW NO-BREAK SPACE}000", "1000", 1),
+    ("#### 1000", "1 000", 1),
+    ("#### 1 00", "100", 0),
+    ("#### 12 1000", "121000", 0),
     # units
     ("#### 18 eggs", "18", 1),
     ("#### 18kg", "18", 1),
@@ -115,6 +113,10 @@ STRICT_CASES: list[tuple[str, str, float]] = [
     # negative numbers
     ("#### -5", "-5", 1),
     ("#### \N{MINUS SIGN}5", "-5", 1),
+    ("#### - 5", "-5", 1),
+    ("#### -5", "- 5", 1),
+    ("#### - 5", "5", 0),
+    ("#### 10 - 5", "-5", 0),
     ("#### -$5", "-5", 1),
     ("#### $-5", "-5", 1),
     ("#### 5", "-5", 0),
@@ -139,6 +141,8 @@ FLEXIBLE_CASES = [
     ("10 - 3 = 7", "7", 1),
     ("x=-7", "-7", 1),
     ("It is 7 below: -7 degrees", "-7", 1),
+    ("It is 1{,}000 km", "1000", 1),
+    ("3 200 g bags", "200", 1),
     ("twenty", "20", 0),
     ("", "20", 0),
 ]
@@ -167,38 +171,6 @@ def test_an_unknown_mode_of_gsm8k_is_an_error() -> None:
         score("gsm8k", "#### 1", "1", mode="lenient")
 
 
-MATH_CASES = [
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-    (r"The answer is $\frac12$.", "0.5", 1),
-    (r"\boxed{1/3}", r"\frac{1}{3}", 1),
-    (r"\boxed{\frac{1}{3}}", r"\frac{1}{4}", 0),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-    (r"\boxed{x^2+2x-1}", "(x+1)^2", 0),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1),
-    (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}", 1),
-    (r"\boxed{(1,2)}", "(2,1)", 0),
-    (r"\boxed{-3}", "-3", 1),
-    (r"\boxed{3}", "-3", 0),
-    (r"\boxed{1,234}", "1234", 1),
-    (r"\boxed{50\%}", r"50\%", 1),
-    (r"\boxed{12\text{ cm}}", "12", 1),
-    ("\\boxed{3}\n\nNo, that is wrong.\n\n\\boxed{4}", "4", 1),
-    (r"\boxed{42}", r"\boxed{42}", 1),
-    (r"\boxed{3}, or rather \boxed{4}", "4", 1),
-    (r"\boxed{3}, or rather \boxed{4}", "3", 0),
-    (r"\boxed{\frac{1}{\sqrt{4}}} is it", "0.5", 1),
-    (r"\boxed{42", "43", 0),
-    ("I do not know", "42", 0),
-    ("", "42", 0),
-]
-
-
-@pytest.mark.parametrize(("response", "truth", "expected"), MATH_CASES)
-def test_math_judges_what_is_equal_as_mathematics(response: str, truth: str, expected: float) -> None:
-    pytest.importorskip("math_verify")
-    assert score("math", response, truth) == expected
-
-
 def test_format_wants_the_whole_response() -> None:
     assert score("format", " <think>a\nb</think> c\n") == 1
     assert score("format", "well: <think>a</think> c") == 0
@@ -225,6 +197,20 @@ def test_length_is_free_up_to_a_limit(characters: int, options: dict[str, int], 
 def test_an_option_that_a_function_does_not_take_is_refused_with_those_it_takes() -> None:
     with pytest.raises(ConfigError, match="gsm8k takes none named modus, only: mode"):
         find_function("gsm8k", {"modus": "strict"})
+
+
+def half(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    return 0.5
+
+
+def test_functions_state_the_range_of_their_scores_or_it_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert {score_range(name) for name in BUILT_IN} == {(0.0, 1.0)}
+    monkeypatch.setitem(BUILT_IN, "half", half)
+    assert score_range("half") is None
+    monkeypatch.setattr(half, "score_range", (0.5, 0.5), raising=False)
+    assert score_range("half") == (0.5, 0.5)
 
 
 def test_an_unknown_function_is_refused_with_the_known_ones() -> None:
@@ -264,104 +250,3 @@ def test_a_reward_of_verl_is_called_by_its_own_parameter_names(
     monkeypatch.setitem(BUILT_IN, "theirs", function)
     assert is_verl(function)
     assert find_function("theirs", options)("prompt", "a", "a", METADATA) == expected
-
-
-def call(timeout_s: float = 60.0) -> CallContext:
-    return CallContext(common_pb2.Call(call_id="c"), time.monotonic() + timeout_s)
-
-
-def rows(*responses: str) -> list[reward_pb2.TextRow]:
-    return [reward_pb2.TextRow(response=response) for response in responses]
-
-
-@pytest.fixture
-def scorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessScorer]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    scorer = ProcessScorer("hostile_verifiers:obey", {}, processes=2, row_timeout_s=ROW_TIMEOUT_S)
-    yield scorer
-    scorer.close()
-
-
-@pytest.mark.parametrize(
-    ("response", "cause"),
-    [
-        ("hang", "took longer than 1 s"),
-        ("crash", "killed by SIGSEGV"),
-        ("exit", "exit code 3"),
-        ("raise", "ValueError: no such answer"),
-        ("eat memory", "MemoryError"),
-    ],
-)
-def test_a_verifier_that_fails_costs_its_row_only_and_the_pool_goes_on(
-    response: str, cause: str, scorer: ProcessScorer
-) -> None:
-    for _ in range(2):
-        first, failed, *others = scorer.score_texts(rows("a", response, "bb", "ccc", "dddd"), call())
-        assert cause in failed.error
-        assert [verdict.score for verdict in (first, *others)] == [1, 2, 3, 4]
-
-
-def test_many_hanging_verifiers_are_killed_side_by_side(scorer: ProcessScorer) -> None:
-    scorer.score_texts(rows("a", "a"), call())
-    started = time.monotonic()
-    verdicts = scorer.score_texts(rows("hang", "hang"), call())
-    assert all(verdict.error for verdict in verdicts)
-    assert time.monotonic() - started < 2 * ROW_TIMEOUT_S
-
-
-def test_what_a_verifier_prints_is_no_verdict_and_there_is_nothing_to_read(scorer: ProcessScorer) -> None:
-    assert [verdict.score for verdict in scorer.score_texts(rows("talk", "a"), call())] == [0, 1]
-
-
-def test_a_large_row_gets_through(scorer: ProcessScorer) -> None:
-    (verdict,) = scorer.score_texts(rows("x" * (5 << 20)), call())
-    assert verdict.score == 5 << 20
-
-
-def test_a_call_past_its_deadline_ends_and_kills_what_still_runs(scorer: ProcessScorer) -> None:
-    (pid,) = (int(verdict.score) for verdict in scorer.score_texts(rows("pid"), call()))
-    with pytest.raises(DeadlineExceeded):
-        scorer.score_texts(rows("hang", "hang"), call(timeout_s=0.3))
-    assert not psutil.pid_exists(pid)
-    assert [verdict.score for verdict in scorer.score_texts(rows("a"), call())] == [1]
-
-
-def test_a_call_that_was_cancelled_ends(scorer: ProcessScorer) -> None:
-    context = call()
-    context.cancelled = True
-    with pytest.raises(CallCancelled):
-        scorer.score_texts(rows("a"), context)
-
-
-def test_what_a_verifier_has_started_ends_with_it(scorer: ProcessScorer, tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    (row,) = rows("leave a child")
-    row.metadata.update({"note": str(note)})
-    (verdict,) = scorer.score_texts([row], call())
-    assert "took longer" in verdict.error
-    deadline = time.monotonic() + 10
-    while (
-        psutil.pid_exists(int(note.read_text()))
-        and psutil.Process(int(note.read_text())).status() != "zombie"
-    ):
-        assert time.monotonic() < deadline
-
-
-def test_closing_leaves_no_process(scorer: ProcessScorer) -> None:
-    pids = [int(verdict.score) for verdict in scorer.score_texts(rows("pid", "pid"), call())]
-    scorer.close()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_math_that_would_never_end_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("math_verify")
-    scorer = ProcessScorer("math", {}, processes=1, row_timeout_s=3.0)
-    texts = [("$9^{9^{9^{9^{9}}}}$", "3"), ("$4$", "4")]
-    try:
-        asked = [reward_pb2.TextRow(response=response, ground_truth=truth) for response, truth in texts]
-        endless, plain = scorer.score_texts(asked, call())
-    finally:
-        scorer.close()
-    assert "took longer than 3 s" in endless.error
-    assert plain.score == 1

@@ -1,36 +1,42 @@
 """Runs the program to be graded, in its own sandbox, and answers the judge with plain data.
 
 Once the program runs, nothing here can be trusted any more: it shares a process with code that may change all
-of it. The judge takes whatever comes from here as the program's own words. Standard library only.
+of it. The judge takes whatever comes from here as the program's own words. See wire.py on what it may import.
 """
 
 from __future__ import annotations
 
 import builtins
 import os
-import signal
 import sys
-import types
-from collections.abc import Callable
-from typing import Any, NoReturn
 
 from services.reward.sandbox import confine, wire
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any, NoReturn
+
+NICENESS = 10
+"""Programs that spin take less from the service and the judges, where no control groups keep them apart."""
 REQUEST_LIMIT = 1 << 30
 PROGRAM = "program.py"
+SIGKILL = 9
 
 
 def main() -> None:
-    """Serves requests on standard output, which is a socket, until its other end closes."""
+    """Answers on standard output, a pipe, the requests that come through another, until that one closes."""
     job = confine.begin()
-    channel = os.dup(1)
+    os.nice(NICENESS)
+    answers, requests = os.dup(1), job["requests"]
     confine.silence(0, 1, 2)
     # `python -S` leaves these out; programs that read standard input often end with them.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     program = Program(job["code"], job["output_bytes"])
-    wire.send(channel, wire.pack({"ready": True}, job["output_bytes"]))
+    wire.send(answers, wire.frame(wire.encode({"ready": True})))
     try:
-        _serve(program, channel)
+        _serve(program, requests, answers)
     except Forked as run:
         os.dup2(run.stdin, 0)
         os.dup2(run.stdout, 1)
@@ -39,13 +45,13 @@ def main() -> None:
     program.execute("__main__")
 
 
-def _serve(program: Program, channel: int) -> NoReturn:
+def _serve(program: Program, requests: int, answers: int) -> NoReturn:
     while True:
         try:
-            request = wire.unpack(wire.receive(channel, REQUEST_LIMIT))
+            request = wire.decode(wire.receive(requests, REQUEST_LIMIT))
         except EOFError:
             os._exit(0)
-        wire.send(channel, program.answer(request))
+        wire.send(answers, program.answer(request))
 
 
 class Forked(BaseException):
@@ -71,7 +77,7 @@ class Program:
     def __init__(self, code: str, output_bytes: int) -> None:
         self._code = code
         self._output_bytes = output_bytes
-        self._module: types.ModuleType | None = None
+        self._module: ModuleType | None = None
 
     def answer(self, request: dict[str, Any]) -> bytes:
         """The frame that answers {"call": name, "args": list, "kwargs": object} or {"run": standard input}.
@@ -81,24 +87,23 @@ class Program:
         """
         try:
             reply = self._run(request["run"]) if "run" in request else self._call(request)
-            return wire.pack(reply, self._output_bytes)
+            return wire.frame(wire.encode(reply), self._output_bytes)
         except Forked:
             raise
         except wire.TooLarge:
-            return wire.pack({"too_large": True}, self._output_bytes)
+            return wire.frame(wire.encode({"too_large": True}))
         except BaseException as error:  # noqa: BLE001 - programs raise anything, SystemExit too
-            return wire.pack({"raised": type(error).__name__, "text": _text_of(error)}, self._output_bytes)
+            return wire.frame(wire.encode({"raised": type(error).__name__, "text": _text_of(error)}))
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._module is None:
             self._module = self.execute("__program__")
         function = _find(self._module, request["call"])
-        args, kwargs = wire.decode(request["args"]), wire.decode(request["kwargs"])
-        return {"value": wire.encode(function(*args, **kwargs))}
+        return {"value": function(*request["args"], **request["kwargs"])}
 
-    def execute(self, name: str) -> types.ModuleType:
+    def execute(self, name: str) -> ModuleType:
         """Runs the program as a new module."""
-        module = types.ModuleType(name)
+        module = type(sys)(name)
         sys.modules[name] = module
         exec(compile(self._code, PROGRAM, "exec"), module.__dict__)
         return module
@@ -118,7 +123,7 @@ class Program:
         try:
             shown = _read_all(output, self._output_bytes)
         except wire.TooLarge:
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, SIGKILL)
             raise
         finally:
             os.close(output)
@@ -126,7 +131,7 @@ class Program:
         return {"stdout": shown.decode("utf-8", "replace"), "exit": os.waitstatus_to_exitcode(status)}
 
 
-def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:
+def _find(module: ModuleType, name: str) -> Callable[..., Any]:
     """A function of the program, or a method of its class Solution, as some data sets have it."""
     solution = getattr(module, "Solution", None)
     if not hasattr(module, name) and isinstance(solution, type):

@@ -15,12 +15,19 @@ MOUNTS = Path("/proc/self/mountinfo")
 OWN = Path("/proc/self/cgroup")
 REMOVE_TIMEOUT_S = 5.0
 
+CPU_PERIOD_US = 100_000
+"""Length of the periods that limits of the controller "cpu" count in: the default of both versions."""
 _FILES = {
     ("cgroup", "pids"): "pids.max",
     ("cgroup", "memory"): "memory.limit_in_bytes",
+    ("cgroup", "cpu"): "cpu.cfs_quota_us",
     ("cgroup2", "pids"): "pids.max",
     ("cgroup2", "memory"): "memory.max",
+    ("cgroup2", "cpu"): "cpu.max",
 }
+"""What each controller limits: processes and threads, bytes, and microseconds of CPU time in a period. A group has the
+default weight besides, so that groups that want more than there is get the same share."""
+_NAMES = ("pids", "memory", "cpu")
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Controller:
     """A controller we may use.
 
     Attributes:
-        name: "pids" or "memory".
+        name: "pids", "memory" or "cpu".
         parent: Directory in which groups are made.
         limit_file: The file of a group that takes the limit.
     """
@@ -69,13 +76,13 @@ class Group:
                     time.sleep(0.002)
 
 
-def usable() -> list[Controller]:
-    """The controllers in which this process may make groups and set limits; found by trying."""
+def usable(limits: dict[str, int]) -> list[Controller]:
+    """The controllers in which this process may make groups with these limits; found by trying."""
     found = []
     for kind, name, parent in _candidates():
         controller = Controller(name, parent, _FILES[kind, name])
         try:
-            make([controller], f"{PREFIX}{os.getpid()}-probe", {name: 1 << 20}).remove()
+            make([controller], f"{PREFIX}{os.getpid()}-probe", limits).remove()
         except OSError:
             continue
         found.append(controller)
@@ -125,7 +132,7 @@ def _make_room(own: Path) -> Path:
     room = own.parent if own.name == LEAF else own
     processes, enabled = room / "cgroup.procs", room / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
-        wanted = {"memory", "pids"}.intersection((room / "cgroup.controllers").read_text().split())
+        wanted = set(_NAMES).intersection((room / "cgroup.controllers").read_text().split())
         missing = wanted.difference(enabled.read_text().split())
         if not missing or not (os.access(enabled, os.W_OK) and os.access(processes, os.W_OK)):
             return room
@@ -134,7 +141,9 @@ def _make_room(own: Path) -> Path:
             for pid in processes.read_text().split():
                 with contextlib.suppress(ProcessLookupError):
                     (room / LEAF / "cgroup.procs").write_text(pid)
-        enabled.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+        for name in sorted(missing):
+            with contextlib.suppress(OSError):
+                enabled.write_text(f"+{name}")
     return room
 
 
@@ -150,7 +159,7 @@ def _candidates() -> list[tuple[str, str, Path]]:
         kind, _, options = rest.split(" ", 2)
         root, mount = fields.split(" ")[3:5]
         names = options.split(" ")[-1].split(",") if kind == "cgroup" else [""]
-        for name in ("pids", "memory"):
+        for name in _NAMES:
             if (kind, name) not in _FILES or (kind == "cgroup" and name not in names):
                 continue
             path = own.get(name if kind == "cgroup" else "")

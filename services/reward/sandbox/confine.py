@@ -1,14 +1,18 @@
 """The first thing a process in a sandbox does, before it reads anything that is not ours: gives up what it can.
 
-This module runs in both sandboxes and imports the standard library only.
+This module runs in both sandboxes; see wire.py on what it may import.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-from typing import Any
+
+from services.reward.sandbox import wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 UNPRIVILEGED_ID = 65534
 """User and group of everything in a sandbox."""
@@ -18,12 +22,19 @@ MOST_DESCRIPTORS = 1 << 20
 
 def begin() -> dict[str, Any]:
     """Reads the job on standard input, closes what bwrap has left open, drops root and sets limits that cannot be
-    raised again."""
+    raised again.
+
+    Returns:
+        The job: among others "keep", the descriptors beside 0, 1 and 2 that stay open, "drop_root", and "limits" by
+        their names in the module `resource`.
+    """
     with open(0, "rb", closefd=False) as stdin:
-        job = json.load(stdin)
-    kept = job.get("channel", 2)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, MOST_DESCRIPTORS)
+        job = wire.decode(stdin.read())
+    first = 3
+    for kept in sorted(job["keep"]):
+        os.closerange(first, kept)
+        first = kept + 1
+    os.closerange(first, MOST_DESCRIPTORS)
     if job["drop_root"]:
         os.setgroups([])
         os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)

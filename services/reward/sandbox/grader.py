@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
-from services.reward.sandbox import judge
-from services.reward.sandbox.isolation import Bubblewrap, Isolation, SandboxFailed, Unsandboxed
+from services.reward.sandbox import judge, wire
+from services.reward.sandbox.bubblewrap import Bubblewrap
+from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
 from services.reward.sandbox.program import Program
 
 GRACE_S = 1.0
 """How long after a program's time is up the judge may take to say so."""
 MAX_VERDICT_BYTES = 1 << 20
+ENFORCE_EVERY_S = 0.05
+STAGES = judge.READY + judge.VALID + judge.BEGUN
 REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
 """Why a test was not passed: another answer than expected; an exception; the time was up; the program's process ended;
 it said too much; what it said is not plain data; its answers ended the tests, for example by their size."""
@@ -73,65 +75,89 @@ class Verdict:
         return passed / len(self.reasons) if kind == "fraction" else float(passed == len(self.reasons))
 
 
+class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
+    """A pipe of which both ends are closed at the end, or before."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self.reader, self.writer = open(reader, "rb", 0), open(writer, "wb", 0)  # noqa: SIM115 - see __exit__
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+        self.writer.close()
+
+
 def grade(program: Program, isolation: Isolation, table: SandboxTable) -> Verdict:
     """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and
     leaves nothing behind."""
     shared = {"output_bytes": table.output_kb * 1024}
     errors: list[str] = []
-    with contextlib.ExitStack() as stack:
-        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-        verdicts, verdicts_end = os.pipe()
-        stack.callback(os.close, verdicts)
-        try:
-            with open(verdicts_end, "wb") as end:
-                candidate = isolation.start("candidate", {**shared, "code": program.code}, theirs.fileno())
-                stack.callback(lambda: errors.append(candidate.end()))
+    try:
+        with _Pipe() as verdicts, contextlib.ExitStack() as running:
+            with _Pipe() as requests, _Pipe() as answers, verdicts.writer:
+                theirs, ours = requests.reader.fileno(), (requests.writer.fileno(), answers.reader.fileno())
+                job = {**shared, "code": program.code, "requests": theirs}
+                candidate = isolation.start("candidate", job, answers.writer.fileno(), [theirs])
+                running.callback(lambda: errors.append(candidate.end()))
                 job = {
-                    **shared, "tests": program.tests, "prelude": program.prelude,
-                    "wall_time_s": table.wall_time_s, "channel": ours.fileno(),
+                    **shared, "tests": [wire.encode(test) for test in program.tests], "prelude": program.prelude,
+                    "wall_time_s": table.wall_time_s, "requests": ours[0], "answers": ours[1],
                 }  # fmt: skip
-                process = isolation.start("judge", job, end.fileno(), [ours.fileno()])
-                stack.callback(lambda: errors.append(process.end()))
-        except SandboxFailed as error:
-            return Verdict(fault=str(error))
-        ours.close()
-        theirs.close()
-        heard = _listen(verdicts, table.wall_time_s)
-    return _verdict(heard, len(program.tests), " ".join(filter(None, errors)))
+                process = isolation.start("judge", job, verdicts.writer.fileno(), ours)
+                running.callback(lambda: errors.append(process.end()))
+            stages, verdict = _listen(verdicts.reader.fileno(), table.wall_time_s, (candidate, process))
+    except SandboxFailed as error:
+        return Verdict(fault=" ".join(filter(None, (str(error), *errors))))
+    return _verdict(stages, verdict, len(program.tests), " ".join(filter(None, errors)))
 
 
-def _listen(fd: int, wall_time_s: float) -> bytes:
-    """What the judge says until it ends or time is up: counted from its first word, and anew from the program's first
-    call."""
-    heard = b""
+def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[bytes, bytes]:
+    """The stages that the judge has come to, and its verdict; empty where it ends without one or time is up, which
+    is counted from each stage anew. Meanwhile the sandboxes are held to their limits, once they are up.
+
+    Raises:
+        SandboxFailed: They cannot be.
+    """
+    heard = stages = b""
     deadline = time.monotonic() + judge.START_TIMEOUT_S + GRACE_S
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while len(heard) < MAX_VERDICT_BYTES and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    while (left := deadline - time.monotonic()) > 0:
+        for process in processes if stages else ():
+            process.enforce()
+        if not poll.poll(min(left, ENFORCE_EVERY_S) * 1000):
+            continue
         part = os.read(fd, 1 << 16)
-        if not part:
-            break
-        if not heard or (judge.BEGUN in part and judge.BEGUN not in heard):
-            deadline = time.monotonic() + wall_time_s + GRACE_S
         heard += part
-    return heard
+        header = heard.lstrip(STAGES)
+        if heard[: -len(header) or None] != stages:
+            stages = heard[: -len(header) or None]
+            deadline = time.monotonic() + wall_time_s + GRACE_S
+        size = int.from_bytes(header[: wire.HEADER_BYTES], "big")
+        if not part or len(stages) > len(STAGES) or size > MAX_VERDICT_BYTES:
+            break
+        if size and len(header) >= wire.HEADER_BYTES + size:
+            return stages, header[wire.HEADER_BYTES :]
+    return stages, b""
 
 
-def _verdict(heard: bytes, num_tests: int, errors: str) -> Verdict:
-    """Before the test in turn has called the program, silence is a fault; after that, only what the program gave the
-    judge can have ended it."""
+def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> Verdict:
+    """Until the program is called, what goes wrong is a fault. After that, only what the program did, or gave the
+    judge, can have ended it: nothing that it does makes a fault."""
     try:
-        verdict = json.loads(heard)
-    except ValueError:
-        words = heard[: len(heard) - len(heard.lstrip())]
-        if words.endswith(judge.BEGUN):
-            return Verdict(("tests_ended",) * num_tests)
-        if words:
-            return Verdict(fault="the tests end, or run out of time, before they call the program")
-        return Verdict(fault=f"the tests did not start: {errors or 'time was up'}")
-    if "fault" in verdict:
-        return Verdict(fault=f"{verdict['fault']} {errors}".strip())
-    return Verdict(tuple(verdict["reasons"]))
+        verdict = wire.decode(said)
+        if isinstance(verdict, dict) and judge.BEGUN not in stages and isinstance(verdict.get("fault"), str):
+            return Verdict(fault=f"{verdict['fault']} {errors}".strip())
+        reasons = verdict["reasons"]
+        if len(reasons) == num_tests and all(reason in ("", *REASONS) for reason in reasons):
+            return Verdict(tuple(reasons))
+    except (wire.Malformed, TypeError, KeyError):
+        pass
+    if judge.BEGUN in stages:
+        return Verdict(("tests_ended",) * num_tests)
+    if stages:
+        return Verdict(fault="the tests end, or run out of time, before they call the program")
+    return Verdict(fault=f"the tests did not start: {errors or 'time was up'}")
 
 
 def choose(table: SandboxTable) -> Isolation:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -130,11 +132,26 @@ def _checked(number: int, test: Any) -> dict[str, Any]:
             raise BadRow(f"test {number}: {shown} is missing or not {name}")
     if unknown := set(full) - {"kind", *_TYPES[kind]}:
         raise BadRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
-    try:
-        wire.encode(full)
-    except wire.Malformed as error:
-        raise BadRow(f"test {number}: {error}") from None
+    if cause := _unusable(full):
+        raise BadRow(f"test {number}: {cause}")
     return full
+
+
+def _unusable(test: dict[str, Any]) -> str:
+    """Why no program could pass a test whose keys are all there, or none could fail it; else empty."""
+    for key in ("function", "entry_point"):
+        if key in test and (not test[key].isidentifier() or keyword.iskeyword(test[key])):
+            return f"{key} {test[key]!r} is not a name"
+    tolerance = test.get("tolerance", 0.0)
+    if isinstance(tolerance, bool) or not 0 <= tolerance <= sys.float_info.max:
+        return f"tolerance is {tolerance}, not a number from 0 up"
+    if test.get("accepted") == []:
+        return "accepted is empty"
+    try:
+        wire.encode(test)
+    except wire.Malformed as error:
+        return str(error)
+    return ""
 
 
 def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent import futures
 
-from google.protobuf import json_format
-
 from rlhf.config import SandboxTable
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, Verdict
 from services.reward.sandbox.program import BadRow, Program, read_row
-from services.reward.scorer import Scorer
+from services.reward.scorer import Scorer, metadata_of
 from services.worker import CallContext
 
 POLL_S = 0.1
@@ -24,6 +23,8 @@ class SandboxScorer(Scorer):
     A program that fails, crashes or takes too much is a 0, or less than 1, and its reason is counted in the metrics
     `sandbox/REASON`; a row without usable tests, or a sandbox that fails, is an error.
     """
+
+    score_range = (0.0, 1.0)
 
     def __init__(self, table: SandboxTable) -> None:
         self._score = table.score
@@ -53,9 +54,10 @@ class SandboxScorer(Scorer):
 
     def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Program | BadRow:
         call.check()
-        metadata = json_format.MessageToDict(row.metadata)
         try:
-            return read_row(row.prompt, row.response, row.ground_truth, metadata, self._score)
+            return read_row(row.prompt, row.response, row.ground_truth, metadata_of(row), self._score)
+        except InvalidRequest as error:
+            return BadRow(str(error))
         except BadRow as error:
             return error
 

@@ -2,12 +2,16 @@
 
 A list of what is allowed, because a list of what is not ages: io_uring, user namespaces, and whatever the kernel
 learns next, are out without being named. Also out: ptrace, keyctl, bpf, mount, unshare, memfd and System V memory
-(which no limit of a process counts), and every socket but unix ones.
+(which no limit of a process counts), every socket but unix ones, and what one sandbox could do to another by the files
+that both read: leases, locks, notices of access, and looks at the page cache.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
+import signal
 import socket
 import termios
 
@@ -16,14 +20,14 @@ from rlhf.errors import ConfigError
 ALLOWED = (
     "read", "write", "readv", "writev", "pread64", "pwrite64", "preadv", "pwritev", "preadv2", "pwritev2",
     "lseek", "sendfile", "copy_file_range", "splice", "open", "openat", "creat", "close", "close_range",
-    "dup", "dup2", "dup3", "fcntl", "flock", "pipe", "pipe2", "fsync", "fdatasync", "sync_file_range",
-    "fadvise64", "stat", "fstat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2",
+    "dup", "dup2", "dup3", "pipe", "pipe2", "fsync", "fdatasync", "sync_file_range",
+    "stat", "fstat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2",
     "statfs", "fstatfs", "getdents", "getdents64", "truncate", "ftruncate", "fallocate", "rename",
     "renameat", "renameat2", "mkdir", "mkdirat", "rmdir", "link", "linkat", "unlink", "unlinkat",
     "symlink", "symlinkat", "readlink", "readlinkat", "chmod", "fchmod", "fchmodat", "chown", "fchown",
     "lchown", "fchownat", "umask", "utime", "utimes", "utimensat", "futimesat", "getcwd", "chdir",
-    "fchdir", "mmap", "munmap", "mprotect", "mremap", "madvise", "msync", "mincore", "brk", "membarrier",
-    "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "rt_sigpending", "rt_sigtimedwait", "rt_sigsuspend",
+    "fchdir", "mmap", "munmap", "mprotect", "mremap", "msync", "brk", "membarrier",
+    "rt_sigprocmask", "rt_sigreturn", "rt_sigpending", "rt_sigtimedwait", "rt_sigsuspend",
     "rt_sigqueueinfo", "sigaltstack", "kill", "tkill", "tgkill", "pause", "alarm", "getitimer",
     "setitimer", "restart_syscall", "fork", "vfork", "execve", "exit", "exit_group", "wait4", "waitid",
     "set_tid_address", "set_robust_list", "get_robust_list", "futex", "rseq", "sched_yield",
@@ -42,10 +46,27 @@ ALLOWED = (
 
 # What is a namespace in the flags of clone: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 _NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-# Not the ones that put characters into a terminal.
-_IOCTLS = (
-    termios.TCGETS, termios.TIOCGWINSZ, termios.FIOCLEX, termios.FIONCLEX, termios.FIONBIO, termios.FIONREAD
-)  # fmt: skip
+# Values of one argument for which a call is allowed. What the kernel makes of its lower half alone is compared whole.
+_BY_VALUE: dict[tuple[str, int], tuple[int, ...]] = {
+    # Not the ones that put characters into a terminal.
+    ("ioctl", 1): (
+        termios.TCGETS, termios.TIOCGWINSZ, termios.FIOCLEX, termios.FIONCLEX, termios.FIONBIO, termios.FIONREAD,
+    ),
+    # Not leases, locks and notices, nor larger pipes: what pipes hold counts for all processes of the user.
+    ("fcntl", 1): (
+        fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL,
+        fcntl.F_GETPIPE_SZ,
+    ),
+    # Not the ones that take pages from the page cache.
+    ("madvise", 2): (
+        mmap.MADV_NORMAL, mmap.MADV_RANDOM, mmap.MADV_SEQUENTIAL, mmap.MADV_WILLNEED, mmap.MADV_DONTNEED,
+        mmap.MADV_FREE, mmap.MADV_DONTFORK, mmap.MADV_DOFORK, mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE,
+    ),
+    # Not SIGCHLD: the CPU time of a child that its parent does not wait for would be counted nowhere.
+    ("rt_sigaction", 0): tuple(number for number in range(1, 65) if number != signal.SIGCHLD),
+    ("socket", 0): (socket.AF_UNIX,),
+    ("socketpair", 0): (socket.AF_UNIX,),
+}  # fmt: skip
 
 
 def program() -> bytes:
@@ -66,10 +87,12 @@ def program() -> bytes:
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
             rules.add_rule(pyseccomp.ALLOW, name)
     rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NAMESPACES, 0))
-    for request in _IOCTLS:
-        rules.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, request))
-    for name in ("socket", "socketpair"):
-        rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(0, pyseccomp.EQ, socket.AF_UNIX))
+    for (name, argument), values in _BY_VALUE.items():
+        for value in values:
+            rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(argument, pyseccomp.EQ, value))
+    # To ask what is done on SIGCHLD is allowed: interpreters do when they start.
+    asked = (pyseccomp.Arg(0, pyseccomp.EQ, signal.SIGCHLD), pyseccomp.Arg(1, pyseccomp.EQ, 0))
+    rules.add_rule(pyseccomp.ALLOW, "rt_sigaction", *asked)
     with open(os.memfd_create("seccomp"), "w+b") as file:
         rules.export_bpf(file)
         file.seek(0)

@@ -1,160 +1,178 @@
-"""What candidate and judge say to each other: frames of JSON, in which values are plain data and nothing else.
+"""Plain data as bytes, and frames of bytes over pipes: all that the sandboxes and the service say to each other.
 
-A frame is its length in bytes (4, big-endian) and that much JSON. In a value, null, booleans, small integers, floats,
-text and lists stand for themselves; all else is an object of one key, its type: {"tuple": [...]}, {"set": [...]},
-{"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": hex}, {"complex": [re, im]}, {"int": hex}.
+A value is one byte for its type and what follows it (sizes and counts: 4 bytes, big-endian):
 
-This module runs in both sandboxes and imports the standard library only.
+    N, T, F             None, True, False
+    f, c                a float, a complex number: 8 bytes (IEEE 754) each part
+    i                   an integer: size, two's complement
+    s, b                text as UTF-8, bytes: size, content
+    l, t, S, Z, d       list, tuple, set, frozenset, dictionary: count, items (a dictionary's: key, value, key, ...)
+
+A frame is the size of its payload (4 bytes) and the payload. This module runs in both sandboxes. It imports only the
+cheap parts of the standard library, because each program pays for the start of two interpreters.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
+import struct
 import time
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 HEADER_BYTES = 4
 MAX_DEPTH = 64
 """Values nested deeper than this are refused."""
-_PLAIN_INT = 2**63
-"""Integers from here on travel as hex: decimal digits take quadratic time, and Python limits them."""
+_MOST_BYTES = 2**32 - 1
+_CONTAINERS = {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset}
+_CONSTANTS = {b"N": None, b"T": True, b"F": False}
 
 
 class Malformed(Exception):
-    """What was received is not what was agreed on."""
+    """What was received is not what was agreed on, or what is to be sent is not plain data."""
 
 
 class TooLarge(Exception):
     """A frame is larger than allowed."""
 
 
-def encode(value: object, depth: int = 0) -> Any:
-    """A value as JSON's types.
-
-    Subclasses become the type they are derived from: what they override does not travel.
+def encode(value: object) -> bytes:
+    """A value as bytes. Subclasses become the type they are derived from: what they override does not travel.
 
     Raises:
-        Malformed: The value, or something in it, is not plain data, or is nested too deep.
+        Malformed: The value, or something in it, is not plain data, or is nested deeper than `MAX_DEPTH`.
     """
+    parts: list[bytes] = []
+    _append(value, parts, 0)
+    return b"".join(parts)
+
+
+def _append(value: object, parts: list[bytes], depth: int) -> None:
     if depth > MAX_DEPTH:
         raise Malformed(f"nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if -_PLAIN_INT <= value < _PLAIN_INT else {"int": hex(value)}
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, list):
-        return [encode(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        items = [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]
-        return {"dict": items}
-    for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [encode(item, depth + 1) for item in value]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    raise Malformed(f"{type(value).__name__} is not plain data")
+        parts.append(b"N" if value is None else b"T" if value else b"F")
+    elif isinstance(value, int):
+        size = int.bit_length(value) // 8 + 1
+        parts += (b"i", _size(size), int.to_bytes(value, size, "big", signed=True))
+    elif isinstance(value, float):
+        parts += (b"f", struct.pack(">d", value))
+    elif isinstance(value, complex):
+        parts += (b"c", struct.pack(">2d", value.real, value.imag))
+    elif isinstance(value, str):
+        content = str.encode(value, "utf-8", "surrogatepass")
+        parts += (b"s", _size(len(content)), content)
+    elif isinstance(value, bytes | bytearray):
+        parts += (b"b", _size(len(value)), bytes(value))
+    elif isinstance(value, dict):
+        parts += (b"d", _size(len(value)))
+        for key, item in value.items():
+            _append(key, parts, depth + 1)
+            _append(item, parts, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        tag = next(tag for tag, kind in _CONTAINERS.items() if isinstance(value, kind))
+        items = list(value)
+        parts += (tag, _size(len(items)))
+        for item in items:
+            _append(item, parts, depth + 1)
+    else:
+        raise Malformed(f"{type(value).__name__} is not plain data")
 
 
-def decode(data: Any, depth: int = 0) -> Any:
-    """The value that `encode` made JSON's types of; trusts nothing.
+def _size(size: int) -> bytes:
+    if size > _MOST_BYTES:
+        raise Malformed(f"{size} bytes or items in one value")
+    return size.to_bytes(4, "big")
+
+
+def decode(data: bytes) -> Any:
+    """The value that `encode` made these bytes of; trusts nothing.
 
     Raises:
-        Malformed: It is not one.
+        Malformed: They are not those of one value.
     """
-    if depth > MAX_DEPTH:
-        raise Malformed(f"nested deeper than {MAX_DEPTH}")
-    if data is None or isinstance(data, bool | int | float | str):
-        return data
-    if isinstance(data, list):
-        return [decode(item, depth + 1) for item in data]
-    if not isinstance(data, dict) or len(data) != 1:
-        raise Malformed("an object of one key is expected")
-    ((kind, content),) = data.items()
-    if kind not in _DECODERS:
-        raise Malformed(f"unknown type {kind!r}")
-    try:
-        return _DECODERS[kind](content, depth)
-    except (TypeError, ValueError) as error:
-        raise Malformed(f"{kind}: {error}") from None
+    reader = _Reader(data)
+    value = reader.value(0)
+    if reader.place != len(data):
+        raise Malformed("bytes after the value")
+    return value
 
 
-def _items(content: Any, depth: int) -> list[Any]:
-    if not isinstance(content, list):
-        raise TypeError("a list is expected")
-    return [decode(item, depth + 1) for item in content]
+class _Reader:
+    """Reads values one after the other; `place` is the number of bytes read."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.place = 0
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise Malformed(f"nested deeper than {MAX_DEPTH}")
+        tag = self._take(1)
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag]
+        if tag == b"i":
+            return int.from_bytes(self._sized(), "big", signed=True)
+        if tag == b"f":
+            return struct.unpack(">d", self._take(8))[0]
+        if tag == b"c":
+            return complex(*struct.unpack(">2d", self._take(16)))
+        if tag == b"b":
+            return self._sized()
+        try:
+            if tag == b"s":
+                return self._sized().decode("utf-8", "surrogatepass")
+            if tag == b"d":
+                return {self.value(depth + 1): self.value(depth + 1) for _ in range(self._count())}
+            if tag in _CONTAINERS:
+                return _CONTAINERS[tag]([self.value(depth + 1) for _ in range(self._count())])
+        except (TypeError, ValueError) as error:
+            raise Malformed(str(error)) from None
+        raise Malformed(f"unknown type {tag!r}")
+
+    def _count(self) -> int:
+        """A number of items, each of which takes at least a byte."""
+        count = int.from_bytes(self._take(4), "big")
+        if count > len(self._data) - self.place:
+            raise Malformed(f"{count} items in {len(self._data) - self.place} bytes")
+        return count
+
+    def _sized(self) -> bytes:
+        return self._take(int.from_bytes(self._take(4), "big"))
+
+    def _take(self, size: int) -> bytes:
+        part = self._data[self.place : self.place + size]
+        if len(part) != size:
+            raise Malformed("the value is cut off")
+        self.place += size
+        return part
 
 
-def _pairs(content: Any, depth: int) -> dict[Any, Any]:
-    return {decode(key, depth + 1): decode(value, depth + 1) for key, value in content}
-
-
-def _complex(content: Any, depth: int) -> complex:
-    real, imaginary = content
-    return complex(float(real), float(imaginary))
-
-
-_DECODERS: dict[str, Callable[[Any, int], Any]] = {
-    "tuple": lambda content, depth: tuple(_items(content, depth)),
-    "set": lambda content, depth: set(_items(content, depth)),
-    "frozenset": lambda content, depth: frozenset(_items(content, depth)),
-    "dict": _pairs,
-    "bytes": lambda content, depth: bytes.fromhex(content),
-    "complex": _complex,
-    "int": lambda content, depth: int(content, 16),
-}
-
-
-def pack(message: Any, limit: int) -> bytes:
-    """A message as a frame.
+def frame(payload: bytes, limit: int = _MOST_BYTES) -> bytes:
+    """A payload with its size before it.
 
     Raises:
         TooLarge: It has more than `limit` bytes.
     """
-    payload = json.dumps(message).encode()
     if len(payload) > limit:
         raise TooLarge(f"{len(payload)} bytes, where {limit} are allowed")
-    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+    return _size(len(payload)) + payload
 
 
-def unpack(payload: bytes) -> Any:
-    """The message of a frame.
-
-    Raises:
-        Malformed: It is not JSON, nests too deep, or has an object with a key twice.
-    """
-    try:
-        return json.loads(payload, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"not JSON: {error}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-def send(fd: int, frame: bytes, deadline: float | None = None) -> None:
-    """Writes a frame to a socket.
+def send(fd: int, framed: bytes, deadline: float | None = None) -> None:
+    """Writes a frame to a pipe.
 
     Args:
-        deadline: `time.monotonic()` to give up at; the socket must not block then. None: never.
+        deadline: `time.monotonic()` to give up at; the pipe must not block then. None: never.
 
     Raises:
         TimeoutError: The deadline passed.
         OSError: The other end is closed.
     """
-    rest = memoryview(frame)
+    rest = memoryview(framed)
     while rest:
         if deadline is not None:
             _wait(select.POLLOUT, fd, deadline)
@@ -187,8 +205,6 @@ def _read(fd: int, size: int, deadline: float | None) -> bytes:
             part = os.read(fd, min(size, 1 << 16))
         except BlockingIOError:
             continue
-        except ConnectionError:
-            part = b""
         if not part:
             raise EOFError("the other end closed")
         parts.append(part)

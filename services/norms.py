@@ -1,15 +1,12 @@
-"""Norms and rotary embeddings on CPUs, in fewer passes over memory and with gradients from formulas.
+"""RMS norms on CPUs, in fewer passes over memory and with a gradient from its formula.
 
-transformers does them one operation at a time, and each writes a tensor that the next one, or the backward pass, reads
-again; docs/engines.md says what that costs. Other types than float32 are rounded on the way, and GPUs were not tried:
-there it is transformers that computes.
+transformers computes them one operation at a time, and each writes a tensor that the next one, or the backward pass,
+reads again; docs/engines.md says what that costs. On other devices and in other types than float32, the operations are
+those of transformers.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,26 +15,19 @@ from torch.autograd.function import once_differentiable
 
 from services.linear import suits
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
-_ATTENTIONS = {f"{family}Attention" for family in _FAMILIES}
+_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 _TOGETHER = 1 << 16
 """Numbers of each tensor that a backward pass works on at a time: they stay in a core's cache."""
 
-Rotate = Callable[..., tuple[Tensor, Tensor]]
 
-
-def speed_up_elementwise(model: nn.Module) -> None:
-    """Make the norms and rotary embeddings of a model of the Llama, Mistral, Qwen2 or Qwen3 family compute as those
-    here do. Weights, names and hooks stay. The rotary embedding is a function that all models of a family share."""
+def speed_up_norms(model: nn.Module) -> None:
+    """Makes the RMS norms of this model compute as `RMSNorm` does, where it is of the Llama, Mistral, Qwen2 or Qwen3
+    family. Weights, names and hooks stay; other models in the process are untouched."""
     for module in model.modules():
         # Only these very classes: others derived from them may compute something else.
         if type(module).__name__ in _NORMS:
             module.__class__ = RMSNorm
-        elif type(module).__name__ in _ATTENTIONS:
-            family: Any = sys.modules[type(module).__module__]
-            family.apply_rotary_pos_emb = _rotating(family.apply_rotary_pos_emb)
 
 
 class RMSNorm(nn.Module):
@@ -88,46 +78,3 @@ def _normed(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
     return (x * scale).mul_(weight_H), scale
-
-
-class _Rotation(torch.autograd.Function):
-    """Its gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _rotated(x, cosine, sine)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        cosine, sine = ctx.saved_tensors
-        return _rotated(gradients[0], cosine, -sine), None, None
-
-
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [..., D] where each number of the first half of D makes a pair with one of the second."""
-    half = x.shape[-1] // 2
-    y = x * cosine
-    y[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-1)
-    y[..., half:].addcmul_(x[..., :half], sine[..., half:])
-    return y
-
-
-def _rotating(rotate: Rotate) -> Rotate:
-    """The rotary embedding of transformers, by `_Rotation` where that suits."""
-    if hasattr(rotate, "__wrapped__"):  # done already
-        return rotate
-
-    @wraps(rotate)
-    def rotating(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        if not all(map(suits, (q, k, cos, sin))):
-            return rotate(q, k, cos, sin, unsqueeze_dim)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        if not torch.is_grad_enabled():
-            return _rotated(q, cos, sin), _rotated(k, cos, sin)
-        return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)  # type: ignore[return-value]
-
-    return rotating

@@ -1,0 +1,48 @@
+"""What a step may take of the services' arenas, told before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+from controller.config import Config
+from rlhf.config import ActorTable, CriticTable, ModelTable, ReferenceTable
+
+ID_BYTES, FLOAT_BYTES = 4, 4
+PROMPT_BYTES: dict[type[ModelTable], int] = {ActorTable: ID_BYTES}
+"""Bytes that a service keeps of each prompt token: prompt_ids."""
+RESPONSE_BYTES: dict[type[ModelTable], int] = {
+    # response_ids, rollout_log_probs, log_probs and advantages; values and returns; ref_log_probs.
+    ActorTable: ID_BYTES + 3 * FLOAT_BYTES,
+    CriticTable: 2 * FLOAT_BYTES,
+    ReferenceTable: FLOAT_BYTES,
+}
+"""Bytes that a service keeps of each response token."""
+
+
+def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
+    """By service with a model, the MiB of `arena_mb` that hold all it keeps of one batch: a step's, or one of an
+    evaluation, where every response is as long as it may be.
+
+    Args:
+        prompt_tokens: Of the longest prompt.
+    """
+    batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
+    needed = {}
+    for name, table in config.services.items():
+        if type(table) not in RESPONSE_BYTES or not isinstance(table, ModelTable):
+            continue
+        rows = math.ceil(batch_rows / table.data_ranks)
+        row_bytes = PROMPT_BYTES.get(type(table), 0) * prompt_tokens
+        row_bytes += RESPONSE_BYTES[type(table)] * config.rollout.max_response_tokens
+        needed[name] = max(1, math.ceil(rows * row_bytes / 2**20))
+    return needed
+
+
+def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
+    """A line for each service whose arena a batch of long responses would not fit into."""
+    return [
+        f"services.{name}.arena_mb: {config.services[name].arena_mb} may be too small: if all responses have "
+        f"rollout.max_response_tokens, {config.rollout.max_response_tokens}, each rank needs {needed}"
+        for name, needed in arena_mb_needed(config, prompt_tokens).items()
+        if needed > config.services[name].arena_mb
+    ]

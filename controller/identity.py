@@ -1,0 +1,110 @@
+"""What a run is: its algorithm, command line and code, when it started, what its services run on and began from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf.v1 import worker_pb2
+
+GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a run before it is connected to services.
+
+    Attributes:
+        algorithm: Its name.
+        command_line: As it was given to a shell.
+        version: Of the package.
+        commit: Of the checkout that the package is in, with + where files were changed; empty where it is in none.
+        started_unix_ns: Start of the run.
+        seed: Of the run.
+    """
+
+    algorithm: str
+    command_line: str
+    version: str
+    commit: str
+    started_unix_ns: int
+    seed: int
+
+    @staticmethod
+    def of(algorithm: str, seed: int, started_unix_ns: int) -> Identity:
+        """That of a run of this process."""
+        command_line = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        version = importlib.metadata.version("rlhf-cluster")
+        return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
+
+    @property
+    def started(self) -> str:
+        """The start, such as 2026-01-01 12:00:00 UTC."""
+        return datetime.fromtimestamp(self.started_unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+    def as_comment(self) -> str:
+        """For the top of a TOML file."""
+        code = f"{self.version} {self.commit}".strip()
+        lines = (f"{self.algorithm}, started {self.started} by rlhf-cluster {code}", self.command_line)
+        # A line of a command, such as one of a value, must not end the comment.
+        return "".join(f"# {line}\n" for text in lines for line in text.splitlines())
+
+    def with_services(
+        self, services: Mapping[str, worker_pb2.DescribeResponse], origins: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """All there is to know, as JSON has it.
+
+        Args:
+            services: What the services say of themselves, by name.
+            origins: By service, what its weights were at the start of the run, in words.
+        """
+        return {
+            "algorithm": self.algorithm,
+            "command_line": self.command_line,
+            "version": self.version,
+            "commit": self.commit,
+            "started": self.started,
+            "started_unix_ns": self.started_unix_ns,
+            "seed": self.seed,
+            "services": {
+                name: _platform(said) | ({"began_from": origins[name]} if name in origins else {})
+                for name, said in services.items()
+            },
+        }
+
+
+def git_commit() -> str:
+    """Commit of the checkout that this file is in, with + where tracked files were changed; else empty."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+        return done.stdout.strip()
+
+    try:
+        # A package that is installed below somebody's checkout is no part of it.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
+    """What the bits of a service's results depend on, beside its configuration."""
+    figures = {
+        "version": said.version,
+        "threads": said.threads,
+        "cpu": said.cpu,
+        "cpu_capability": said.cpu_capability,
+        "torch": said.torch,
+        "matmul": said.matmul,
+    }
+    return {name: value for name, value in figures.items() if value}

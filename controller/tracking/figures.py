@@ -1,0 +1,140 @@
+"""What a report shows of a run's metrics and samples, added up line by line: memory does not grow with the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controller.tracking.charts import Point
+from controller.tracking.metrics import Sample, each_sample, each_step
+
+MAX_STRETCHES = 200
+"""Stretches that a curve is cut into: each keeps its lowest and its highest point."""
+UNCHARTED = ("time/", "mem/", "transfer/")
+"""Metrics that a report shows by their mean or their peak."""
+THROUGHPUT = "time/tokens_per_s"
+
+
+class Curve:
+    """The outline of a metric over the steps: all points while they are few, then of each of equal stretches the
+    lowest, the highest and one that is not finite."""
+
+    def __init__(self) -> None:
+        self._size = 1
+        self._in_last = 0
+        self._stretches: list[list[Point]] = []
+
+    def add(self, step: float, value: float) -> None:
+        """Add a point; its step is above those before it."""
+        if self._in_last == 0 or self._in_last == self._size:
+            self._stretches.append([])
+            self._in_last = 0
+        self._stretches[-1] = _outline([*self._stretches[-1], (step, value)])
+        self._in_last += 1
+        if len(self._stretches) == 2 * MAX_STRETCHES and self._in_last == self._size:
+            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+            self._stretches = [_outline([*one, *other]) for one, other in pairs]
+            self._size *= 2
+            self._in_last = self._size
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for stretch in self._stretches for point in stretch]
+
+
+def _outline(points: list[Point]) -> list[Point]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    others = [point for point in points if not math.isfinite(point[1])][:1]
+    extremes = {min(finite, key=_value), max(finite, key=_value)} if finite else set()
+    return sorted([*extremes, *others])
+
+
+def _value(point: Point) -> float:
+    return point[1]
+
+
+@dataclass
+class Mean:
+    """A mean that grows by single values."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass
+class Figures:
+    """Figures of a run as far as it got.
+
+    Attributes:
+        last_step: Number of the last line of metrics; None before the first.
+        curves: By metric.
+        first, last: The first and last value of each metric.
+        means: Of the metrics that begin with `UNCHARTED`, over the training steps that have them.
+        peaks: The highest value of those that begin with mem/.
+        steps: Training steps: lines with time/step_s.
+        samples: By step, of the first and the last evaluation.
+    """
+
+    last_step: int | None = None
+    curves: dict[str, Curve] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    means: dict[str, Mean] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(run_dir: Path) -> Figures:
+        """Those of a run directory.
+
+        Raises:
+            RlhfError: A file is damaged.
+        """
+        figures = Figures()
+        for line in each_step(run_dir):
+            figures.add(int(line["step"]), line)
+        for step, sample in each_sample(run_dir):
+            figures.add_samples(step, [sample])
+        return figures
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step."""
+        self.last_step = max(step, self.last_step or 0)
+        is_training = "time/step_s" in metrics
+        self.steps += is_training
+        for key, value in metrics.items():
+            if key == "step":
+                continue
+            self.first.setdefault(key, value)
+            self.last[key] = value
+            if not key.startswith(UNCHARTED) or key == THROUGHPUT:
+                self.curves.setdefault(key, Curve()).add(step, value)
+            if key.startswith(UNCHARTED) and is_training:
+                self.means.setdefault(key, Mean()).add(value)
+            if key.startswith("mem/"):
+                self.peaks[key] = max(value, self.peaks.get(key, 0.0))
+
+    def add_samples(self, step: int, samples: Iterable[Sample]) -> None:
+        """Add samples of a step: those of the first step and of the newest are kept."""
+        if step not in self.samples:
+            self.samples = dict([*self.samples.items()][:1]) | {step: []}
+        self.samples[step] += samples
+
+    def points(self, key: str) -> list[Point]:
+        """The points of a metric's curve."""
+        return self.curves[key].points if key in self.curves else []
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a metric; None where there is none."""
+        return self.means[key].value if key in self.means else None

@@ -1,0 +1,283 @@
+"""The serving side of the tcp transport: streams the shards of a store to readers that know its key."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from nccl_transfer.store import TensorStore
+from nccl_transfer.transports.base import check_epoch
+from nccl_transfer.transports.sink import MAX_PIECES, Pieces
+from nccl_transfer.transports.tcp import DATA, END, ERROR, FRAME, KEY_BYTES, MAGIC, MAX_REQUEST_BYTES, REQUEST
+from rlhf.errors import RlhfError, to_status
+from rlhf.v1 import transfer_pb2 as pb
+
+CHUNK_BYTES = 4 << 20
+"""Payload of a frame; measured: one message of 4 MiB with its header is as fast as one of any size."""
+
+STALL_S = 30.0
+"""A reader that takes nothing, or does not finish its request, for so long is disconnected."""
+
+MAX_STREAMS = 64
+"""Requests answered at the same time; further ones wait for a thread."""
+
+MAX_STRANGERS = 256
+"""Connections on which no key was shown yet. One more closes the oldest of them."""
+
+ACCEPT_PAUSE_S = 0.1
+
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # A reader whose host has gone is noticed within a minute.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+)
+
+
+def cut_frames(
+    store: TensorStore, request: pb.FetchRequest, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Pieces]:
+    """The requested ranges end to end, as views of the arena. A frame counts as sent once the next one is asked
+    for: then its shards are checked again, so every byte of it was read while its shard was there.
+
+    Raises:
+        Refused: The request is of another epoch, or a shard was released, if need be in the middle.
+        TransferError: A range reaches beyond its shard.
+    """
+    check_epoch(store, request.epoch)
+    pieces: Pieces = []
+    shards: set[int] = set()
+    room = chunk_bytes
+    for wanted in request.ranges:
+        start, stop = wanted.start, wanted.start + wanted.nbytes
+        while start < stop:
+            count = min(stop - start, room)
+            pieces.append(store.view(wanted.shard, start, count))
+            shards.add(wanted.shard)
+            start, room = start + count, room - count
+            if room == 0 or len(pieces) == MAX_PIECES - 1:
+                yield pieces
+                store.check(shards)
+                pieces, shards, room = [], set(), chunk_bytes
+    if pieces:
+        yield pieces
+        store.check(shards)
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A connection that waits for its next request.
+
+    Attributes:
+        is_known: Whether an earlier request on it had the right key.
+        due: `time.monotonic()` until which the header has to be complete; None between the requests of a known reader,
+            which may be silent for as long as its host lives.
+        header: The bytes of the header that have come.
+    """
+
+    connection: socket.socket
+    is_known: bool = False
+    due: float | None = None
+    header: bytearray = field(default_factory=bytearray)
+
+
+class ByteServer:
+    """Streams the shards of a store to readers that know its key.
+
+    One thread accepts connections and reads the headers of requests. Only a request with the right key gets one of the
+    threads that answer, so that strangers cost a descriptor each, of which there are at most MAX_STRANGERS.
+
+    Args:
+        host: Address to listen on; the port is the kernel's choice.
+        frames: Cuts the answer to a request into frames; see `cut_frames`.
+
+    Attributes:
+        port: For `Endpoint.data_port`.
+        key: For `Endpoint.data_key`. A client that may ask the rank for its endpoint may read its rows, no other.
+    """
+
+    def __init__(
+        self,
+        store: TensorStore,
+        host: str,
+        frames: Callable[[TensorStore, pb.FetchRequest], Iterator[Pieces]] = cut_frames,
+    ) -> None:
+        self._store = store
+        self._frames = frames
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self.key = self._key.hex()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # [::] is all addresses, those of IPv4 too, as it is to gRPC.
+        both = family == socket.AF_INET6
+        self._listener = socket.create_server((host, 0), family=family, backlog=128, dualstack_ipv6=both)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._waiting: dict[socket.socket, _Reader] = {}
+        self._busy: set[socket.socket] = set()
+        self._returned: deque[_Reader] = deque()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._streams = ThreadPoolExecutor(MAX_STREAMS, "byte-stream")
+        self._thread = threading.Thread(target=self._listen, name="byte-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Disconnects all readers."""
+        self._stopping = True
+        self._wake.send(b"x")
+        self._thread.join()
+        with self._lock:
+            for connection in self._busy:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._streams.shutdown()
+        for reader in self._returned:
+            reader.connection.close()
+        self._wake.close()
+
+    def _listen(self) -> None:
+        with self._selector, self._listener, self._woken:
+            for end in (self._listener, self._woken):
+                self._selector.register(end, selectors.EVENT_READ)
+            while not self._stopping:
+                for key, _ in self._selector.select(self._next_due_s()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    elif key.data.connection in self._waiting:  # not dropped meanwhile
+                        self._read_header(key.data)
+                while self._returned:
+                    self._wait_for_request(self._returned.popleft())
+                self._drop_late()
+            for reader in list(self._waiting.values()):
+                self._drop(reader)
+
+    def _next_due_s(self) -> float | None:
+        due = min((reader.due for reader in self._waiting.values() if reader.due is not None), default=None)
+        return None if due is None else max(due - time.monotonic(), 0)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+            for level, option, value in _OPTIONS:
+                connection.setsockopt(level, option, value)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors, say: readers wait, and this goes on when it can.
+            logging.warning("data port %d: %s", self.port, error)
+            time.sleep(ACCEPT_PAUSE_S)
+            return
+        self._wait_for_request(_Reader(connection, due=time.monotonic() + STALL_S))
+        strangers = [reader for reader in self._waiting.values() if not reader.is_known]
+        if len(strangers) > MAX_STRANGERS:
+            self._drop(strangers[0])
+
+    def _wait_for_request(self, reader: _Reader) -> None:
+        self._waiting[reader.connection] = reader
+        self._selector.register(reader.connection, selectors.EVENT_READ, reader)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for reader in [each for each in self._waiting.values() if each.due is not None and each.due <= now]:
+            self._drop(reader)
+
+    def _drop(self, reader: _Reader) -> None:
+        self._take_out(reader)
+        reader.connection.close()
+
+    def _take_out(self, reader: _Reader) -> None:
+        del self._waiting[reader.connection]
+        self._selector.unregister(reader.connection)
+
+    def _read_header(self, reader: _Reader) -> None:
+        """Takes what has come of a header; a whole one with the right key gets its answer."""
+        try:
+            received = reader.connection.recv(REQUEST.size - len(reader.header), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            return self._drop(reader)
+        reader.header += received
+        if len(reader.header) < REQUEST.size:
+            reader.due = reader.due or time.monotonic() + STALL_S
+            return None
+        magic, given, nbytes = REQUEST.unpack(reader.header)
+        if magic != MAGIC or not hmac.compare_digest(given, self._key) or nbytes > MAX_REQUEST_BYTES:
+            return self._drop(reader)
+        self._take_out(reader)
+        with self._lock:
+            self._busy.add(reader.connection)
+        self._streams.submit(self._serve, reader.connection, nbytes)
+        return None
+
+    def _serve(self, connection: socket.socket, nbytes: int) -> None:
+        """Reads the rest of a request and answers it; the connection then waits for the next."""
+        is_good = False
+        try:
+            connection.settimeout(STALL_S)
+            self._answer(connection, pb.FetchRequest.FromString(_receive_exactly(connection, nbytes)))
+            is_good = True
+        except (OSError, ValueError, DecodeError):
+            pass  # the reader has left, stalled, or sent no request: it sees the end of the connection
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+            if is_good and not self._stopping:
+                self._returned.append(_Reader(connection, is_known=True))
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    self._wake.send(b"x")
+            else:
+                connection.close()
+
+    def _answer(self, connection: socket.socket, request: pb.FetchRequest) -> None:
+        try:
+            for pieces in self._frames(self._store, request):
+                _send(connection, DATA, pieces)
+        except RlhfError as error:
+            _send(connection, ERROR, [memoryview(to_status(error, {}).SerializeToString())])
+        else:
+            _send(connection, END, [])
+
+
+def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    filled = 0
+    while filled < nbytes:
+        count = connection.recv_into(memoryview(data)[filled:])
+        if count == 0:
+            raise ValueError("a request was cut short")
+        filled += count
+    return bytes(data)
+
+
+def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:
+    """One frame."""
+    nbytes = sum(map(len, pieces))
+    rest: list[memoryview] = [memoryview(FRAME.pack(kind, nbytes)), *pieces]
+    while rest:
+        sent = connection.sendmsg(rest)
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.pop(0))
+        if rest and sent:
+            rest[0] = rest[0][sent:]

@@ -1,0 +1,127 @@
+"""What is wrong with a configuration, in one line: which key, what it may be, and the key that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+SHOWN = 3
+"""Mistakes that are told; of further ones the number is."""
+
+Details = Mapping[str, Any]
+"""One mistake as pydantic tells it: type, loc, msg, input, ctx."""
+
+_MUST: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
+    "literal_error": lambda context: f"must be {context['expected']}",
+    "greater_than_equal": lambda context: f"must be at least {context['ge']:g}",
+    "greater_than": lambda context: f"must be above {context['gt']:g}",
+    "less_than_equal": lambda context: f"must be at most {context['le']:g}",
+    "less_than": lambda context: f"must be below {context['lt']:g}",
+    "too_short": lambda context: f"must have at least {context['min_length']} values",
+    "too_long": lambda context: f"must have at most {context['max_length']} values",
+    "finite_number": "must be finite",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a table"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    "string_type": "must be a text",
+    "path_type": "must be a path",
+}
+
+
+def explain(
+    error: ValidationError,
+    tables: Any,
+    kind: type[BaseModel] | None,
+    roles: Mapping[str, type[BaseModel]],
+    prefix: tuple[str, ...] = (),
+) -> str:
+    """The mistakes in a line.
+
+    Args:
+        tables: What was to be validated.
+        kind: Type of the whole; None where it is a service's table alone.
+        roles: Type of a service's table by its role.
+        prefix: Where in the file `tables` are.
+    """
+    mistakes = error.errors()
+    lines = [_mistake(each, tables, kind, roles, prefix) for each in mistakes[:SHOWN]]
+    if len(mistakes) > SHOWN:
+        lines.append(f"and {len(mistakes) - SHOWN} more")
+    return "; ".join(lines)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'WORD'?` where a known word is near, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _mistake(
+    details: Details,
+    tables: Any,
+    kind: type[BaseModel] | None,
+    roles: Mapping[str, type[BaseModel]],
+    prefix: tuple[str, ...],
+) -> str:
+    path = [*prefix, *(str(part) for part in details["loc"])]
+    # The role stands in the location after the service's name, and is no key of the file.
+    is_role = [i == 2 and path[0] == "services" and part in roles for i, part in enumerate(path)]
+    shown = ".".join(part for part, hidden in zip(path, is_role, strict=True) if not hidden)
+    given = details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            known = _known_keys(kind, path, roles)
+            hint = nearest(path[-1], known) or "."
+            return f"{shown}: unknown key" + (f"{hint} Known keys: {', '.join(known)}" if known else "")
+        case "missing":
+            return f"{shown}: required, and not given"
+        case "union_tag_not_found":
+            return _without_role(path, tables, roles)
+        case "union_tag_invalid":
+            hint = nearest(str(details["ctx"]["tag"]), roles)
+            return f"{shown}.role: must be {_either(roles)} (given: {details['ctx']['tag']!r}){hint}"
+        case "value_error":
+            return f"{shown + ': ' if shown else ''}{details['msg'].removeprefix('Value error, ')}"
+        case kind_of_mistake:
+            must = _MUST.get(kind_of_mistake)
+            text = must(details["ctx"]) if callable(must) else must or details["msg"]
+            is_choice = kind_of_mistake == "literal_error" and isinstance(given, str)
+            hint = nearest(given, details["ctx"]["expected"].split("'")[1::2]) if is_choice else ""
+            return f"{shown}: {text} (given: {given!r}){hint}"
+
+
+def _without_role(path: list[str], tables: Any, roles: Mapping[str, type[BaseModel]]) -> str:
+    """A table of a service that has no role: one that is misspelt, or a new one."""
+    services = tables.get("services", {}) if isinstance(tables, dict) else {}
+    others = [name for name, table in services.items() if isinstance(table, dict) and "role" in table]
+    hint = nearest(path[1], others)
+    if hint:
+        return f"{'.'.join(path)}: unknown service{hint} There are: {', '.join(others)}"
+    return f"{'.'.join(path)}.role: required, and not given: {_either(roles)}"
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = (repr(word) for word in words)
+    return f"{', '.join(first)} or {last}"
+
+
+def _known_keys(
+    kind: type[BaseModel] | None, path: list[str], roles: Mapping[str, type[BaseModel]]
+) -> list[str]:
+    """Keys of the table that the last part of the path was looked for in."""
+    parents = path[:-1]
+    if len(parents) >= 3 and parents[0] == "services" and parents[2] in roles:
+        kind, parents = roles[parents[2]], parents[3:]
+    for part in parents:
+        field = kind.model_fields.get(part) if kind else None
+        annotation = field.annotation if field else None
+        choices = get_args(annotation) or (annotation,)
+        kind = next(
+            (each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None
+        )
+    return list(kind.model_fields) if kind else []

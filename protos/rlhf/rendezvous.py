@@ -1,0 +1,47 @@
+"""Where the ranks of one service meet, as the process that starts them tells them: an environment variable.
+
+It holds either a path, of a file that only processes of this user can open, or `tcp://HOST:PORT`, where a store of
+torch listens on that host's interface alone. Without it, ranks meet as torchrun's other backends arrange it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+VARIABLE = "RLHF_RENDEZVOUS"
+TCP = "tcp://"
+
+
+class LocalRendezvous:
+    """A meeting place for ranks on this host: memory of this process, which its children open through /proc.
+
+    Nothing listens, there is no name to guess or to clean up, the kernel lets only processes of the same user in, and
+    the memory is gone with this process, however that ends.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("rlhf-rendezvous")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Frees the memory; ranks that are still there cannot meet any more."""
+        os.close(self._descriptor)
+
+
+def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
+    """The variables, by torchrun's names, of one rank of a service whose ranks are all on this host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        VARIABLE: rendezvous,
+    }
+
+
+def is_on_one_host(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks of the service are on this host, by the variables of one of them."""
+    ranks = environment.get("WORLD_SIZE", "1")
+    return environment.get("LOCAL_WORLD_SIZE", ranks) == ranks

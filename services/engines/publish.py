@@ -1,0 +1,114 @@
+"""Directories that appear whole or not at all, in place of an earlier one of ours and of nothing else.
+
+A directory of ours lists its files. One that holds anything else may hold somebody's work, so it is not replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+FILES = "rlhf-files.json"
+"""Lists the other files of a directory, by their paths within it."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def partial_of(directory: Path) -> Path:
+    """Where a directory is written before it takes its name: a sibling, so that this is one rename."""
+    return directory.with_name(f".{directory.name}.rlhf-partial")
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raises ValueError where `directory` holds something that was not written here."""
+    if not os.path.lexists(directory):
+        return
+    if directory.is_symlink() or not directory.is_dir():
+        raise ValueError(f"{directory} exists and is no directory, so it is not replaced")
+    found = _files(directory)
+    if not found:
+        return
+    try:
+        listed = set(json.loads((directory / FILES).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{directory} exists, and no {FILES} in it says that it is a checkpoint or a model of ours, so it is not "
+            "replaced"
+        ) from None
+    if others := sorted(found - listed - {FILES}):
+        raise ValueError(
+            f"{directory} also holds {others[0]}, which is none of our files; it is not replaced"
+        )
+
+
+def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lambda: None) -> None:
+    """Lists the files of `partial`, brings them to the disk, and gives it the name `directory`. A crash leaves the old
+    directory of that name or the new one; `settle` removes what else is left.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    (partial / FILES).write_text(json.dumps({"files": sorted(_files(partial))}, indent=2) + "\n")
+    for path in partial.rglob("*"):
+        sync(path)
+        progressed()
+    sync(partial)
+    previous = _previous_of(directory)
+    if not os.path.lexists(directory):
+        os.rename(partial, directory)
+    elif _exchange(partial, directory):
+        previous = partial
+    else:
+        os.rename(directory, previous)
+        os.rename(partial, directory)
+    sync(directory.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def settle(directory: Path) -> None:
+    """Ends what a crash interrupted where two directories cannot be exchanged: the old one gets its name back."""
+    previous = _previous_of(directory)
+    if os.path.lexists(directory):
+        shutil.rmtree(previous, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another rank was first
+        os.rename(previous, directory)
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _previous_of(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.rlhf-previous")
+
+
+def _files(directory: Path) -> set[str]:
+    """Paths within a directory of all that is no directory itself."""
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(directory).as_posix() for path in paths}
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Gives two directories each other's name at once; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(one))

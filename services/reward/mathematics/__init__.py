@@ -1,0 +1,72 @@
+r"""The reward `math`: whether the answer in a response equals the ground truth as mathematics.
+
+A response's answer is found (`extract`), written in one way (`clean`) and read (`answers`): numbers, units, lists,
+intervals and words are compared here (`compare`), exactly; everything else by math-verify (`symbolic`), which takes
+units, bases and kinds of brackets too lightly. What is too large to compute with is refused beforehand (`bounds`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from services.reward.mathematics import answers, bounds, compare
+from services.reward.mathematics.extract import last_answer
+from services.reward.scorer import GaveUp
+
+
+def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    r"""1 where the response's answer equals the ground truth as mathematics, else 0; needs the extra `math`.
+
+    Args:
+        ground_truth: LaTeX or a plain expression, in \boxed{...} or $...$ or bare.
+
+    Raises:
+        ValueError: The ground truth cannot be read.
+        GaveUp: The response's answer is too long, or too large to compute with.
+    """
+    truth = read_truth(ground_truth)
+    found = last_answer(response)
+    if not found or not found.strip():
+        return 0.0
+    bounds.check_text(found)
+    try:
+        answer = answers.read(found)
+        bounds.check_text(answer.whole)
+        return float(compare.is_right(truth, answer))
+    except ValueError:
+        # It is no mathematics.
+        return 0.0
+
+
+@functools.lru_cache(maxsize=1024)
+def read_truth(ground_truth: str) -> answers.Answer:
+    """A ground truth. Raises ValueError where it cannot be read."""
+    marked = "\\boxed" in ground_truth or "\\fbox" in ground_truth or ground_truth.strip().startswith("$")
+    found = last_answer(ground_truth) if marked else ground_truth
+    try:
+        bounds.check_text(found or "")
+        truth = answers.read(found or "")
+        is_read = truth.whole and (truth.word or truth.number or truth.brackets or _is_algebra(truth.text))
+    except (GaveUp, ValueError) as error:
+        raise ValueError(f"the ground truth cannot be read: {error}: {ground_truth[:80]!r}") from error
+    if not is_read:
+        raise ValueError(f"the ground truth is not mathematics: {ground_truth[:80]!r}")
+    return truth
+
+
+def warm_up() -> None:
+    """Reads an expression, so that the parser's tables are there before processes are forked off."""
+    _is_algebra(r"\frac{x+1}{2}")
+
+
+math.read_truth = read_truth  # type: ignore[attr-defined]
+math.warm_up = warm_up  # type: ignore[attr-defined]
+math.required_module = "math_verify"  # type: ignore[attr-defined]
+
+
+def _is_algebra(text: str) -> bool:
+    from services.reward.mathematics import symbolic
+
+    return bool(symbolic.read(text))

@@ -1,0 +1,146 @@
+"""The rendezvous backend `rlhf` of torchrun: `torchrun --rdzv-backend rlhf --nproc-per-node 2 -m services.actor ...`.
+
+torch's own backends open a store that listens on every interface, and `c10d`, which `--standalone` uses too, unpickles
+what anybody writes there. With this one nothing listens for ranks on one host. For ranks on several hosts, one store
+listens on the host of `--rdzv-endpoint` alone; nothing that is written there is unpickled, but TCPStore knows no
+authentication, so the network of that host has to be trusted.
+
+torchrun loads `handler` by the entry point group `torchrun.handlers`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from rlhf.rendezvous import TCP, VARIABLE, LocalRendezvous
+
+BACKEND = "rlhf"
+TIMEOUT_S = 600.0
+"""Longest that hosts wait for each other."""
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torchrun's registry asks an entry point for: the function that makes the backend."""
+    return create
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The backend for a command line.
+
+    Raises:
+        ValueError: For several hosts, `--rdzv-endpoint HOST:PORT` or `--rdzv-conf rank=N` is missing or wrong.
+    """
+    if parameters.max_nodes == 1:
+        return OneHost(parameters.run_id)
+    rank = parameters.get_as_int("rank")
+    if rank is None or not 0 <= rank < parameters.max_nodes or parameters.min_nodes != parameters.max_nodes:
+        raise ValueError(
+            f"--rdzv-backend {BACKEND} over several hosts needs their number, --nnodes N, and on each host its own: "
+            f"--rdzv-conf rank=0 on the first (given: --nnodes {parameters.min_nodes}:{parameters.max_nodes}, "
+            f"rank={rank})"
+        )
+    host, _, port = parameters.endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"--rdzv-backend {BACKEND} over several hosts needs --rdzv-endpoint HOST:PORT, an address of the first "
+            f"host and a free port there (given: {parameters.endpoint!r})"
+        )
+    return SeveralHosts(parameters.run_id, host, int(port), rank, parameters.max_nodes)
+
+
+class _Backend(RendezvousHandler):
+    """What both have in common: ranks are not exchanged while a service runs."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class OneHost(_Backend):
+    """Ranks of this host meet in memory of torchrun; see `rlhf.rendezvous`."""
+
+    _local: LocalRendezvous | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """A new place for each start of the ranks."""
+        if self._local is not None:
+            self._local.close()
+        self._local = LocalRendezvous()
+        os.environ[VARIABLE] = self._local.path
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+
+class SeveralHosts(_Backend):
+    """Ranks of several hosts meet in a TCPStore of the first one's torchrun, which listens on `host` alone."""
+
+    def __init__(self, run_id: str, host: str, port: int, rank: int, hosts: int) -> None:
+        super().__init__(run_id)
+        self._host, self._port, self._rank, self._hosts = host.strip("[]"), port, rank, hosts
+        self._store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises RendezvousClosedError for a second start of the ranks: other hosts would not take part in it."""
+        if self._store is not None:
+            raise RendezvousClosedError(f"--rdzv-backend {BACKEND} over several hosts cannot restart ranks")
+        self._store = self._listen() if self._rank == 0 else self._connect()
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        os.environ[VARIABLE] = f"{TCP}{host}:{self._port}"
+        store = PrefixStore("torchrun", self._store)
+        return RendezvousInfo(store, self._rank, self._hosts, RendezvousStoreInfo(self._host, self._port))
+
+    def _listen(self) -> TCPStore:
+        # Left to bind for itself, a TCPStore listens on every interface, whatever host it is given.
+        family, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return TCPStore(
+            self._host,
+            self._port,
+            is_master=True,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def _connect(self) -> TCPStore:
+        return TCPStore(
+            self._host,
+            self._port,
+            is_master=False,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            wait_for_workers=False,
+        )

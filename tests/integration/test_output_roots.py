@@ -1,0 +1,79 @@
+"""Services write below the directories that their config names, and replace nothing that they have not written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import HUGGING_FACE, SHARDED, Cluster, Service
+from rlhf.errors import InvalidRequest, PeerFailed
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "save": ("save_checkpoint", {"format": SHARDED}),
+    "export": ("save_checkpoint", {"format": HUGGING_FACE}),
+    "load": ("load_checkpoint", {}),
+    "profile": ("profile", {"calls": 1}),
+}
+
+
+@pytest.fixture
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that is not below the root of the tests' services, and empty at the end."""
+    directory = tmp_path_factory.getbasetemp().with_name(f"outside-{tmp_path_factory.getbasetemp().name}")
+    directory.mkdir()
+    yield directory
+    assert not list(directory.iterdir())
+    directory.rmdir()
+
+
+@pytest.mark.parametrize("way", ["elsewhere", "up", "link", "root"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_directory_outside_is_refused_and_those_allowed_are_named(
+    actor: Service, cluster: Cluster, tmp_path: Path, outside: Path, name: str, way: str
+) -> None:
+    (root,) = cluster.config.services["actor"].output_roots
+    (tmp_path / "link").symlink_to(outside)
+    up = Path(*[".."] * len(tmp_path.relative_to(root.parent).parts))
+    directory = {
+        "elsewhere": outside / "x",
+        "up": tmp_path / up / outside.name / "x",
+        "link": tmp_path / "link" / "x",
+        "root": root,
+    }[way]
+    method, options = METHODS[name]
+    outcomes = actor.start(method, directory=str(directory), **options).outcomes()
+    assert [type(outcome) for outcome in outcomes] == [InvalidRequest, InvalidRequest]
+    assert f"output_roots: {root.resolve()}" in str(outcomes[0])
+    assert list(actor.description.output_roots) == [str(root.resolve())]
+
+
+@pytest.mark.parametrize("kind", ["manifest.json", "config.json", ""])
+@pytest.mark.parametrize("name", ["save", "export"])
+def test_a_directory_with_a_thesis_is_not_replaced(
+    actor: Service, tmp_path: Path, name: str, kind: str
+) -> None:
+    """Also where it looks like a checkpoint, or is one."""
+    method, options = METHODS[name]
+    thesis = tmp_path / "mine" / "thesis.tex"
+    if kind:
+        thesis.parent.mkdir()
+        (thesis.parent / kind).write_text("{}")
+    else:
+        actor.call(method, directory=str(thesis.parent), **options)
+    before = {path: path.read_bytes() for path in thesis.parent.iterdir()}
+    thesis.write_text("text")
+    outcomes = actor.start(method, directory=str(thesis.parent), **options).outcomes()
+    assert [type(outcome) for outcome in outcomes] == [InvalidRequest, PeerFailed]
+    assert "not replaced" in str(outcomes[0])
+    assert {path: path.read_bytes() for path in thesis.parent.iterdir()} == {**before, thesis: b"text"}
+    actor.call(method, directory=str(tmp_path / "other"), **options)
+    actor.call(method, directory=str(tmp_path / "other"), **options)
+
+
+def test_a_profile_of_very_many_calls_is_refused(actor: Service, tmp_path: Path) -> None:
+    for outcome in actor.start("profile", directory=str(tmp_path), calls=2**31).outcomes():
+        assert isinstance(outcome, InvalidRequest)
+        assert "at most 100" in str(outcome)

@@ -1,0 +1,49 @@
+"""An arena that a step may not fit into is told before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controller.config import Config, load
+from controller.foresight import arena_mb_needed, arena_warnings
+
+QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
+
+
+def config(*settings: str) -> Config:
+    return load(QUICKSTART, ("data.prompts_per_step=8192", "rollout.max_response_tokens=1024", *settings))
+
+
+def test_what_is_needed_by_hand() -> None:
+    # Two ranks of the actor hold 4,096 rows each: 256 ids of a prompt, 1,024 of a response, three floats to these.
+    assert arena_mb_needed(config(), prompt_tokens=256) == {
+        "actor": 4096 * (256 * 4 + 1024 * (4 + 3 * 4)) // 2**20,
+        "critic": 8192 * 1024 * 8 // 2**20,
+        "reference": 8192 * 1024 * 4 // 2**20,
+    }
+
+
+def test_a_mesh_divides_the_rows_over_its_data_ranks_alone() -> None:
+    mesh = ("services.actor.engine='3d'", "services.actor.mesh='1-2-1'", "services.actor.model='nowhere'")
+    assert arena_mb_needed(config(*mesh), 0)["actor"] == 2 * arena_mb_needed(config(), 0)["actor"]
+
+
+def test_a_large_batch_of_an_evaluation_counts() -> None:
+    settings = ("data.prompts_per_step=128", "run.evaluation_rows=8192")
+    assert arena_mb_needed(config(*settings), 0) == arena_mb_needed(config(), 0)
+
+
+def test_the_figure_that_is_needed_is_told_with_its_key() -> None:
+    lines = arena_warnings(config("services.critic.arena_mb=64", "services.reference.arena_mb=1"), 256)
+    assert [line.partition(":")[0] for line in lines] == [
+        "services.actor.arena_mb", "services.reference.arena_mb"
+    ]  # fmt: skip
+    assert lines[0].endswith("64 may be too small: if all responses have rollout.max_response_tokens, 1024, "
+                             "each rank needs 68")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["quickstart", "groups"])
+def test_bundled_configurations_have_arenas_that_are_large_enough(name: str) -> None:
+    assert arena_warnings(load(QUICKSTART.with_name(f"{name}.toml")), 64) == []

@@ -1,0 +1,138 @@
+"""A few hostile bytes are refused before they cost memory, a thread or the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nccl_transfer import wire
+from nccl_transfer.arena import ArenaReader
+from nccl_transfer.store import TensorStore
+from nccl_transfer.transports import byte_server
+from nccl_transfer.transports.byte_server import ByteServer
+from rlhf.errors import InvalidRequest, TransferError
+from rlhf.v1 import common_pb2 as pb
+
+FLOAT32 = pb.ELEMENT_TYPE_FLOAT32
+HUGE = 1 << 62
+
+
+def batch(rows: int, *columns: pb.Column, row_numbers: tuple[pb.RowRange, ...] = ()) -> pb.Batch:
+    endpoint, shard = pb.Endpoint(address="127.0.0.1:1"), pb.Shard(id=1, nbytes=8)
+    return pb.Batch(rows=rows, columns=columns, row_numbers=row_numbers, endpoints=[endpoint], shards=[shard])
+
+
+def remote(rows: int, first: int = 0, **fields: object) -> pb.Column:
+    runs = pb.Runs(runs=[pb.Run(shard=0, rows=rows, first_element=first)])
+    return pb.Column(name="x", dtype=FLOAT32, runs=runs, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (batch(HUGE), f"{HUGE} rows; at most"),
+        (batch(HUGE, remote(HUGE)), "rows; at most"),
+        (
+            batch(1, pb.Column(name="x", dtype=FLOAT32, row_shape=[HUGE, HUGE], inline=b"")),
+            "more than there can be",
+        ),
+        (
+            batch(1, pb.Column(name="x", dtype=FLOAT32, row_shape=[1] * 100, inline=b"....")),
+            "more than there can be",
+        ),
+        (batch(2, remote(2, jagged=True, lengths=[HUGE, HUGE])), "lengths beyond"),
+        (batch(1, remote(1, first=HUGE)), "a run begins at element"),
+        (batch(1, pb.Column(name="x", text=pb.TextRows(rows=["a", "b"]))), "2 texts for 1 rows"),
+        (batch(1, *[pb.Column(name="x", text=pb.TextRows(rows=["a"]))] * 2), "given twice"),
+    ],
+)
+def test_a_batch_that_claims_more_than_it_brings_is_refused(message: pb.Batch, words: str):
+    with pytest.raises(InvalidRequest, match=words):
+        wire.from_proto(message)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, HUGE), (0, 1 << 33), (HUGE, HUGE + 1), (5, 4), ((1 << 64) - 2, (1 << 64) - 1)],
+)
+def test_row_numbers_are_counted_before_they_are_built(numbers: tuple[int, int]):
+    start, stop = numbers
+    message = batch(1, row_numbers=(pb.RowRange(start=start, stop=stop),))
+    with pytest.raises(InvalidRequest, match="row number"):
+        wire.row_numbers(message)
+
+
+def test_an_arena_that_its_owner_could_truncate_is_not_mapped():
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(TransferError, match="not sealed against shrinking"):
+        ArenaReader.of_peer(fd, 4096, b"0" * 16)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_an_arena_smaller_than_said_is_not_mapped():
+    store = TensorStore(1 << 16)
+    fd = os.dup(store.reader.fd)
+    with pytest.raises(TransferError, match="was said to have"):
+        ArenaReader.of_peer(fd, 1 << 30, store.reader.nonce)
+    store.close()
+
+
+def test_a_file_in_place_of_an_arena_is_not_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 4096)
+    with pytest.raises(TransferError, match="no memfd"):
+        ArenaReader.of_peer(os.open(path, os.O_RDONLY), 4096, b"0" * 16)
+
+
+@pytest.fixture
+def server() -> Iterator[ByteServer]:
+    store = TensorStore(1 << 16)
+    with contextlib.closing(store), contextlib.closing(ByteServer(store, "127.0.0.1")) as server:
+        yield server
+
+
+def test_connections_without_the_key_cost_no_thread(server: ByteServer):
+    threads = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        connect = lambda: socket.create_connection(("127.0.0.1", server.port), timeout=10)  # noqa: E731
+        strangers = [opened.enter_context(connect()) for _ in range(40)]
+        for stranger in strangers[:20]:
+            stranger.sendall(b"rlhf")
+        wrong = opened.enter_context(connect())
+        wrong.sendall(b"x" * 28)
+        assert wrong.recv(1) == b""  # disconnected, and by then the others have been seen too
+        assert threading.active_count() == threads
+
+
+def test_the_oldest_connection_without_the_key_makes_room_for_a_new_one(
+    server: ByteServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(byte_server, "MAX_STRANGERS", 4)
+    with contextlib.ExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            for _ in range(5)
+        ]
+        assert strangers[0].recv(1) == b""
+        strangers[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[1].recv(1)
+
+
+def test_half_a_header_is_waited_for_no_longer_than_the_stall_time(
+    server: ByteServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(byte_server, "STALL_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        stranger.sendall(b"rlhf")
+        begun = time.monotonic()
+        assert stranger.recv(1) == b""
+        assert time.monotonic() - begun < 5

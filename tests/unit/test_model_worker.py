@@ -1,0 +1,161 @@
+"""Updates of a worker in this process: what fails leaves no trace, also where no snapshot was taken."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nccl_transfer import fetch
+from nccl_transfer.columns import Jagged
+from rlhf.config import CriticTable
+from rlhf.errors import ConfigError, Refused
+from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
+from services.critic.worker import CriticWorker
+from services.model_worker import rank_device
+from services.ranks import Ranks
+from services.worker import CallContext, Result, Rows
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+COUNT = 6
+
+
+@dataclass(frozen=True)
+class ReleasedRows(fetch.Rows):
+    """Rows that were released while they were computed with."""
+
+    seen: list[str] = field(default_factory=list)
+
+    def verify(self) -> None:
+        self.seen.append("verified")
+        raise Refused("the rows have been released")
+
+
+def make_critic(directory: Path, engine: str) -> CriticWorker:
+    name, _, stage = engine.partition("-")
+    tables: dict[str, Any] = {"3d": {"mesh": "1-1-1"}, "zero": {"zero": {"stage": int(stage or 1)}}}
+    table = {
+        "role": "critic",
+        "address": "127.0.0.1:1",
+        "model": directory,
+        "engine": name,
+        "dtype": "bfloat16",
+    }
+    return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
+
+
+def make_rows(kind: type[fetch.Rows] = fetch.Rows) -> Rows:
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(1, 6, COUNT)
+
+    def column(make: Any) -> Jagged[np.ndarray]:
+        return Jagged(make(int(lengths.sum())), lengths)
+
+    values: dict[str, Any] = {
+        name: column(lambda n: generator.integers(3, 61, n)) for name in ("prompt_ids", "response_ids")
+    }
+    values |= {
+        name: column(lambda n: generator.normal(size=n).astype(np.float32)) for name in ("values", "returns")
+    }
+    dtypes = {name: str(x.values.dtype) for name, x in values.items()}
+    return Rows(kind(COUNT, values, dtypes, 0), np.arange(COUNT))
+
+
+def update(worker: CriticWorker, rows: Rows, mini_batches: int = 1) -> Result:
+    schedule = actor_pb2.Schedule(epochs=1, mini_batches=mini_batches)
+    request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(clip=0.5), schedule=schedule)
+    call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+    return worker.around(lambda: worker.update_critic(rows, request, call))
+
+
+def bits(worker: CriticWorker) -> dict[str, Tensor]:
+    snapshot = worker.engine.snapshot()
+    return snapshot.tensors | {"num_steps": torch.tensor(snapshot.num_steps)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+@pytest.fixture(params=["fsdp", "3d", "zero-1", "zero-2", "zero-3"])
+def critic(request: pytest.FixtureRequest, tiny_llama_dir: Path) -> CriticWorker:
+    if request.param.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    return make_critic(tiny_llama_dir, request.param)
+
+
+def takes_no_snapshot(critic: CriticWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot() -> None:
+        raise AssertionError("a single step needs no snapshot")
+
+    monkeypatch.setattr(critic.engine, "snapshot", snapshot)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_an_update_whose_rows_were_released_leaves_no_trace(
+    critic: CriticWorker, mini_batches: int, monkeypatch: pytest.MonkeyPatch
+):
+    update(critic, make_rows())
+    before, rows = bits(critic), make_rows(ReleasedRows)
+    with monkeypatch.context() as patch:
+        if mini_batches == 1 and critic.engine.step_is_atomic:
+            takes_no_snapshot(critic, patch)
+        with pytest.raises(Refused, match="released"):
+            update(critic, rows, mini_batches)
+    assert rows.fetched.seen == ["verified"]  # type: ignore[attr-defined]
+    assert critic.policy_version == 1
+    assert same(bits(critic), before)
+
+
+def test_a_single_step_without_a_snapshot_gives_the_bits_of_one_with_it(
+    critic: CriticWorker, monkeypatch: pytest.MonkeyPatch
+):
+    critic.engine.step_is_atomic = False
+    first = [update(critic, make_rows()).metrics for _ in range(2)]
+    expected = bits(critic)
+    critic.start_over()
+    critic.engine.step_is_atomic = type(critic.engine).step_is_atomic
+    with monkeypatch.context() as patch:
+        if critic.engine.step_is_atomic:
+            takes_no_snapshot(critic, patch)
+        assert [update(critic, make_rows()).metrics for _ in range(2)] == first
+    assert same(bits(critic), expected)
+
+
+def test_a_worker_that_starts_over_is_at_policy_version_0(critic: CriticWorker):
+    before = bits(critic)
+    update(critic, make_rows())
+    critic.start_over()
+    assert critic.policy_version == 0
+    assert same(bits(critic), before)
+
+
+def test_a_rank_computes_on_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
+    chosen = gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rank_device() == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    chosen = gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU, this host shows 2"):
+        rank_device()
+    assert chosen == []
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """Has torch tell that there are GPUs; returns those that are made current."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen

@@ -1,0 +1,170 @@
+"""Rewards by a model in this process: a row that cannot be read costs no other row its score, and the copy that scores
+changes with the weights or not at all."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from nccl_transfer import fetch
+from nccl_transfer.columns import Jagged
+from rlhf.config import OptimizerTable, RewardTable
+from rlhf.errors import RlhfError
+from rlhf.v1 import common_pb2, reward_pb2
+from services.models import load_classifier
+from services.ranks import Ranks
+from services.reward.model import LearningRewardWorker, ModelScorer
+from services.worker import CallContext, Rows
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+BUDGET = 16
+PAIRS = {
+    "prompt": ["w3", "w4 w5", "w6"],
+    "chosen": [" w7", " w8 w9", " w10"],
+    "rejected": [" w11 w12", " w13", " w14"],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model, and a tokenizer of words w1, w2, ... with spaces between."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        initializer_range=0.25,
+    )
+    config.num_labels = 1
+    path = tmp_path_factory.mktemp("reward")
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({"<pad>": 0} | {f"w{i}": i for i in range(1, 61)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(path)
+    return path
+
+
+def make_table(directory: Path, **more: Any) -> RewardTable:
+    return RewardTable.model_validate(
+        {
+            "role": "reward",
+            "address": "127.0.0.1:1",
+            "kind": "model",
+            "model": directory,
+            "micro_batch_tokens": BUDGET,
+            **more,
+        }
+    )
+
+
+def make_call() -> CallContext:
+    return CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+
+
+def text_rows(*lengths: int) -> list[reward_pb2.TextRow]:
+    return [reward_pb2.TextRow(prompt=" ".join(f"w{3 + i}" for i in range(n))) for n in lengths]
+
+
+def test_a_text_beyond_the_budget_is_an_error_of_its_row_alone(directory: Path):
+    scorer = ModelScorer(make_table(directory))
+    scores = scorer.score_texts(text_rows(2, BUDGET + 1, BUDGET, 0), make_call())
+    alone = [scorer.score_texts(text_rows(n), make_call())[0].score for n in (2, BUDGET)]
+    assert [score.WhichOneof("verdict") for score in scores] == ["score", "error", "score", "error"]
+    assert [scores[0].score, scores[2].score] == pytest.approx(alone, abs=1e-6)
+    assert "17 tokens; the reward model reads from 1 to 16" in scores[1].error
+    assert "micro_batch_tokens" in scores[1].error
+    assert "0 tokens" in scores[3].error
+
+
+def test_token_ids_beyond_the_budget_are_an_error_of_their_row_alone(directory: Path):
+    scorer = ModelScorer(make_table(directory, input="tensor"))
+    lengths = np.array([3, BUDGET])
+    ids = Jagged(np.arange(lengths.sum()) % 50 + 3, lengths)
+    values = {"prompt_ids": ids, "response_ids": ids}
+    rows = Rows(fetch.Rows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
+    assert [score.WhichOneof("verdict") for score in scorer.score_tokens(rows, make_call())] == [
+        "score",
+        "error",
+    ]
+
+
+def test_a_reward_model_is_computed_in_the_type_that_is_asked_for(directory: Path):
+    exact, rounded = (ModelScorer(make_table(directory, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert rounded._scorer.model.dtype == torch.bfloat16
+    scores = [each.score_texts(text_rows(5), make_call())[0].score for each in (exact, rounded)]
+    assert scores[1] != scores[0]
+    assert scores[1] == pytest.approx(scores[0], abs=0.05)
+
+
+def update(worker: LearningRewardWorker) -> None:
+    rows = Rows(fetch.Rows(3, PAIRS, {}, 0), np.arange(3))
+    request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
+    worker.around(lambda: worker.update_reward(rows, request, make_call()))
+
+
+def state(worker: LearningRewardWorker) -> dict[str, Tensor]:
+    """Weights and moments, and the weights that score."""
+    scoring = worker.scorer._scorer.model.state_dict()
+    return worker.engine.snapshot().tensors | {f"scorer.{name}": x.clone() for name, x in scoring.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def make_learner(directory: Path) -> LearningRewardWorker:
+    table = make_table(directory, optimizer=OptimizerTable(learning_rate=1e-2), micro_batch_tokens=64)
+    return LearningRewardWorker(table, Ranks(0, 1, 0))
+
+
+def test_an_update_whose_weights_cannot_be_copied_to_the_scorer_leaves_no_trace(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    worker, untroubled = make_learner(directory), make_learner(directory)
+    before, allocate, left = state(worker), torch.empty_like, iter(range(4))
+
+    def limited(*arguments: Any, **options: Any) -> Tensor:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("there is no memory left")
+        return allocate(*arguments, **options)
+
+    stage = worker.scorer.stage_weights
+
+    def stage_with_little_memory(weights: Any) -> dict[str, Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", limited)
+            return stage(weights)
+
+    worker.scorer.stage_weights = stage_with_little_memory
+    with pytest.raises((RlhfError, torch.OutOfMemoryError), match="no memory left"):
+        update(worker)
+    assert worker.policy_version == 0
+    assert same(state(worker), before)
+    worker.scorer.stage_weights = stage
+    for each in (worker, untroubled):
+        update(each)
+    assert worker.policy_version == 1
+    assert same(state(worker), state(untroubled))
+
+
+def test_after_an_update_and_a_new_start_the_scorer_has_the_weights_that_learn(directory: Path):
+    worker = make_learner(directory)
+    before = state(worker)
+    update(worker)
+    learned = dict(worker.engine.full_tensors())
+    assert same(dict(worker.scorer._scorer.model.state_dict()), learned)
+    assert not same(learned, load_classifier(directory).state_dict())
+    worker.start_over()
+    assert same(state(worker), before)

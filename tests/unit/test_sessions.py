@@ -1,0 +1,198 @@
+"""Which sessions a rank takes, whether clocks agree or not, and on whose behalf a run's calls are made."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from controller import cluster as cluster_module
+from controller import dataflow
+from controller.admission import differing_keys
+from controller.cluster import Cluster
+from controller.dataflow import FutureBatch, promise
+from controller.session import Session, StepContext
+from rlhf.config import ActorTable
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import common_pb2, worker_pb2
+from services.sessions import CurrentSession
+
+HOUR_NS = 3600 * 10**9
+
+
+def first_call(session: str, started: int, *, take_over: bool = False) -> common_pb2.Call:
+    return common_pb2.Call(session=session, sequence=1, session_started_unix_ns=started, take_over=take_over)
+
+
+Test = Callable[[CurrentSession, list[str]], Coroutine[Any, Any, None]]
+
+
+def in_a_loop(test: Test) -> None:
+    """Runs a test of a rank's session; the second argument names those that have ended."""
+
+    async def main() -> None:
+        ended: list[str] = []
+        await test(CurrentSession(ended.append), ended)
+
+    asyncio.run(main())
+
+
+def test_a_younger_session_ends_one_whose_controller_is_not_there() -> None:
+    async def test(current: CurrentSession, ended: list[str]) -> None:
+        current.open(first_call("first", 1))
+        current.open(first_call("second", 2))
+        assert (current.name, ended) == ("second", ["first"])
+
+    in_a_loop(test)
+
+
+def test_a_session_whose_controller_is_there_ends_only_where_it_is_taken_over() -> None:
+    async def test(current: CurrentSession, ended: list[str]) -> None:
+        current.open(first_call("first", 1))
+        current.opened_stream("first")
+        with pytest.raises(Refused, match=r"session 'first' is running here"):
+            current.open(first_call("second", 2))
+        current.closed_stream("first")
+        assert not current.is_connected
+        with pytest.raises(Refused, match=r"session 'first' is running here"):
+            current.open(first_call("second", 2))
+        assert (current.name, ended) == ("first", [])
+        current.open(first_call("second", 2, take_over=True))
+        assert (current.name, ended) == ("second", ["first"])
+
+    in_a_loop(test)
+
+
+def test_a_session_that_was_ended_is_free_to_take_at_once() -> None:
+    async def test(current: CurrentSession, ended: list[str]) -> None:
+        current.open(first_call("first", 1))
+        current.opened_stream("first")
+        current.closed_stream("first")
+        current.end("first")
+        current.open(first_call("second", 2))
+        assert (current.name, ended) == ("second", ["first"])
+
+    in_a_loop(test)
+
+
+def test_a_session_from_the_future_is_refused_and_locks_nobody_out() -> None:
+    async def test(current: CurrentSession, ended: list[str]) -> None:
+        for started in (2**64 - 1, time.time_ns() + 2 * HOUR_NS):
+            with pytest.raises(InvalidRequest, match="ahead of this host's clock"):
+                current.open(first_call("future", started))
+        current.open(first_call("next", time.time_ns()))
+        assert current.name == "next"
+
+    in_a_loop(test)
+
+
+def test_a_session_that_claims_a_start_after_the_youngest_is_taken_whatever_its_clock_says() -> None:
+    async def test(current: CurrentSession, ended: list[str]) -> None:
+        current.open(first_call("ahead", time.time_ns() + HOUR_NS // 2))
+        behind = Session(started_unix_ns=time.time_ns() - HOUR_NS)
+        behind.claim_after([current.started_unix_ns, 5])
+        header = behind.header(behind.newest, "actor", "synchronize")
+        header.sequence = 1
+        current.open(header)
+        assert current.name == behind.name
+        # Ranks compare starts in microseconds.
+        assert header.session_started_unix_ns // 1000 > (time.time_ns() + HOUR_NS // 2 - 60 * 10**9) // 1000
+
+    in_a_loop(test)
+
+
+def test_a_claim_is_later_by_a_microsecond_and_changes_the_start_of_no_run() -> None:
+    session = Session(started_unix_ns=5000)
+    session.claim_after([4000])
+    assert session.claimed_unix_ns == 5000
+    session.claim_after([9000, 7000])
+    assert (session.claimed_unix_ns, session.started_unix_ns) == (10_000, 5000)
+    session.claim_after([2**64 - 1])
+    assert session.header(session.newest, "actor", "m").session_started_unix_ns == 2**64 - 1
+
+
+def test_calls_of_two_open_steps_are_counted_for_each() -> None:
+    session = Session(name="run", seed=7)
+    first, second = session.begin_step(1), session.begin_step(2)
+    headers = [session.header(step, "actor", "generate") for step in (second, first, second)]
+    assert [(h.step, h.ordinal, h.seed) for h in headers] == [(2, 0, 7), (1, 0, 7), (2, 1, 7)]
+    assert len({h.call_id for h in headers}) == 3
+
+
+def test_rows_without_a_step_or_of_one_that_has_ended_belong_to_the_newest() -> None:
+    session = Session()
+    first, second = session.begin_step(1), session.begin_step(2)
+    rows = FutureBatch.of(prompt=["a"])
+    assert session.step_of(rows.step) is second
+    assert session.step_of(rows.of_step(first).step) is first
+    first.has_ended = True
+    assert session.step_of(rows.of_step(first).step) is second
+
+
+def test_a_number_begins_once() -> None:
+    session = Session()
+    session.begin_step(2)
+    with pytest.raises(InvalidRequest, match="step 2 has begun"):
+        session.begin_step(1)
+
+
+def test_a_step_waits_for_its_calls_and_not_for_those_of_others() -> None:
+    first, second = StepContext(1), StepContext(2)
+    mine, other = promise(), promise()
+    first.made(mine)
+    second.made(other)
+    mine.set_exception(InvalidRequest("it failed, and whoever wants its rows is told"))
+    first.wait(timeout_s=5)
+    assert not other.done()
+
+
+def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ended the run is what its user is to be told."""
+    for module in (cluster_module, dataflow):
+        monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
+    cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()
+
+    async def block() -> None:
+        is_over.wait(20)
+
+    cluster._loop.start(block())
+    began = time.monotonic()
+    cluster.close()
+    assert time.monotonic() - began < 2
+    is_over.set()
+
+
+def test_a_service_that_was_started_with_another_config_differs_in_those_keys() -> None:
+    here = ActorTable(
+        role="actor", address="127.0.0.1:1", model=Path("model"), threads=2, bind_host="0.0.0.0"
+    )
+    there = here.model_copy(update={"threads": 1, "bind_host": "", "pool": "gpus", "model": Path("other")})
+    told = worker_pb2.DescribeResponse(table=there.model_dump_json(), working_directory=str(Path.cwd()))
+    assert differing_keys(here, told) == [
+        'model is "other" there and "model" here',
+        "threads is 1 there and 2 here",
+    ]
+
+
+def test_paths_are_compared_from_where_they_are_relative_to() -> None:
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
+    there = here.model_copy(update={"model": Path("../model")})
+    told = worker_pb2.DescribeResponse(table=there.model_dump_json())
+    told.working_directory = str(Path.cwd() / "services")
+    assert differing_keys(here, told) == []
+    told.working_directory = "/elsewhere/services"
+    assert differing_keys(here, told) == ['model is "../model" there and "model" here']
+    told.table = here.model_dump_json()
+    assert differing_keys(here, told) == [], "the same on another host"
+
+
+def test_a_service_that_tells_nothing_of_its_config_is_taken_as_it_is() -> None:
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
+    assert differing_keys(here, worker_pb2.DescribeResponse()) == []
