@@ -129,7 +129,7 @@ def quickstart(algorithm: Algorithm, directory: Path, seed: int, steps: int | No
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """What the runs came to, as Markdown: means, and in brackets the smallest and the largest."""
+    """Tables of the runs' results, as Markdown: means, and in brackets the smallest and the largest."""
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_name.setdefault(outcome.algorithm, []).append(outcome)

@@ -1,4 +1,4 @@
-"""What both systems of `benchmarks.end_to_end` are given: model, tokenizer, prompts, reward, sizes; and a stopwatch."""
+"""The task that both systems of `benchmarks.end_to_end` run: prompts, reward, sizes; and a stopwatch."""
 
 from __future__ import annotations
 

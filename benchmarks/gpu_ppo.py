@@ -68,7 +68,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run.
+    """Settings of the benchmark.
 
     Attributes:
         mini_batches: Optimizer steps of an iteration.
@@ -172,7 +172,7 @@ def run(config: Path, runs: Path) -> Path:
 
 
 def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[Stage]:
-    """What ranks computed in the steps that count, from the events of a timeline, in order of the first call."""
+    """Stages of the steps that count, read from the events of a timeline, in order of the first call."""
     events = list(events)
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"]["name"]
@@ -251,7 +251,7 @@ def show(
 
 
 def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """What ranks fetched in all, by the transport it came with."""
+    """Total bytes that ranks fetched, by transport."""
     found: dict[str, int] = {}
     for row in metrics:
         for name in row:

@@ -58,5 +58,5 @@ def training_flops(
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """What a GPU can do in bfloat16; None of one that is not in the table."""
+    """Peak bfloat16 rate of a GPU, in TFLOP/s; None for a GPU that is not in the table."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)

@@ -1,4 +1,4 @@
-"""What the cluster costs: PPO iterations of the quickstart through services, beside the same under plain torchrun.
+"""Overhead of the cluster: PPO iterations of the quickstart through services, beside the same under plain torchrun.
 
 The anchor (`benchmarks.overhead_plain`) has the same ranks, threads, concurrency and numerical code, but no
 service, no RPC, no tensor store and no record of a run; that its weights end up the same, bit for bit, shows
@@ -211,7 +211,7 @@ def _phases(records: Iterable[CallRecord], wanted: str) -> list[Span]:
 
 
 def _subtract(spans: Sequence[Span], taken: Iterable[Span]) -> list[Span]:
-    """What of the spans no taken one covers."""
+    """The parts of the spans that no taken span covers."""
     left = list(spans)
     for start, stop in taken:
         pieces = [piece for s, e in left for piece in ((s, min(e, start)), (max(s, stop), e))]

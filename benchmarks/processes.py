@@ -58,7 +58,7 @@ def timed(move: Callable[[], object]) -> Callable[[], float]:
 
 
 def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each way gave, its seconds, in each round, after two that do not count."""
+    """Seconds of each variant in each round, after two rounds that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-2, rounds):
         for name, way in ways.items():

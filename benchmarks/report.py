@@ -1,4 +1,4 @@
-"""What every benchmark says besides its figures: where and with what they were taken."""
+"""The circumstances of a benchmark: machine, load, versions, commit."""
 
 from __future__ import annotations
 

@@ -559,7 +559,7 @@ def device_table(devices: list[DeviceTransfer]) -> Table:
 def aims(
     hand_offs: list[HandOff], streams: list[Stream], dealt: list[Dealt], devices: list[DeviceTransfer]
 ) -> list[str]:
-    """What was hoped for, and whether it came."""
+    """The aims, and whether each was met."""
 
     def line(what: str, figure: str, met: bool) -> str:
         return f"{what}: {figure}: {'met' if met else 'missed'}"

@@ -108,7 +108,7 @@ class Lender:
 
 
 def expected(nbytes: int) -> np.ndarray:
-    """What is sent: one row, [1, nbytes] uint8."""
+    """The row to be sent, [1, nbytes] uint8."""
     return np.resize(np.arange(251, dtype=np.uint8), (1, nbytes))
 
 

@@ -61,7 +61,7 @@ class Formulas:
 
 
 def formulas(mesh: Mesh, kind: str) -> Formulas:
-    """What the paper says of a transition. Training keeps 1/(t p) on each rank here, as it is replicated over d; where
+    """The paper's formulas for a transition. Training keeps 1/(t p) on each rank, replicated over d; where
     DeepSpeed-Chat shards it over d too, its redundancy is 1/(t p d)."""
     tp, generated = mesh.tensor * mesh.pipeline, mesh.replica_size
     if kind in ("hybridflow", "vllm"):
@@ -89,7 +89,7 @@ def write_model(directory: Path, hidden: int) -> None:
 
 @contextlib.contextmanager
 def namespace() -> Iterator[list[str]]:
-    """What to put before a command to run it in a network namespace of its own; nothing where none can be made."""
+    """Command prefix that runs a command in a network namespace of its own; empty where none can be made."""
     ip = shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
     if os.geteuid() != 0 or ip is None:
         yield []
@@ -131,7 +131,7 @@ def run(
 
 
 def summary(mesh: Mesh, kind: str, reports: list[dict[str, Any]], alone: bool) -> dict[str, Any]:
-    """What all ranks of a case say together."""
+    """Figures of a case over all its ranks."""
     expected, model = formulas(mesh, kind), reports[0]["model"]
     received = [report["received"] for report in reports]
     counted = sum(report["received"] + report["received_whole"] for report in reports)

@@ -1,4 +1,4 @@
-"""What a check finds: a finding per rule, and the exceptions by which a check says that its rule does not hold."""
+"""Findings of checks, one per rule, and the exceptions that a check raises where its rule does not hold."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class RewardTarget:
         return self.verdicts(self.start(request, timeout_s), len(rows))
 
     def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
-        """What a call of `num_rows` rows answered; raises as `score`."""
+        """The verdicts of a call of `num_rows` rows; raises as `score`."""
         try:
             answer = decoded(reward_pb2.ComputeRewardResponse, call.result())
         except grpc.RpcError as error:
@@ -128,7 +128,7 @@ def has_score(verdict: Verdict) -> bool:
 
 
 def verdict_fault(verdict: Verdict) -> str:
-    """What is wrong with a verdict; empty where nothing is."""
+    """The fault of a verdict; empty for a valid one."""
     match verdict.WhichOneof("verdict"):
         case None:
             return "no verdict is set"

@@ -1,4 +1,4 @@
-"""What an algorithm is: a function of a run, and what it declares about itself. Nobody else knows it by name."""
+"""An algorithm: a function of a run, and its declarations. No other module knows an algorithm by name."""
 
 from __future__ import annotations
 

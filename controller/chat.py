@@ -23,7 +23,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Chat:
-    """What a tokenizer makes of conversations and of text.
+    """Chat template and special tokens of a tokenizer, applied to conversations and texts.
 
     Args:
         directory: Of the model; its chat_template.jinja, tokenizer_config.json and tokenizer.json are read.

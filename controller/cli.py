@@ -154,7 +154,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is run, before it is connected to services."""
+    """A checked run that is not yet connected to services."""
 
     algorithm: Algorithm
     config: Config
@@ -278,7 +278,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    """What came of the first thing that was measured on the held-out rows."""
+    """One line with the first held-out metric, before and after."""
     name = next(key.removesuffix("_before") for key in summary if key.endswith("_before"))
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     shape, shown = (

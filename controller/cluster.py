@@ -182,7 +182,7 @@ class Cluster:
         return f"services.{name} ({self.config.services[name].address})"
 
     async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """What a service says of itself, checked against the config."""
+        """Describes a service and checks the answer against the config."""
         table = self.config.services[name]
         description = await self._describe(name, deadline)
         if description.role != table.role:
@@ -203,7 +203,7 @@ class Cluster:
         return description
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """What rank 0 of a service says of it, as soon as it answers."""
+        """Describe of rank 0 of a service, retried until it answers."""
         table = self.config.services[name]
         client = RankClient(name, 0, table.address)
         try:

@@ -31,7 +31,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class RunTable(Strict):
-    """What is run, and where its files go."""
+    """The run: its steps, limits and directory."""
 
     name: str = "run"
     """Name of the run; part of the name of its directory."""

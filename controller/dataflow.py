@@ -84,7 +84,7 @@ async def _cancel_all() -> None:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What one finished group call reports.
+    """Record of one finished group call.
 
     Attributes:
         service, method: Name in the config; Python name of the method.

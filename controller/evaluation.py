@@ -31,7 +31,7 @@ Measured = tuple[Mapping[str, np.ndarray], Sequence[FutureBatch]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on the held-out rows.
+    """Metrics of the held-out rows.
 
     Attributes:
         measure: Called with one batch of rows after the other, in the order of the rows.

@@ -1,4 +1,4 @@
-"""What a step may take of the services' arenas, told before anything starts."""
+"""Estimates of the arena memory that a step needs, made before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is: its algorithm, command line and code, when it started, what its services run on and began from."""
+"""Identity of a run: algorithm, command line, code version, start, platform and initial weights of its services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known of a run before it is connected to services.
+    """The part of a run's identity that is known before it connects to services.
 
     Attributes:
         algorithm: Its name.
@@ -98,7 +98,7 @@ def git_commit() -> str:
 
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """What the bits of a service's results depend on, beside its configuration."""
+    """The platform of a service: everything beside its configuration that the bits of its results depend on."""
     figures = {
         "version": said.version,
         "threads": said.threads,

@@ -12,7 +12,7 @@ from rlhf.v1 import actor_pb2
 
 
 def parities(records: Iterable[CallRecord]) -> list[actor_pb2.RolloutParity]:
-    """What the ranks found, each that compared something."""
+    """Parity findings of the ranks that compared something."""
     answers = [answer for record in records for answer in record.responses]
     compared = [answer for answer in answers if isinstance(answer, actor_pb2.ComputeLogProbResponse)]
     return [answer.parity for answer in compared if answer.parity.tokens]

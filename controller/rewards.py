@@ -1,4 +1,4 @@
-"""What algorithms ask for as a reward or a cost: one service, several by weight, or by the rows' source different ones;
+"""Rewards and costs for algorithms: one service, a weighted sum of several, or different ones by the rows' source;
 and what becomes of rows that could not be scored. They never count as zero."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Recipe = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failures:
-    """What is done about rows that could not be scored.
+    """Policy for rows that could not be scored.
 
     Attributes:
         policy: stop, retry or drop_group; see `algorithm.on_failed_reward`.
@@ -39,7 +39,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Part:
-    """What one service scores of a batch: these rows [n], each with this weight [n]."""
+    """The rows [n] of a batch that one service scores, each with a weight [n]."""
 
     service: str
     group: RewardGroup
@@ -228,7 +228,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Settled:
-    """What was said about rows.
+    """Verdicts about rows.
 
     Attributes:
         verdicts: One per row; of a row that failed it means nothing.
@@ -260,7 +260,7 @@ class Settled:
         return Settled(verdicts, causes, (*self.calls, *again.calls))
 
     def repeated(self, times: int) -> Settled:
-        """What was said about each row, for `times` rows side by side."""
+        """Verdicts with each row repeated `times` times, side by side."""
         verdicts = [verdict for verdict in self.verdicts for _ in range(times)]
         causes = {row * times + i: cause for row, cause in self.causes.items() for i in range(times)}
         parts = {service: np.repeat(scores, times) for service, scores in self.parts.items()}

@@ -242,7 +242,7 @@ class Step:
 
 
 class Run:
-    """What an algorithm works with.
+    """The run that an algorithm's function is given.
 
     Args:
         config: The whole configuration.

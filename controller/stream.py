@@ -154,8 +154,8 @@ class CallStream:
         return None
 
     def _note(self, error: grpc.RpcError | DecodeError | None) -> None:
-        """What becomes of the calls under way once a stream has ended: they are sent again over the next, unless the
-        rank said something, or cannot be reached for too long."""
+        """Handles the end of a stream: its calls are sent again over the next stream, unless the rank answered with an
+        error or has been unreachable for too long."""
         if isinstance(error, DecodeError):
             return self._fail_all(partial(_unreadable, error))
         if isinstance(error, grpc.RpcError) and not is_break(error):

@@ -49,7 +49,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a service says of itself."""
+    """Answer of a service to a health check."""
 
     state: str
     """SERVING, NOT_SERVING or NOT_REACHABLE."""

@@ -1,4 +1,4 @@
-"""What the log of a service says about its end."""
+"""Reads from a service's log why it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before anything is started, so that a mistake is told at once and by its key."""
+"""Checks made before anything is started, so that a mistake is reported at once, by its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is up on this host: one small file per config, locked by its supervisor for as long as that lives.
+"""Deployments of this host: one small file per config, locked by its supervisor while that lives.
 
 The kernel frees the lock when the supervisor ends, however it ends. So a file that is locked names a living
 supervisor, and one that is not was left by a supervisor that was killed.

@@ -81,7 +81,7 @@ def _section(title: str, table: type[BaseModel], fields: dict[str, FieldInfo]) -
 
 
 def _algorithms() -> Iterator[str]:
-    """What the algorithms declare about themselves."""
+    """Declarations of the algorithms."""
     found = {name: algorithms.find_algorithm(name) for name in algorithms.names()}
     head = "| algorithm | services (role, where not the name) | defaults of its own |\n|---|---|---|"
     rows = []

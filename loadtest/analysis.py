@@ -1,4 +1,4 @@
-"""What figures mean: knee, capacity, queueing theory, and whether the tester itself was the limit."""
+"""Analysis of measured levels: knee, capacity, queueing theory, and whether the load generator was the limit."""
 
 from __future__ import annotations
 

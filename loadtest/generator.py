@@ -131,8 +131,8 @@ class Generator:
             self._note_end(due_s, sent_s, reply)
 
     def _note_end(self, due_s: float, sent_s: float, reply: Reply) -> None:
-        """What ends once the calls are being cancelled ends because of it; of a test that was interrupted it was not
-        given its time, so it says nothing."""
+        """Records the end of a call. While remaining calls are cancelled it counts as unfinished, or not at all where
+        the test was interrupted."""
         if not self._given_up:
             self._recorder.end(due_s, sent_s, self._clock(), reply)
         elif not self._stop.is_set():

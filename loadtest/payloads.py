@@ -56,7 +56,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Shape:
-    """What rows look like where they are made up.
+    """Sizes of generated rows.
 
     Attributes:
         rows: Rows per call.

@@ -1,4 +1,4 @@
-"""What happened in one step of a load test: counted as it happens, in memory that does not grow with the calls."""
+"""Recorder of one step of a load test, in memory that does not grow with the number of calls."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to do.
+    """Settings of a load test.
 
     Attributes:
         role, target, method: Whom to call: role, host:port of rank 0, name of the method.
@@ -229,7 +229,7 @@ def _summary(histogram: Histogram) -> dict[str, float]:
 
 
 def _expected_queue(settings: Settings, recorder: Recorder) -> float | None:
-    """What a queue in front of one server with the computing times measured would cost, in seconds."""
+    """Expected waiting time in seconds of a single-server queue with the measured service times."""
     compute = recorder.server["compute"]
     if settings.arrivals != "poisson" or not compute.count:
         return None

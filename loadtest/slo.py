@@ -55,7 +55,7 @@ def parse(text: str) -> list[Objective]:
 
 
 def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Verdict]:
-    """What a step's figures say to each objective.
+    """Verdict of a step's figures on each objective.
 
     Args:
         step: Figures as in the JSON result.

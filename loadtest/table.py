@@ -37,7 +37,7 @@ def progress_line(step: Json, closed: bool) -> str:
 
 
 def level_text(step: Json, closed: bool) -> str:
-    """What a step asked of the service."""
+    """Load that a step offered to the service."""
     return f"{step['level']:g} callers" if closed else f"{step['level']:g}/s offered"
 
 

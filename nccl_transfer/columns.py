@@ -1,4 +1,4 @@
-"""What a column of a batch holds: here, rows of different lengths."""
+"""Jagged columns: rows of different lengths."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """What the device's stream is given from now on waits for the point last recorded."""
+        """Makes later work of the device's stream wait for the point last recorded."""
 
     @abstractmethod
     def close(self) -> None:

@@ -70,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What was read of one rank's shards: ranges in order, none touching another, and the bytes of each."""
+    """Ranges read from one rank's shards, in order and disjoint, and the bytes of each."""
 
     ranges: Sequence[ByteRange]
     reading: Reading
@@ -154,12 +154,12 @@ class Fetcher:
 
     @property
     def relays(self) -> RelayBoard:
-        """What this rank has read for its neighbours; only a rank with a store can."""
+        """Shards that this rank has read on behalf of its neighbours; requires a store."""
         assert self._board is not None, "a process without a store keeps nothing for others"
         return self._board
 
     def traffic(self) -> dict[str, Traffic]:
-        """What each transport has moved since the start."""
+        """Traffic of each transport since the start."""
         with self._lock:
             return dict(self._traffic)
 
@@ -230,7 +230,7 @@ class Fetcher:
         return reading
 
     def _check_condemned(self, wanted: Ranges) -> None:
-        """What was found wrong once is wrong for good, also where the owner could not be told."""
+        """Raises for shards that were found corrupt before, even if the owner could not be notified."""
         for source, ranges in wanted.items() if self._condemned else ():
             for r in ranges:
                 if (source, r.shard.id) in self._condemned:

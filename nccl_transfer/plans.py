@@ -127,13 +127,13 @@ class Slice:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def intersect(self, other: Slice) -> Slice | None:
-        """What is in both; None where that is nothing."""
+        """Intersection of two boxes; None if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Slice(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
 
     def without(self, other: Slice) -> list[Slice]:
-        """What is left, as disjoint slices: along each axis, what lies before and behind."""
+        """Difference of two boxes, as disjoint boxes: along each axis, the parts before and behind."""
         common = self.intersect(other)
         if common is None:
             return [self]

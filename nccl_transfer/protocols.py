@@ -60,7 +60,7 @@ class TransferProtocol(ABC):
         return [parts[self.part(rank, mesh)] for rank in range(mesh.size)]
 
     def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
-        """What came back for the rows of the call, in their order, each once.
+        """Results for the rows of the call, in their order, each row once.
 
         Args:
             outputs: Outputs of the collected ranks put end to end.

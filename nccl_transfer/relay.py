@@ -66,7 +66,7 @@ class _Promise:
 
 
 class RelayBoard:
-    """What this rank has read for its neighbours, by call and by the rank it came from. Thread-safe.
+    """Shards that this rank has read on behalf of its neighbours, by call and source rank. Thread-safe.
 
     It holds what is waited for, and of the calls nobody waits for the last REMEMBERED_CALLS, whole.
     """

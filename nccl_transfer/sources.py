@@ -1,4 +1,4 @@
-"""What a rank serves so that other GPUs can fetch from it, as far as it has a GPU of its own."""
+"""Sources that a rank with a GPU serves, for other GPUs to fetch from."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoreStat:
-    """What a store holds. Bytes in use count the headers and the padding of the shards too."""
+    """Contents of a store. Bytes in use include headers and padding of shards."""
 
     arena_bytes: int
     used_bytes: int
@@ -156,7 +156,7 @@ class TensorStore:
         return self.copy(shard_id, start, nbytes, bytes)
 
     def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
-        """What `copy` makes of bytes of a shard that were certainly there while it ran. Errors as in `read_bytes`."""
+        """Calls `copy` with bytes of a shard that is pinned until it returns. Errors as in `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)

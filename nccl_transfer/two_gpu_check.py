@@ -61,7 +61,7 @@ Devices = Callable[[int], tuple[Nccl, Cuda]]
 
 
 class CheckFailed(Exception):
-    """What is wrong, in a line."""
+    """A check that failed, described in one line."""
 
 
 def gpus(number: int) -> tuple[Nccl, Cuda]:
@@ -268,7 +268,7 @@ def of_epoch(batch: Batch, epoch: int) -> Batch:
 
 
 def receive(source: BaseProcess, connection: Connection) -> Batch:
-    """What the source has to say, once it serves.
+    """Waits until the source serves; returns its description.
 
     Raises:
         CheckFailed: It died, or took too long.

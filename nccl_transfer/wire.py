@@ -184,7 +184,7 @@ _MOST = 1 << 47
 
 
 class _Said(NamedTuple):
-    """What a column says of its rows: entries of each, and of all."""
+    """Claimed sizes of a column: entries of each row, and in total."""
 
     lengths: np.ndarray
     entries: int

@@ -124,7 +124,7 @@ def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
 
 
 def _address_of(host: str) -> str | None:
-    """What a host is looked up as; None where it is unknown."""
+    """The address that a host name resolves to; None for an unknown host."""
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
     except OSError:

@@ -1,4 +1,4 @@
-"""What the losses of every role share: masked means, aggregation over a mini-batch, KL penalties.
+"""Building blocks of the losses: masked means, aggregation over a mini-batch, KL penalties.
 
 A micro-batch is right-padded: `x_BT` holds B responses of at most T tokens; `mask_BT`, bool or float, is 1 on
 response tokens, of which a row may have none. Padding may hold any finite number: it reaches no result.

@@ -1,4 +1,4 @@
-"""What the roles with a model share: an engine, a tokenizer, inference in micro-batches, atomic updates."""
+"""Base of the roles with a model: an engine, a tokenizer, inference in micro-batches, atomic updates."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ class ModelWorker(Worker):
             raise InvalidRequest(f"token ids reach from {ids.min()} to {ids.max()}; the model has {known}")
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
-        """What the head reads off every micro-batch of the rows, without gradients; nothing where this rank sees no
+        """Outputs of the head for every micro-batch of the rows, without gradients; empty on ranks that see no
         outputs of the model."""
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
@@ -553,8 +553,8 @@ class ModelWorker(Worker):
 def per_token(
     computed: list[Computed[Output]], read: Callable[[Output], Tensor], lengths: np.ndarray
 ) -> Jagged[Tensor]:
-    """What `read` takes from each output, [B, R], as one float32 column in the order of the rows; nan where this rank
-    sees no outputs and so is not asked for them."""
+    """One float32 column, in the order of the rows, of the grids [B, R] that `read` takes from each output; nan on
+    ranks that see no outputs of the model."""
     if not computed:
         return Jagged(torch.full((int(lengths.sum()),), torch.nan), lengths)
     values = [micro_batch.collect(read(output).cpu()) for micro_batch, output in computed]

@@ -268,7 +268,7 @@ class RankServer:
         return to_status(error, {**where, "method": method, "call_id": call_id})
 
     def _log_failure(self, error: Exception, method: str, call_id: str) -> None:
-        """What the caller or a peer is to blame for is one line; anything else comes with its traceback."""
+        """Logs errors of the caller or a peer as one line, any other with its traceback."""
         if self._stop.is_set():
             return
         if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:

@@ -32,7 +32,7 @@ TIMEOUT_S = 600.0
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun's registry asks an entry point for: the function that makes the backend."""
+    """Entry point for torchrun's registry: returns the function that makes the backend."""
     return create
 
 
@@ -61,7 +61,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Backend(RendezvousHandler):
-    """What both have in common: ranks are not exchanged while a service runs."""
+    """Base of both backends: ranks are not replaced while a service runs."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

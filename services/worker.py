@@ -26,7 +26,7 @@ taken for stuck itself."""
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What `@register` notes on a method.
+    """Declarations that `@register` attaches to a method.
 
     Attributes:
         protocol: Name of its transfer protocol; must be the one its proto declares.
@@ -130,7 +130,7 @@ class CallContext:
 
 @dataclass(frozen=True)
 class Result:
-    """What a method returns.
+    """Return value of a method.
 
     Attributes:
         columns: Output rows by column: numpy arrays, `Jagged`, torch tensors; lists of strings travel inline.
@@ -196,7 +196,7 @@ class Worker:
         return 0
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        """What this role adds to Describe; the server fills in ranks, methods and epoch."""
+        """Fields of Describe that this role fills in; the server adds ranks, methods and epoch."""
         return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
 
     @register("ONE_TO_ALL", collective=False, instant=True)

@@ -1,4 +1,4 @@
-"""What every advantage is made of: jagged columns of response tokens, checked, summed and measured."""
+"""Jagged columns of response tokens, the operands of every advantage: checks, sums and statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPS = 1e-8
 
 @dataclass(frozen=True)
 class Advantage(Generic[A]):
-    """What an update trains on, and what to log about it.
+    """Advantages for an update, and metrics about them.
 
     Attributes:
         advantages: One per response token; or one per response [rows], where all its tokens have the same.

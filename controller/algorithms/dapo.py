@@ -22,7 +22,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 
 
 class Options(Strict):
-    """What only DAPO has."""
+    """Options of DAPO."""
 
     max_rounds: Positive = 10
     """Rounds of generation in a step, each of data.prompts_per_step prompts, until as many groups have different

@@ -30,7 +30,7 @@ from rlhf.errors import ConfigError
 
 
 class Options(Strict):
-    """What only REINFORCE++ has."""
+    """Options of REINFORCE++."""
 
     baseline: Literal["batch", "group"] = "batch"
     """batch: discounted returns, whitened over the batch; group: rewards of responses minus the mean of their

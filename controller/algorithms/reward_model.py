@@ -24,7 +24,7 @@ Z_95 = 1.959964
 
 
 class Options(Strict):
-    """What only reward models have."""
+    """Options of reward-model training."""
 
     loss: Literal["bradley_terry", "cost"] = "bradley_terry"
     """bradley_terry makes the chosen response score higher. cost makes it, the safer one, score lower, and what is

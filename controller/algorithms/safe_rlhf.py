@@ -19,7 +19,7 @@ from rlhf.errors import ConfigError
 
 
 class Options(Strict):
-    """What only Safe-RLHF has."""
+    """Options of Safe-RLHF."""
 
     cost_limit: float = 0.0
     """Mean cost of a response (d) that the policy is to stay below."""

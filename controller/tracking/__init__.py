@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: its directory, metrics, samples, timeline, progress and report."""
+"""Outputs of a run: its directory, metrics, samples, timeline, progress and report."""

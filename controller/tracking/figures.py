@@ -1,4 +1,4 @@
-"""What a report shows of a run's metrics and samples, added up line by line: memory does not grow with the steps."""
+"""Figures of a report, accumulated line by line from metrics and samples in bounded memory."""
 
 from __future__ import annotations
 

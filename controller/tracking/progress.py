@@ -1,4 +1,4 @@
-"""What a run shows while it runs."""
+"""Progress of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from controller.tracking.units import bytes_text, duration_text, figure_text, pe
 
 @dataclass
 class Status:
-    """What is known of the run."""
+    """Status of the run."""
 
     total_steps: int = 0
     step: int = 0
@@ -85,7 +85,7 @@ class Progress:
             self._status.running = dict(running)
 
     def memory(self, service: str, num_bytes: float) -> None:
-        """What a service takes, all of its ranks together."""
+        """Memory of a service, summed over its ranks."""
         with self._lock:
             self._status.memory[service] = num_bytes
 

@@ -44,7 +44,7 @@ _CURVES = (
 
 @dataclass(frozen=True)
 class Found:
-    """What was found in a run directory."""
+    """Contents of a run directory."""
 
     name: str
     figures: Figures
@@ -174,7 +174,7 @@ def _tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def _learning_curves(figures: Figures) -> list[str]:
-    """What was measured on held-out rows and the training reward: in one chart where one axis fits both, rewards from
+    """Charts of the held-out metric and the training reward: in one chart where one axis fits both, rewards from
     about 0 to 1, else in two."""
     key, name = next((each for each in _HELDOUT if each[0] in figures.curves), _HELDOUT[0])
     heldout = Series(name, figures.points(key))
@@ -259,7 +259,7 @@ def _sample_table(samples: Mapping[int, Sequence[Sample]]) -> str:
 
 
 def _run_table(values: Mapping[str, Any]) -> str:
-    """What the run is and what it ran on, as far as it is known."""
+    """Table of the run's identity and platform, as far as known."""
     shown = {
         "Algorithm": values.get("algorithm"),
         "Command line": values.get("command_line"),

@@ -1,4 +1,4 @@
-"""What the data plane moved in a step, for metrics.jsonl."""
+"""Transfer metrics of a step, for metrics.jsonl."""
 
 from __future__ import annotations
 

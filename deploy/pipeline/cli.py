@@ -83,7 +83,7 @@ class Pipeline:
         (self.runs[stage.algorithm],) = parent.iterdir()
 
     def model(self, stage: str) -> Path:
-        """What came of a stage; of no stage, the model with random weights."""
+        """Model directory that a stage produced; for no stage, that of the model with random weights."""
         if not stage:
             return self.directory / "data" / "model"
         trained = next(each.trained for each in STAGES if each.algorithm == stage)

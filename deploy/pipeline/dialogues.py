@@ -29,7 +29,7 @@ class Pair:
 
     @property
     def opening(self) -> str:
-        """What the human says first."""
+        """First turn of the human."""
         return self.prompt.partition(ASSISTANT)[0]
 
 

@@ -1,4 +1,4 @@
-"""What the three steps came to: figures, bars, and a page that ties their reports together."""
+"""Results of the three steps: figures, bars, and a page that links their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the transports between GPUs have with each of their sources, and keep from one transfer to the next."""
+"""Connections of the GPU transports to their sources, kept from one transfer to the next."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _copied() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a read gave.
+    """Result of a read.
 
     Attributes:
         views: One per range, to be read: they may lie in memory of the rank that holds the rows.
@@ -55,7 +55,7 @@ def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one transport moved into this process: bytes, seconds spent, number of reads."""
+    """Traffic of one transport into this process: bytes, seconds, number of reads."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class Traffic:
 
 
 def traffic_since(now: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    """What was moved between two counts, by transport; only those that moved something."""
+    """Difference of two traffic counts, by transport; transports that moved nothing are left out."""
     moved = {name: count - before.get(name, Traffic()) for name, count in now.items()}
     return {name: count for name, count in moved.items() if count.transfers}
 

@@ -136,7 +136,7 @@ class _Loan:
         return self._memory + number * (HEADER_BYTES + self.slot_bytes)
 
     def generation(self, number: int) -> int:
-        """What the header of a slot says now."""
+        """Generation that the header of a slot has now."""
         header = memoryview(bytearray(GENERATION.size))
         self._cuda.copy_out(header, self.slot(number))
         return GENERATION.unpack(header)[0]

@@ -1,4 +1,4 @@
-"""What a two-sided transfer carries, message by message: as both sides write it down before anyone sends."""
+"""Manifest of a two-sided transfer, message by message, which both sides compare before either sends."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def host_id() -> str:
-    """What two processes have in common exactly where they can share memory: the boot of the machine, the network
-    namespace, to which abstract sockets belong, and the user, to whom arenas are handed out."""
+    """An id that two processes share exactly if they can share memory: boot of the machine, network namespace (of
+    abstract sockets), and user (arenas are handed out to the same user only)."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
 

@@ -139,7 +139,7 @@ class _Attachment:
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """What is behind it that the communicator is broken."""
+        """The cause of a broken communicator."""
         return self.tether.end(where, LAST_WORDS_S) or TransferError(f"{where}: {error}")
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:

@@ -27,7 +27,7 @@ class Sink:
         self._confirmed = self._range, self._filled
 
     def missing(self) -> list[pb.ByteRange]:
-        """What has not arrived, in order."""
+        """Ranges that have not arrived, in order."""
         rest = []
         for number in range(self._range, len(self._ranges)):
             wanted, done = self._ranges[number], self._filled if number == self._range else 0
@@ -58,11 +58,11 @@ class Sink:
             self._skip_full()
 
     def confirm(self) -> None:
-        """What has arrived until now was good when it was sent."""
+        """Marks everything that has arrived as valid."""
         self._confirmed = self._range, self._filled
 
     def roll_back(self) -> None:
-        """What has arrived since it was last confirmed is to be sent again."""
+        """Discards everything that has arrived since the last `confirm`."""
         self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:

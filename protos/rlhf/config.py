@@ -70,7 +70,7 @@ class OptimizerTable(Strict):
 
 
 class ServiceTable(Strict):
-    """What services of every role have in common."""
+    """Settings common to services of every role."""
 
     address: str
     """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
@@ -159,7 +159,7 @@ class ZeroTable(Strict):
 
 
 class ModelTable(ServiceTable):
-    """What services with a model have in common."""
+    """Settings common to services with a model."""
 
     model: Path
     """Hugging Face directory of the model and its tokenizer."""

@@ -184,7 +184,7 @@ def from_status(status: status_pb2.Status, where: str) -> RlhfError:
 
 @dataclass(frozen=True)
 class _Details:
-    """What our own servers add to a status: the class of the error, its service, its traceback."""
+    """Details that our servers add to a status: class of the error, service, traceback."""
 
     reason: str = ""
     service: str = ""

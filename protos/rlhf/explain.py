@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line: which key, what it may be, and the key that was probably meant."""
+"""One-line explanations of configuration errors: the key, its allowed values, and the key that was probably meant."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def rollout_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What each token's surrogate weighs, because another engine sampled it than the one that learns.
+    """Importance weights of tokens that another engine sampled than the one that learns.
 
     With w = exp(old_log_probs - rollout_log_probs), the difference clamped to +-20, for the token, or for the sequence
     the exponential of the sum over its tokens:

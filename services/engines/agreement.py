@@ -1,4 +1,4 @@
-"""What all ranks of a service do together or not at all.
+"""Actions that all ranks of a service take together or not at all.
 
 A rank that gives up while others go on leaves them waiting in their next collective; so before anyone goes on, all
 hear whether everyone is well. Ranks are those of the default process group.

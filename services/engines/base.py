@@ -35,7 +35,7 @@ class InferenceStopped(RuntimeError):
 
 
 class EngineOffloaded(RuntimeError):
-    """What a call needs is not on the device: bring the engine back first. Raised before any collective."""
+    """The engine is offloaded; call `onload` first. Raised before any collective."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Args:
         loss: of the whole mini-batch, the same on every rank.

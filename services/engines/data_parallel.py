@@ -1,5 +1,5 @@
-"""What engines share whose ranks all compute the whole model, each on rows of its own: a rank keeps parts of weights,
-and has the others only while it computes with them."""
+"""Base of the data-parallel engines: each rank computes the whole model on rows of its own, keeps a shard of the
+weights, and gathers the others only while it computes with them."""
 
 from __future__ import annotations
 

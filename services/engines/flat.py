@@ -17,7 +17,7 @@ class Piece:
 
 
 def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, Piece]:
-    """What a rank has where tensors are laid end to end and the whole is cut into partitions of `size` elements.
+    """Shard of a rank where tensors are concatenated and cut into partitions of `size` elements.
 
     Args:
         numels: elements of each tensor, in their order.
@@ -33,7 +33,7 @@ def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, P
 
 
 def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, Piece]:
-    """What a rank has where each tensor is cut into as many equal parts as there are ranks, the last one padded.
+    """Shards of a rank where each tensor is cut into one equal part per rank, the last one padded.
 
     Args:
         numels: elements of each tensor, in their order.

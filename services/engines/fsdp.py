@@ -170,7 +170,7 @@ def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """What makes logits of hidden states, of families known to multiply and do nothing else; None of other models."""
+    """The output layer of model families whose logits are a plain matrix product; None for other models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""What is read off a model's output at the positions that predict response tokens, as [B, R] grids.
+"""Heads: read a model's output at the positions that predict response tokens, as [B, R] grids.
 
 A head is a function of the model's raw output and the micro-batch, so every engine shares it, whichever way the
 engine came by the output. The raw output covers its last K columns, where K is at least
@@ -24,7 +24,7 @@ Head = Callable[[Any, MicroBatch], Output]
 
 @dataclass(frozen=True, eq=False)
 class PolicyOutput:
-    """What a policy says about response tokens, in float32 or the model's own dtype, if that is finer.
+    """Log-probabilities and entropies of response tokens, in float32 or the model's own dtype, if that is finer.
 
     Args:
         log_probs_BR: log-probability of each response token, in nats.

@@ -82,7 +82,7 @@ class Layout:
         return real.t() if self.transposed else real
 
     def shard(self, kept: Tensor, part: int, first_row: int = 0) -> Shard:
-        """What a rank keeps as a box of the tensor of the checkpoint, sharing memory.
+        """View of a rank's part as a box of the checkpoint's tensor.
 
         Args:
             part: Number of the rank's part.

@@ -29,7 +29,7 @@ PADDING_LOGIT = -1e30
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """What makes logits of hidden states, or this rank's part of it.
+    """Output layer from hidden states to logits, or this rank's part of it.
 
     Args:
         weight_VH: One row per token. None: hidden states are the logits themselves.
@@ -58,7 +58,7 @@ class OutputLayer:
         return _Scores.apply(hidden_NH, self.weight_VH, ids_N, self, temperature)  # type: ignore[return-value]
 
     def _operands(self, hidden_NH: Tensor, weight_VH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What is multiplied, in the type it is multiplied in."""
+        """The operands of the product, in the dtype of the product."""
         if weight_VH is None:
             return hidden_NH, None
         dtype = self.compute_dtype or weight_VH.dtype

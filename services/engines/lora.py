@@ -187,7 +187,7 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
 
 @torch.no_grad()
 def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
-    """What adapters begin with, one tensor at a time, by its name in the model: the numbers that peft draws."""
+    """Initial values of adapters, one tensor at a time, by name: the numbers that peft draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, layer in layers.items():
@@ -224,7 +224,7 @@ def _merged(weight: Tensor, layer: Linear, dtype: torch.dtype | None) -> Tensor:
 
 
 def _plain_name(name: str) -> str:
-    """What the checkpoint calls a weight of a layer that has an adapter."""
+    """Name in the checkpoint of a weight whose layer has an adapter."""
     return name.replace(".base_layer.", ".")
 
 

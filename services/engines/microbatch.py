@@ -67,11 +67,11 @@ class MicroBatch:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """What a model takes beside `input_ids_BT`."""
+        """Keyword arguments of the model beside `input_ids_BT`."""
         return {**self.packing.arguments(), "read_N": self.read_N} if self.packing else {}
 
     def read(self, output_BK: Tensor, which: Tensor) -> Tensor:
-        """What an output, or its last columns, has [..., *] of some of its cells, as they are counted in
+        """Gathers model outputs, or their last columns, at the flat token indices `which`, as in
         `predicting_BR`."""
         num_columns = self.input_ids_BT.shape[1] if self.read_N is None else len(self.read_N)
         skipped = num_columns - output_BK.shape[1]

@@ -30,7 +30,7 @@ class Pass(nn.Module):
         self._scorer = None if layer is None else _Scorer(layer.weight_VH, compute_dtype)
 
     def read(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
-        """What heads read."""
+        """The tensor that heads read."""
         raw = self(micro_batch.input_ids_BT, micro_batch.num_scored)
         return raw if self._scorer is None else DeferredLogits(raw, _ScoredByModule(scorer=self._scorer))
 

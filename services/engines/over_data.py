@@ -60,7 +60,7 @@ class OverData(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """What is kept has new values."""
+        """Called when the kept weights have new values."""
 
 
 class ReplicatedOverData(OverData):

@@ -80,7 +80,7 @@ class Group:
     own_N: Tensor
 
     def side_by_side(self, x_HTD: Tensor) -> Tensor:
-        """What all heads have of a row, as [S, H, T, D]."""
+        """A row of the packed tensor with all heads, as [S, H, T, D]."""
         x_THD = x_HTD.transpose(0, 1)
         if x_THD.is_cuda:  # where the gradients of index_select are summed in no certain order
             return x_THD[self.positions_ST].transpose(1, 2)
@@ -117,7 +117,7 @@ class Packing:
         return Packing(self.position_ids_1T.to(device), tuple(groups))
 
     def arguments(self) -> dict[str, Any]:
-        """What a model whose attention is `ATTENTION` takes beside the row."""
+        """Keyword arguments of a model whose attention is `ATTENTION`, beside the row."""
         # A mask of four dimensions is handed on as it is, where transformers would make one of the positions.
         no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=self.position_ids_1T.device)
         return {

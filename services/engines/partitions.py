@@ -74,7 +74,7 @@ class Partitions(ABC):
     """Whether the model has all weights on every rank."""
 
     def resident(self) -> Iterable[Tensor]:
-        """What is on the device beside what is kept."""
+        """Tensors on the device beside the kept ones."""
         return ()
 
     def release(self) -> None:  # noqa: B027 - only where weights are cut there is something to do

@@ -31,7 +31,7 @@ def run_forward(
     head: Head[Output],
     like: Tensor,
 ) -> Iterator[Tensor | Output]:
-    """What this stage makes of each micro-batch, in order: hidden states [B, T, H], which the next stage has or will,
+    """Outputs of this stage for each micro-batch, in order: hidden states [B, T, H], which are sent to the next stage,
     or, on the last, what the head reads.
 
     Args:

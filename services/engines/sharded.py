@@ -1,4 +1,4 @@
-"""What engines share whose ranks keep their parts of a model as plain tensors: optimizer, snapshots, checkpoints."""
+"""Base of engines whose ranks keep their parts of a model as plain tensors: optimizer, snapshots, checkpoints."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ShardedEngine(TrainEngine):
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> Shard:
-        """What is kept of a weight, or a tensor that lies like it, as a box of the checkpoint's tensor."""
+        """The kept part of a weight, or of a tensor with its layout, as a box of the checkpoint's tensor."""
 
     @abstractmethod
     def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
@@ -103,7 +103,7 @@ class ShardedEngine(TrainEngine):
         return True
 
     def _weights_changed(self) -> None:
-        """What is kept has new values: copies of it are to follow."""
+        """Called when the kept weights have new values, to update copies of them."""
 
     def step(
         self,

@@ -167,7 +167,7 @@ class ModelStage:
         return self._head.logits(hidden_BTH[:, -1])
 
     def shard(self, name: str, kept: Tensor, first_row: int = 0) -> Shard:
-        """What this rank keeps of a tensor as a box of the checkpoint's; as `Layout.shard`."""
+        """This rank's part of a tensor, as a box of the checkpoint's tensor; as `Layout.shard`."""
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
     def write_config(self, directory: Path, dtype: torch.dtype) -> None:
@@ -227,7 +227,7 @@ class ModelStage:
     def _keep_ends(
         self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
     ) -> tuple[nn.Module | None, nn.Module | None]:
-        """What stands before the first layer and after the last, where this rank has it."""
+        """Keeps the modules before the first layer and after the last, on the ranks that have them."""
         groups, embedding, head = self._groups, None, None
         if groups.is_first_stage:
             num_rows = self.layouts[self._embedding_name].kept_shape[0]

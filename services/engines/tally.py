@@ -1,4 +1,4 @@
-"""What a step adds up over micro-batches."""
+"""Sums of a step over micro-batches."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Transition:
 
     @torch.no_grad()
     def gather(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What this rank generates with, by name, a layer of each stage at a time.
+        """All-gathers this rank's generation weights, by name, one layer of each stage at a time.
 
         Args:
             weights: Of this rank, in training.
@@ -275,7 +275,7 @@ class Transition:
         return buffer[number].narrow(0, self._joined.gathering.parts.index(self._part) * rows, rows)
 
     def _generated(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
-        """What of a buffer this rank generates with."""
+        """The part of a buffer that this rank generates with."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]

@@ -73,7 +73,7 @@ class JudgeScorer(Scorer):
             return reward_pb2.RowScore(error=f"judge {self._table.model}: {error}")
 
     async def _ask(self, question: str) -> str:
-        """What the judge says, asked again where that may help. Raises RewardFailed."""
+        """Answer of the judge, with retries. Raises RewardFailed."""
         for attempt in range(self._table.retries + 1):
             answer, failure, wait_s = await self._try(question)
             if not failure:

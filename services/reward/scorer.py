@@ -1,4 +1,4 @@
-"""What every kind of reward is: rows in, a verdict per row out."""
+"""Interface of every kind of reward: rows in, a verdict per row out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def kind(self) -> str:
-        """What Describe calls it."""
+        """Name of the kind in Describe."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Lets go of what it holds; called on the thread that scores, and nothing is scored after."""

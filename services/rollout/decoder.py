@@ -1,4 +1,4 @@
-"""What a decoding loop asks of the model it runs: one step at a time, whole on this rank or spread over several."""
+"""Interface of the model that a decoding loop runs, one step at a time, whole on this rank or sharded over several."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class HFRollout(RolloutEngine):
 
 @dataclass(eq=False)
 class _Context:
-    """What B rows have read so far. Prompts are padded on the left: `num_pads_B`, or None where no row is."""
+    """Context of B rows. Prompts are padded on the left by `num_pads_B`, or None where no row is padded."""
 
     cache: DynamicCache
     num_pads_B: Tensor | None
@@ -153,7 +153,7 @@ class _Context:
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
     def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
-        """What a forward over `num_new` more positions needs to know of the padding."""
+        """Keyword arguments about padding for a forward pass over `num_new` more positions."""
         if self.num_pads_B is None:
             return {}
         num_read = self.cache.get_seq_length()

@@ -152,7 +152,7 @@ def _signed(text: str) -> list[str]:
 
 
 def _unbracketed(text: str) -> tuple[str, str]:
-    """What is between the brackets around a text, and these; the text and nothing where none are around all of it."""
+    """Splits brackets that enclose a whole text from its content; the text and nothing where none do."""
     match = re.match(r"[(\[]|\\\{", text)
     if match is None:
         return text, ""

@@ -44,7 +44,7 @@ def last_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, start: int) -> str | None:
-    """What a box holds whose content begins at `start`: a group in braces, or else one word."""
+    """Content of a box that begins at `start`: a group in braces, or else one word."""
     if text[start : start + 1] != "{":
         word = re.match(r"[^\s$]+", text[start:])
         return word[0] if word else None

@@ -33,7 +33,7 @@ _ONLY_BOX = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> tuple:
-    """What SymPy makes of a cleaned answer; empty where it cannot be read.
+    """SymPy expressions of a cleaned answer; empty where it cannot be parsed.
 
     Raises:
         GaveUp: It holds what is too large to compute with.

@@ -54,7 +54,7 @@ def fails(name):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program.
+    """Verdict on a program.
 
     Attributes:
         reasons: For each test "" where it passed, or else one of `REASONS`.

@@ -34,7 +34,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class Program:
-    """What is graded.
+    """A program to be graded.
 
     Attributes:
         code: Source of the whole program.

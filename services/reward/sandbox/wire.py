@@ -32,7 +32,7 @@ _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 
 
 class Malformed(Exception):
-    """What was received is not what was agreed on, or what is to be sent is not plain data."""
+    """A message that violates the format, or data to be sent that is not plain."""
 
 
 class TooLarge(Exception):
