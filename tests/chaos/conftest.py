@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ import psutil
 import pytest
 import tomli_w
 
+from integration.harness import free_ports
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 HERE = Path(__file__).parent
@@ -193,12 +192,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody is given by chance: it is below those the kernel hands out."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A free port of loopback; see `free_ports`."""
+    (port,) = free_ports(1)
+    return port
 
 
 def watch_until(address: str, condition: Callable[[worker_pb2.WatchResponse], bool]) -> None:

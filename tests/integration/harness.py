@@ -279,10 +279,13 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on, below those that the kernel gives away: until a service binds its
-    port, seconds pass in which others ask for any port."""
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = random.SystemRandom().sample(range(10_000, max(first_given, 20_000)), 50 * count)
+    """Free ports of loopback, outside the ephemeral range and different for each pytest worker: a service binds its
+    port seconds later."""
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    mine = range(10_000 + worker, max(first_ephemeral, 20_000), workers)
+    candidates = random.SystemRandom().sample(mine, 50 * count)
     return list(itertools.islice(filter(_is_free, candidates), count))
 
 
@@ -349,9 +352,13 @@ def _path(first: Path) -> str:
     return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH")]))
 
 
-def shared_memory() -> set[str]:
-    """Names of the files in shared memory."""
-    return set(os.listdir("/dev/shm"))
+def leaked_shared_memory() -> set[str]:
+    """Names of the files in shared memory that no process has mapped."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped += maps.read_text()
+    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}\n" not in mapped}
 
 
 def abstract_sockets() -> set[str]:

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from integration.harness import free_ports
+
 HERE = Path(__file__).parent
 FAKE_DEPLOY = [sys.executable, str(HERE / "fake_deploy.py")]
 REAL_DEPLOY = [sys.executable, "-m", "deploy"]
@@ -50,7 +52,7 @@ class Host:
         self.config = directory / "two.toml"
         self.logs = directory / "runs" / "logs" / "two"
         self.flags: dict[str, list[str]] = {}
-        ports = _free_ports(2)
+        ports = free_ports(2)
         self.addresses = {"one": f"127.0.0.1:{ports[0]}", "two": f"127.0.0.1:{ports[1]}"}
         self.write_config()
 
@@ -105,14 +107,6 @@ class Host:
             "FAKE_FLAGS": json.dumps(self.flags),
             "PYTHONPATH": str(HERE),
         }
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:

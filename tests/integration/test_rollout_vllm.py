@@ -26,7 +26,7 @@ from integration.harness import (
     Service,
     free_ports,
     jagged,
-    shared_memory,
+    leaked_shared_memory,
     wait_for_line,
 )
 from integration.listeners import assert_closed
@@ -83,12 +83,12 @@ def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
     for table, port in zip(services.values(), free_ports(len(services)), strict=True):
         table["address"] = f"127.0.0.1:{port}"
     config = Config.model_validate({**tables, "services": services})
-    processes, before = Processes(), shared_memory()
+    processes, before = Processes(), leaked_shared_memory()
     try:
         path = write(config, directory / "services.toml")
         started = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
         wait_for_line(started, "ready\n", START_TIMEOUT_S)
-        assert not {name for name in shared_memory() - before if "rlhf" in name}
+        assert not {name for name in leaked_shared_memory() - before if "rlhf" in name}
         yield Cluster(config, {}, processes)
         started.terminate()
         assert started.wait(STOP_TIMEOUT_S) == 0

@@ -38,7 +38,7 @@ from integration.harness import (
     abstract_sockets,
     free_ports,
     is_listening,
-    shared_memory,
+    leaked_shared_memory,
     wait_until,
     write_config,
 )
@@ -98,7 +98,7 @@ class Controller:
     sockets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.shared_memory = shared_memory()
+        self.leaked_before = leaked_shared_memory()
         path = write_config(self.config, self.directory / "run.toml")
         self.process = self.processes.start(
             "rlhf-controller", "--algo", "ppo", "--config", str(path), *self.arguments
@@ -137,7 +137,7 @@ class Controller:
             "processes": self.processes.living(),
             "listening": [t.address for t in self.config.services.values() if is_listening(t.address)],
             "sockets": self.sockets & abstract_sockets(),
-            "shared memory": shared_memory() - self.shared_memory,
+            "shared memory": leaked_shared_memory() - self.leaked_before,
         }
 
 

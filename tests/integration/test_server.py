@@ -228,9 +228,10 @@ def test_a_sequence_goes_on_once_the_missing_call_has_come(actor: Service) -> No
 
 def test_a_call_that_gave_up_waiting_does_not_hold_up_the_next(actor: Service) -> None:
     pending, call_id = start_update(actor)
-    for outcome in actor.start("synchronize", timeout_s=1.0).outcomes():
-        assert isinstance(outcome, DeadlineExceeded)
-        assert "behind UpdateActor" in str(outcome)
+    outcomes = actor.start("synchronize", timeout_s=1.0).outcomes()
+    assert {type(outcome) for outcome in outcomes} == {DeadlineExceeded}
+    # The client's own deadline may end a call before the answer of its rank arrives.
+    assert any("behind UpdateActor" in str(outcome) for outcome in outcomes)
     actor.cancel(call_id)
     pending.outcomes()
     actor.call("synchronize")
