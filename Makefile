@@ -8,6 +8,7 @@ SOURCES := pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm quickstart pipeline test test-slow test-full test-gpu lint format bench clean
@@ -63,18 +64,18 @@ format: setup ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
-	mkdir -p benchmarks/results
-	$(BIN)/python -m benchmarks.dispatch --json benchmarks/results/dispatch.json
-	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
-	$(BIN)/python -m benchmarks.transfer --part hand-off --part stream --part batch --json benchmarks/results/transfer.json
-	$(BIN)/python -m benchmarks.loadtest --json benchmarks/results/loadtest.json
-	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
-	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json
-	$(BIN)/python -m benchmarks.transition --json benchmarks/results/transition.json
-	$(BIN)/python -m benchmarks.generate --json benchmarks/results/generate.json
-	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json
-	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json benchmarks/results/algorithms.json
+bench: setup ## Run the benchmarks; figures go to a directory for this maker of CPUs.
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.dispatch --json $(RESULTS)/dispatch.json
+	$(BIN)/python -m benchmarks.scale --json $(RESULTS)/scale.json
+	$(BIN)/python -m benchmarks.transfer --part hand-off --part stream --part batch --json $(RESULTS)/transfer.json
+	$(BIN)/python -m benchmarks.loadtest --json $(RESULTS)/loadtest.json
+	$(BIN)/python -m benchmarks.overhead --json $(RESULTS)/overhead.json
+	$(BIN)/python -m benchmarks.sandbox --json $(RESULTS)/sandbox.json
+	$(BIN)/python -m benchmarks.transition --json $(RESULTS)/transition.json
+	$(BIN)/python -m benchmarks.generate --json $(RESULTS)/generate.json
+	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json
+	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json $(RESULTS)/algorithms.json
 
 clean: ## Remove the environment, runs and caches.
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Every algorithm on the quickstart's task, from the same start: what it learns in how long.
 
-    python -m benchmarks.algorithms --docs docs/algorithms.md --json benchmarks/results/algorithms.json
+    python -m benchmarks.algorithms --docs docs/algorithms.md --json algorithms.json
 
 Each run launches the services that its algorithm needs, at free ports, and stops them. The algorithms of the paper's
 figures run with three seeds, the others with one.
