@@ -12,11 +12,13 @@ import random
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -250,8 +252,9 @@ class Running:
         assert not late, f"ranks do not end:\n{self.log.read_text()}"
 
 
-def fail(running: Running, method: str, chance: random.Random) -> str:
-    """Fails one rank in a method, and checks what becomes of it; returns that in a few words."""
+def fail(running: Running, method: str, chance: random.Random) -> tuple[float, str]:
+    """Fails one rank in a method, and checks what becomes of it; returns after how many seconds all ranks had answered,
+    and what became of it in a few words."""
     running.start()
     batch, options = METHODS[running.case.role][method]
     rank = chance.randrange(RANKS)
@@ -278,12 +281,12 @@ def fail(running: Running, method: str, chance: random.Random) -> str:
         fatal = [line for line in running.log.read_text().splitlines() if line.startswith("fatal: ")]
         assert sum(" failed alone in " in line for line in fatal) == 1, (what, fatal)
         assert " failed alone in " in fatal[0], (what, fatal)
-        return f"{what}: the service ended"
+        return seconds, f"{what}: the service ended"
     after = running.state()
     if place and after["versions"] == before["versions"]:
         assert after == before, what
     assert len(set(after["versions"])) == 1, what
-    return f"{what}: the next calls are right"
+    return seconds, f"{what}: the next calls are right"
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +302,7 @@ def context() -> Iterator[Any]:
 def fail_everywhere(drawn: list[Case], model: Path, directory: Path, context: Any, seed: int) -> None:
     chance = random.Random(seed)
     print(f"seed {seed}", flush=True)
-    begun, ended = time.monotonic(), 0
+    begun, ended, answered = time.monotonic(), 0, defaultdict[tuple[str, str, str], list[float]](list)
     for number, ((role, engine), methods) in enumerate(
         itertools.groupby(
             sorted(drawn, key=lambda case: (case.role, case.engine)), lambda case: (case.role, case.engine)
@@ -311,12 +314,16 @@ def fail_everywhere(drawn: list[Case], model: Path, directory: Path, context: An
         running = Running(Case(role, engine, ""), own, context)
         try:
             for case in methods:
-                said = fail(running, case.method, chance)
+                seconds, said = fail(running, case.method, chance)
                 ended += said.endswith("ended")
+                answered[role, engine, case.method].append(seconds)
                 print(f"{role} {engine} {case.method}: {said}", flush=True)
         finally:
             running.end()
     print(f"{len(drawn)} failures in {time.monotonic() - begun:.0f} s; {ended} ended the service", flush=True)
+    print(f"{'role':10}{'engine':13}{'method':22}count  median s  max s")
+    for (role, engine, method), times in answered.items():
+        print(f"{role:10}{engine:13}{method:22}{len(times):5}{median(times):10.2f}{max(times):7.2f}")
 
 
 @pytest.mark.slow
