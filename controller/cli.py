@@ -207,12 +207,14 @@ def _run_connected(
         started_unix_ns=plan.identity.started_unix_ns,
         seed=table.seed,
         timeout_s=table.call_timeout_s,
+        save_timeout_s=table.save_timeout_s,
         balance=table.balance,
         take_over=take_over,
     )
     cluster = Cluster(config, session)
     try:
-        cluster.connect(progress.message, keep_weights=keep_weights)
+        outputs = {plan.algorithm.trains: directory.output(plan.algorithm.trains)}
+        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs)
         services = cluster.token_services()
         limits = prompt_limit(config, services), text_limit(config, services)
         if line := _limit_line(plan.data, limits[0]):
