@@ -207,12 +207,14 @@ def _run_connected(
         started_unix_ns=plan.identity.started_unix_ns,
         seed=table.seed,
         timeout_s=table.call_timeout_s,
+        save_timeout_s=table.save_timeout_s,
         balance=table.balance,
         take_over=take_over,
     )
     cluster = Cluster(config, session)
     try:
-        cluster.connect(progress.message, keep_weights=keep_weights)
+        outputs = {plan.algorithm.trains: directory.output(plan.algorithm.trains)}
+        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs)
         # A run of this file computes with the same libraries, so its bits are the same.
         directory.write_text(CONFIG_FILE, plan.resolved(with_measured(config, cluster.descriptions)))
         services = cluster.token_services()

@@ -7,7 +7,9 @@ import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
@@ -25,6 +27,7 @@ from rlhf.v1 import common_pb2, worker_pb2
 
 RETRY_S = 0.2
 CLOSE_S = 5.0
+NO_OUTPUTS: Mapping[str, Path] = MappingProxyType({})
 SILENCE_S = 2.0
 """Longest that a run waits for services without a word."""
 GARBAGE_THRESHOLD = 50_000
@@ -53,18 +56,26 @@ class Cluster:
         self._placement = Placement()
         self._watches: list[asyncio.Task[None]] = []
 
-    def connect(self, say: Callable[[str], None] = lambda line: None, *, keep_weights: bool = False) -> None:
+    def connect(
+        self,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        keep_weights: bool = False,
+        outputs: Mapping[str, Path] = NO_OUTPUTS,
+    ) -> None:
         """Finds every rank of every service, checks them, starts to watch them, and begins the session on them.
 
         Args:
             say: Called with a line that names the services that are waited for, when that takes a while.
             keep_weights: Go on from the weights, optimizers and policy versions that the services have. False: from
                 their model directories.
+            outputs: Directories that services are going to write what they trained to, by service.
 
         Raises:
             ServiceLost: Services do not answer within `run.connect_timeout_s`; the text names all of them.
             ConfigError: What answers is not what the config says.
             Refused: Another run has a service.
+            InvalidRequest: A service could not write its output.
         """
         self._loop.run(self._connect(say), self.config.run.connect_timeout_s + CLOSE_S)
         ours = {name: group for name, group in self.groups.items() if group.description.epoch}
@@ -73,7 +84,10 @@ class Cluster:
             ours, self.session, lambda name: self._describe(name, time.monotonic() + CLOSE_S)
         )
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
-        begun = {name: group.begin_session(keep_weights) for name, group in ours.items()}
+        begun = {
+            name: group.begin_session(keep_weights, [str(outputs[name])] if name in outputs else [])
+            for name, group in ours.items()
+        }
         results([call for batch in begun.values() for call in batch.calls])
         for name, batch in begun.items():
             (record,) = batch.records()

@@ -51,9 +51,9 @@ class RunTable(Strict):
     balance: bool = True
     """Deals sequences out to data ranks by what they cost to compute, and not by how many they are."""
     call_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time one call may take, waiting for its turn included."""
+    """Longest time one call may take, waiting for its turn included; then the run ends, see docs/runs.md."""
     save_timeout_s: float = Field(default=3600.0, gt=0)
-    """The same for calls that save, export or load a model."""
+    """The same for calls that save, export or load a model, the begin of a run among them."""
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time to wait for running services to answer."""
 

@@ -137,7 +137,7 @@ class RoleGroup:
         inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
         step = self.session.step_of(batch.step)
         header = self.session.header(step, self.name, name)
-        place = self._placement.enter(self._devices, self._queue, 2 * self.session.timeout_s + LATE_S)
+        place = self._placement.enter(self._devices, self._queue, 2 * self.session.time_of(name) + LATE_S)
         result = self._loop.start(self._run(method, inputs, header, step, options, place))
         step.made(result)
         expected = method.outputs if outputs is None else outputs
@@ -254,7 +254,7 @@ class RoleGroup:
 
     async def _send(self, method: Method, call_id: str, requests: list[bytes], place: Place) -> list[Any]:
         """Sends each rank its request; if one fails, stops the others and raises what the culprit said."""
-        timeout_s = self._queue.time_for(self.session.timeout_s)
+        timeout_s = self._queue.time_for(self.session.time_of(method.snake_name))
         self._queue.under_way[call_id] = asyncio.get_running_loop().time() + timeout_s
         self._queue.sent += 1
         calls: list[asyncio.Future[Any]] = []
@@ -349,9 +349,9 @@ class RoleGroup:
 
         return self._loop.start(run())
 
-    def begin_session(self, keep_weights: bool) -> FutureBatch:
-        """Goes back to the model's directory, or on from what the session before has left."""
-        return self.call("begin_session", keep_weights=keep_weights)
+    def begin_session(self, keep_weights: bool, directories: Sequence[str] = ()) -> FutureBatch:
+        """Goes back to the model's directory, or on from what the session before has left, to write these directories."""
+        return self.call("begin_session", keep_weights=keep_weights, directories=directories)
 
     def synchronize(self) -> FutureBatch:
         """A fence: done when every earlier call of the group is."""

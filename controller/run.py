@@ -392,8 +392,8 @@ class Run:
         if not self._steps:
             raise InvalidRequest("the algorithm finished no step")
         group = self._group(trained, RoleGroup)
-        directory = self.recorder.path.resolve() / trained
-        saved = group.save_checkpoint(str(directory), worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
+        directory = str(self.recorder.directory.output(trained))
+        saved = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
         record = saved.records()[0]
         first, last = self.evaluations[0], self.evaluations[-1]
         summary: dict[str, Any] = {}

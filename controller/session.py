@@ -18,6 +18,8 @@ from rlhf.v1 import common_pb2
 NEXT_START_NS = 1000
 """Least distance of two sessions' starts: ranks compare them in microseconds."""
 MAX_UINT64 = 2**64 - 1
+MOVE_A_MODEL = ("begin_session", "save_checkpoint", "load_checkpoint")
+"""Methods that write or read a whole model, and so have a time of their own."""
 
 
 class StepContext:
@@ -91,6 +93,7 @@ class Session:
             `started_unix_ns`, or later where a service knows a younger session.
         seed: Seed of the run.
         timeout_s: Longest time of a call.
+        save_timeout_s: The same of one that writes or reads a whole model.
         balance: Whether sequences are dealt out to ranks by cost, and not by count.
         take_over: Whether it may end the run that has the services.
         newest: The step that was begun last, to which calls belong that are made on behalf of none.
@@ -100,6 +103,7 @@ class Session:
     started_unix_ns: int = field(default_factory=time.time_ns)
     seed: int = 0
     timeout_s: float = 600.0
+    save_timeout_s: float = 3600.0
     balance: bool = True
     take_over: bool = False
     newest: StepContext = field(default_factory=lambda: StepContext(0))
@@ -113,6 +117,10 @@ class Session:
         youngest = max(known, default=0)
         if youngest >= self.claimed_unix_ns:
             self.claimed_unix_ns = min(youngest + NEXT_START_NS, MAX_UINT64)
+
+    def time_of(self, method: str) -> float:
+        """Longest time of a call of a method, by its Python name, in seconds."""
+        return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
     def begin_step(self, number: int) -> StepContext:
         """Begins a step; those that were begun before may go on beside it.

@@ -102,13 +102,18 @@ class DispatchStream:
     ) -> None:
         answer = worker_pb2.DispatchResponse(number=message.number)
         try:
-            answer.response = (
-                response.result()
-                if response.done()
-                else await self._queue.wait(call_id, response, hold=bool(self._sessions))
-            ).SerializeToString()
+            answer.response = (await self._ended(message, response, call_id)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - told to the caller
             method = message.method.rpartition("/")[2]
             answer.status = self._status_of(error, method, call_id).SerializeToString()
         async with self._writing:
             await self._context.write(answer)
+
+    async def _ended(
+        self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
+    ) -> Any:
+        if response.done():
+            return response.result()
+        if message.only_known:
+            return await self._queue.outcome(call_id, response, time_to_answer(message.timeout_s))
+        return await self._queue.wait(call_id, response, hold=bool(self._sessions))

@@ -51,6 +51,9 @@ REMEMBERED_BYTES = 16 << 20
 GRACE_S = 5.0
 """How long a call may take to end in a drain."""
 
+MISSING_S = 5.0
+"""How long a call waits for an earlier one that has not come: over a stream calls come in their order."""
+
 ANSWER_S = 0.5
 """Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
 
@@ -145,6 +148,23 @@ class CallQueue:
             known.callers -= 1
             if not (known.callers or known.is_held or response.done()):
                 self._stop(known)
+
+    async def outcome(self, call_id: str, response: asyncio.Future[Any], within_s: float) -> Any:
+        """The response of a call that is past its caller's deadline, if it ends within a few seconds more.
+
+        Raises:
+            DeadlineExceeded: It does not; the text says whether it gets on.
+        """
+        await asyncio.wait([response], timeout=within_s)
+        return response.result() if response.done() else self._tell_late(self._calls[call_id])
+
+    def _tell_late(self, known: Running) -> NoReturn:
+        name, context = known.method.name, known.context
+        since_s = time.monotonic() - max(context.progressed_at, self.worker.progressed_at)
+        is_known = since_s < time.time() - known.timing.arrived_unix_s
+        when = f"the last {since_s:.1f} s ago" if is_known else "none so far"
+        done = f", {context.done} of {context.done_of} done" if context.done_of else ""
+        raise DeadlineExceeded(f"{name} ran past its deadline and goes on{done}; signs of progress: {when}")
 
     def _end_session(self, name: str) -> None:
         """Stops a session's calls, frees its rows, and keeps no more for it."""
@@ -297,9 +317,13 @@ class CallQueue:
                 raise CallCancelled(f"call {call.call_id} was cancelled before it started")
             turn = asyncio.get_running_loop().create_future()
             self._waiting[turn] = call
+            left_s = context.deadline - time.monotonic()
             try:
-                await asyncio.wait_for(turn, max(context.deadline - time.monotonic(), 0))
+                await asyncio.wait_for(turn, max(min(left_s, MISSING_S), 0))
             except TimeoutError:
+                if left_s > MISSING_S:
+                    self._pass_over_missing()
+                    continue
                 self._abandon(call)
                 running = self.running.method.name if self.running else f"call {self._next}, which never came"
                 raise DeadlineExceeded(
@@ -309,6 +333,14 @@ class CallQueue:
                 del self._waiting[turn]
         self.session.check(call)
         self._busy = True
+
+    def _pass_over_missing(self) -> None:
+        """Goes on with the earliest call that is here. One before it was lost on its way; peers that have it learn at
+        its beginning that this rank is at a later one, and where it comes after all it is refused."""
+        here = [call.sequence for call in self._waiting.values() if call.session == self.session.name]
+        if here and not self._busy:
+            self._next = max(self._next, min(here))
+            self._pass_turn()
 
     def _abandon(self, call: common_pb2.Call) -> None:
         """The call will not take its turn: later ones do not wait for it."""

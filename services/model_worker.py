@@ -42,6 +42,7 @@ from services.engines.fsdp import FSDPEngine
 from services.engines.heads import Head
 from services.engines.loading import Load, load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.publish import check_writable
 from services.engines.three_d import ThreeDParallelEngine
 from services.minibatch import deal
 from services.models import (
@@ -54,6 +55,7 @@ from services.models import (
 )
 from services.ranks import Ranks, known_to_all
 from services.rollout.base import GenerationStopped
+from services.traces import Traces
 from services.worker import CallContext, Result, Rows, Worker, register, require
 
 if TYPE_CHECKING:
@@ -497,8 +499,16 @@ class ModelWorker(Worker):
         self.engine.start_over()
         self.policy_version = 0
 
+    def load(self, directory: Path) -> None:
+        """Take over a sharded checkpoint. Collective; if any rank fails, every rank keeps what it had."""
+        self.policy_version = int(self.engine.load(directory)["policy_version"])
+
     @register("ONE_TO_ALL")
     def begin_session(self, rows: Rows, request: worker_pb2.BeginSessionRequest, call: CallContext) -> Result:
+        with self.ranks.together(call.peers_deadline):
+            for directory in map(self.output_path, request.directories):
+                if self.ranks.rank == 0:  # which makes directories for all
+                    check_writable(directory)
         if not request.keep_weights:
             self.start_over()
         return Result(fields={"model": str(self.table.model)})
@@ -545,8 +555,7 @@ class ModelWorker(Worker):
             require(request, "directory")
             directory = self.output_path(request.directory)
             self.engine.check_onloaded()
-        extra = self.engine.load(directory)
-        self.policy_version = int(extra["policy_version"])
+        self.load(directory)
         return Result()
 
 
@@ -573,41 +582,6 @@ def _joined(
         return (term_loss if isinstance(micro_batch, TermBatch) else loss)(output, micro_batch)
 
     return read, lose
-
-
-class Traces:
-    """Chrome traces of a number of calls, by torch's profiler."""
-
-    def __init__(self, worker: ModelWorker) -> None:
-        self._worker = worker
-        self._left = 0
-        self._path = Path()
-        self._profiler: torch.profiler.profile | None = None
-
-    def arm(self, directory: Path, calls: int) -> Path:
-        """Traces the next `calls` calls into one file; returns its path."""
-        directory.mkdir(parents=True, exist_ok=True)
-        worker = self._worker
-        self._path = (
-            directory / f"{worker.role}-{worker.ranks.rank}-v{worker.policy_version}-{os.getpid()}.json"
-        )
-        self._left = calls + 1
-        return self._path
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """A call; the one that armed is not traced itself."""
-        if self._left and self._profiler is None:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        try:
-            yield
-        finally:
-            self._left = max(self._left - 1, 0)
-            if self._profiler is not None and not self._left:
-                self._profiler.stop()
-                self._profiler.export_chrome_trace(str(self._path))
-                self._profiler = None
 
 
 def _zero_engine() -> type[ZeROEngine]:

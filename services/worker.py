@@ -205,6 +205,8 @@ class Worker:
 
     @register("ONE_TO_ALL", collective=False)
     def begin_session(self, rows: Rows, request: Any, call: CallContext) -> Result:
+        if request.directories:
+            raise InvalidRequest(f"{self.role} has no weights to save")
         return Result()
 
     @register("ONE_TO_ALL")

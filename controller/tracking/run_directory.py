@@ -56,6 +56,10 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
 
+    def output(self, service: str) -> Path:
+        """Where a service writes what it trained: an absolute path, since services may run elsewhere."""
+        return self.path.resolve() / service
+
     def remove_if_only(self, names: Set[str]) -> None:
         """Removes the directory of a run that has left nothing in it but these."""
         if {path.name for path in self.path.iterdir()} <= names:

@@ -176,9 +176,9 @@ class ActorWorker(ModelWorker):
         return self.update(rows, request.schedule, call, PolicyHead(), loss_for)
 
     def start_over(self) -> None:
+        self._rollout_version = -1
         super().start_over()
         self.rollout.wake()
-        self._rollout_version = -1
 
     @register("ONE_TO_ALL")
     def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
@@ -193,11 +193,9 @@ class ActorWorker(ModelWorker):
         self.ranks.agree(None, call.peers_deadline)
         return Result(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
-    @register("ONE_TO_ALL")
-    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        result = super().load_checkpoint(rows, request, call)
+    def load(self, directory: Path) -> None:
         self._rollout_version = -1
-        return result
+        super().load(directory)
 
     def _update_rollout(self, call: CallContext) -> None:
         """Gives the rollout engine the current weights, on all ranks where one of them lacks them. Collective."""

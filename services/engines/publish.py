@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,19 @@ def check_replaceable(directory: Path) -> None:
         raise ValueError(
             f"{directory} also holds {others[0]}, which is none of our files; it is not replaced"
         )
+
+
+def check_writable(directory: Path) -> None:
+    """Raises ValueError where `directory` could not be written now: something else has its name, or the first directory
+    above it that exists takes no file. Leaves nothing behind."""
+    check_replaceable(directory)
+    nearest = next(parent for parent in directory.parents if os.path.lexists(parent))
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be written: {nearest}: {error.strerror}") from error
 
 
 def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lambda: None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,14 +152,26 @@ class LearningRewardWorker(ModelWorker):
         self.scorer.load_weights(staged)
 
     def start_over(self) -> None:
-        super().start_over()
-        self.copy_weights()
+        self.engine.onload()
+        with self._taken_over():
+            super().start_over()
 
-    @register("ONE_TO_ALL")
-    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        result = super().load_checkpoint(rows, request, call)
-        self.copy_weights()
-        return result
+    def load(self, directory: Path) -> None:
+        with self._taken_over():
+            super().load(directory)
+
+    @contextmanager
+    def _taken_over(self) -> Iterator[None]:
+        """A block that changes the weights, which the scorer takes over too; if either fails, both are as before."""
+        with all_or_none("keeping the weights", self.torch_device):
+            before, version = self.engine.snapshot(), self.policy_version
+        try:
+            yield
+            self.copy_weights()
+        except BaseException:
+            self.engine.restore(before)
+            self.policy_version = version
+            raise
 
     def _deal(
         self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext

@@ -43,10 +43,12 @@ class Failing(Worker):
         fault.unlink()
         trace = Trace(**told)
         sys.settrace(trace)
+        sys.unraisablehook = trace.was_ignored
         try:
             return super().around(run)
         finally:
             sys.settrace(None)
+            sys.unraisablehook = sys.__unraisablehook__
             (directory / f"{name}.calls").write_text(json.dumps([trace.calls, trace.place]))
 
 
@@ -59,7 +61,7 @@ class Trace:
 
     Attributes:
         calls: How many there were.
-        place: Name of the function that failed.
+        place: Name of the function that failed; empty where none did.
     """
 
     def __init__(self, at: int, error: str) -> None:
@@ -73,6 +75,10 @@ class Trace:
         if self.calls == self._at:
             self.place = frame.f_code.co_qualname
             raise getattr(builtins, self._error)("a rank fails, says the test")
+
+    def was_ignored(self, error: sys.UnraisableHookArgs) -> None:
+        """Python ignored the error, as it does in a generator that is being closed: nothing has failed."""
+        self.place = ""
 
 
 class FailingActor(Failing, ActorWorker):

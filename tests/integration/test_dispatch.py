@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,7 +16,8 @@ from google.rpc import status_pb2
 
 from controller import stream
 from controller.client import RankClient
-from integration.harness import Service
+from integration.harness import POLICY_LOSS, Service
+from integration.test_server import training_rows
 from nccl_transfer.batch import Batch
 from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import (
@@ -34,6 +36,7 @@ SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
 DISPATCH = SERVICES["worker"]["Dispatch"]
 PROMPTS = Batch.of(prompt=["10+20=", "31+4=", "5+66=", "7+8="])
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
+UPDATE: dict[str, Any] = {"loss": POLICY_LOSS, "temperature": 1.0}
 LONG = actor_pb2.Sampling(temperature=50.0, max_new_tokens=56)
 
 
@@ -150,3 +153,25 @@ def test_a_stopped_rank_ends_a_call_at_its_deadline_and_answers_again_later(
     assert isinstance(late, DeadlineExceeded)
     assert "Synchronize: no answer within 1 s" in str(late)
     assert not isinstance(answered, RlhfError)
+
+
+def test_an_update_of_one_long_mini_batch_says_at_its_deadline_that_it_gets_on_and_is_not_lost(
+    lone_actor: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "OUTCOME_S", 1.0)
+    (version,) = lone_actor.versions
+    one_step = {**UPDATE, "schedule": actor_pb2.Schedule(epochs=1, mini_batches=1)}
+
+    async def main() -> list[Any]:
+        async with clients(lone_actor) as made:
+            await dispatch(made, lone_actor, "synchronize")
+            rows = training_rows(2000)
+            late = await dispatch(made, lone_actor, "update_actor", 0.5, batch=rows, **one_step)
+            return late + await dispatch(made, lone_actor, "update_actor", batch=training_rows(), **one_step)
+
+    late, after = asyncio.run(main())
+    assert isinstance(late, DeadlineExceeded)
+    assert re.search(
+        r"UpdateActor: .*ran past its deadline and goes on; .* the last 0\.\d s ago", str(late)
+    ), late
+    assert after.outcome.policy_version == version + 2

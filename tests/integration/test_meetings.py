@@ -18,8 +18,9 @@ from integration.test_server import (
     start_update,
     training_rows,
 )
-from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, PeerFailed, RlhfError
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, PeerFailed, Refused, RlhfError
 from rlhf.v1 import actor_pb2
+from services.execution import MISSING_S
 
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
 UPDATE: dict[str, Any] = {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}
@@ -175,3 +176,29 @@ def test_what_became_of_a_call_can_be_asked_for_after_its_deadline(actor: Servic
     assert {type(outcome) for outcome in outcomes} <= {DeadlineExceeded, CallCancelled}
     assert [str(outcome) for outcome in again] == [str(outcome) for outcome in outcomes]
     assert all(isinstance(outcome, RlhfError) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("method", ["update_actor", "profile"])
+def test_a_call_that_is_lost_on_its_way_to_one_rank_holds_up_later_ones_for_a_few_seconds(
+    actor: Service, tmp_path: Path, method: str
+) -> None:
+    """Until then it may still come, and later calls wait for it; then they go on without it."""
+    options: dict[str, Any] = {
+        "update_actor": {"batch": training_rows(), **UPDATE},
+        "profile": {"directory": str(tmp_path), "calls": 1},
+    }[method]
+    for rank in actor.ranks:
+        service = Service("actor", actor.addresses[0])
+        service.call("synchronize")
+        requests = service.requests(method, **options)
+        lost = service.send(method, {rank: requests[rank]})
+        began = time.monotonic()
+        assert_right(service, tmp_path)
+        assert time.monotonic() - began < MISSING_S + SOON_S
+        (outcome,) = lost.outcomes()
+        if method == "update_actor":
+            assert type(outcome) is PeerFailed
+            assert f"rank {1 - rank} was not sent this call, and is at a later one" in str(outcome)
+        (late,) = service.send(method, {1 - rank: requests[1 - rank]}).outcomes()
+        assert type(late) is Refused
+        service.close()

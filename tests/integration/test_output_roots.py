@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from integration.harness import HUGGING_FACE, SHARDED, Cluster, Service
+from integration.harness import HUGGING_FACE, POLICY_LOSS, SHARDED, TWO_STEPS, Cluster, Service
+from integration.test_server import training_rows
 from rlhf.errors import InvalidRequest, PeerFailed
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +72,38 @@ def test_a_directory_with_a_thesis_is_not_replaced(
     assert {path: path.read_bytes() for path in thesis.parent.iterdir()} == {**before, thesis: b"text"}
     actor.call(method, directory=str(tmp_path / "other"), **options)
     actor.call(method, directory=str(tmp_path / "other"), **options)
+
+
+def test_a_session_that_could_not_write_its_output_does_not_begin_and_changes_nothing(
+    actor: Service, tmp_path: Path, outside: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    actor.call("update_actor", training_rows(), loss=POLICY_LOSS, schedule=TWO_STEPS, temperature=1.0)
+    versions, sha256 = actor.versions, actor.export(tmp_path / "before")
+    for output, said in [
+        (outside / "x", "output_roots"),
+        (file / "x", "cannot be written"),
+        (file, "not replaced"),
+    ]:
+        outcome, other = actor.start(
+            "begin_session", directories=[str(tmp_path / "model"), str(output)]
+        ).outcomes()
+        assert isinstance(outcome, InvalidRequest)
+        assert said in str(outcome)
+        assert isinstance(other, InvalidRequest | PeerFailed)
+    assert actor.versions == versions
+    assert actor.export(tmp_path / "after") == sha256
+    actor.call("begin_session", directories=[str(tmp_path / "new" / "model"), str(tmp_path / "before")])
+    assert actor.versions == [0, 0]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_service_without_weights_has_no_output(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service("reward") as reward:
+        for outcome in reward.start("begin_session", directories=[str(tmp_path / "reward")]).outcomes():
+            assert isinstance(outcome, InvalidRequest)
+            assert "no weights to save" in str(outcome)
 
 
 def test_a_profile_of_very_many_calls_is_refused(actor: Service, tmp_path: Path) -> None:

@@ -154,6 +154,26 @@ def test_rollout_log_probs_equal_recomputed_ones_after_every_update(actor: Servi
         update(actor, made)
 
 
+def test_a_session_that_starts_over_generates_from_the_model_directory_again(actor: Service) -> None:
+    def said() -> tuple[list[int], list[float]]:
+        made = generate(actor)
+        return tuple(
+            actor.values(made, name).values.tolist() for name in ("response_ids", "rollout_log_probs")
+        )
+
+    actor.call("begin_session")
+    fresh = said()
+    for _ in range(2):
+        update(actor, generate(actor))
+    trained = said()
+    assert trained != fresh
+    actor.call("begin_session", keep_weights=True)
+    assert said() == trained
+    actor.call("begin_session")
+    assert actor.versions == [0] * len(actor.ranks)
+    assert said() == fresh
+
+
 def test_cancel_of_one_rank_ends_a_generation_and_the_next_one_works(actor: Service) -> None:
     header = actor.header()
     many = Batch.of(prompt=["12+30="] * 1024)

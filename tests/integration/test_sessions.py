@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,7 +21,16 @@ from controller.config import Config
 from controller.dataflow import FutureBatch
 from controller.group import ActorGroup
 from controller.session import Session
-from integration.harness import POLICY_LOSS, TIMEOUT_S, TWO_STEPS, Cluster, Service, jagged
+from integration.harness import (
+    HUGGING_FACE,
+    POLICY_LOSS,
+    SHARDED,
+    TIMEOUT_S,
+    TWO_STEPS,
+    Cluster,
+    Service,
+    jagged,
+)
 from integration.proxy import Proxy
 from integration.test_server import MANY_EPOCHS, training_rows
 from rlhf.contract import SERVICES, group_methods
@@ -144,6 +154,32 @@ def test_a_service_that_was_started_with_another_config_is_refused_with_the_keys
         r"and 2 here\. ",
     ):
         trained(config.model_copy(update={"services": {**config.services, "actor": changed}}))
+
+
+def test_what_moves_a_model_has_a_time_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    session = Session(timeout_s=1e-3, save_timeout_s=TIMEOUT_S)
+    with connected(cluster.select(actor="actor"), session) as run:
+        actor = run.group("actor")
+        actor.save_checkpoint(str(tmp_path / "sharded"), SHARDED).records(TIMEOUT_S)
+        actor.load_checkpoint(str(tmp_path / "sharded")).records(TIMEOUT_S)
+        (record,) = actor.save_checkpoint(str(tmp_path / "model"), HUGGING_FACE).records(TIMEOUT_S)
+        assert record.responses[0].sha256
+
+
+def test_a_run_whose_model_could_not_be_written_does_not_begin(
+    used: Config, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.getbasetemp()
+    elsewhere = root.with_name(f"elsewhere-{root.name}")
+    config = used.model_copy(update={"run": used.run.model_copy(update={"directory": elsewhere})})
+    try:
+        with pytest.raises(InvalidRequest, match=rf"actor rank 0 .*output_roots: {root.resolve()}$"):
+            trained(config)
+        assert not list(elsewhere.rglob("metrics.jsonl"))
+    finally:
+        shutil.rmtree(elsewhere)
+    with connected(used, Session(), keep_weights=True) as cluster:
+        assert cluster.origins["actor"].endswith("continued from policy version 1")
 
 
 def test_a_batch_generated_early_has_the_random_numbers_and_the_rows_of_its_step(

@@ -86,6 +86,31 @@ def test_a_call_that_gets_on_may_end_after_its_deadline_and_be_asked_for_its_out
     assert worker.runs == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Slow, r"goes on; signs of progress: none so far$"),
+        (Telling, r"goes on; signs of progress: the last 0\.\d s ago$"),
+        (Counting, r"goes on, \d+ of 12 done; signs of progress: the last 0\.\d s ago$"),
+    ],
+)
+def test_who_asks_for_the_outcome_of_a_call_that_goes_on_is_told_whether_it_gets_on(
+    kind: type[Slow], said: str
+) -> None:
+    async def main() -> None:
+        queue = CallQueue(
+            kind(TABLE.model_copy(update={"stuck_timeout_s": 30.0}), Ranks(0, 1, 1)), NOTHING, NOTHING
+        )
+        response = save(queue, "a")
+        await asyncio.sleep(1.5 * TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match="SaveCheckpoint ran past its deadline and " + said):
+            await queue.outcome("a", response, TIMEOUT_S)
+        assert await queue.outcome("a", response, 30.0)
+        await queue.drain()
+
+    asyncio.run(main())
+
+
 def test_a_call_that_makes_no_progress_after_its_deadline_makes_its_rank_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,11 +24,12 @@ from rlhf.v1 import common_pb2
 from services import execution, model_worker
 from services.engines.base import EngineOffloaded
 from services.execution import CallQueue
-from services.model_worker import ModelWorker, Traces
+from services.model_worker import ModelWorker
 from services.models import vocabulary_hash
 from services.ranks import Ranks
 from services.reference.worker import ReferenceWorker
 from services.rounds import NOTE_LENGTH
+from services.traces import Traces
 from services.worker import CallContext, Result, Rows, Worker, register
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.engines import publish
-from services.engines.publish import FILES, check_replaceable, partial_of, settle
+from services.engines.publish import FILES, check_replaceable, check_writable, partial_of, settle
 
 CRASHED = 9
 
@@ -142,3 +142,20 @@ def test_a_crash_leaves_the_old_one_or_the_new_one(
     assert found == sorted(found, reverse=True), "old ones, then new ones"
     assert {"old", "new"} == set(found)
     assert not list(tmp_path.glob(".*previous"))
+
+
+def test_a_directory_that_could_be_written_is_not_made_yet(tmp_path: Path) -> None:
+    check_writable(tmp_path / "runs" / "one" / "actor")
+    check_writable(published(tmp_path / "model", "old"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_could_not_be_written_is_told(tmp_path: Path) -> None:
+    a_thesis_beside_a_config(tmp_path / "mine")
+    with pytest.raises(ValueError, match="not replaced"):
+        check_writable(tmp_path / "mine")
+    file = tmp_path / "mine" / "thesis.tex"
+    with pytest.raises(ValueError, match=rf"{file}/runs/actor cannot be written: {file}: Not a directory"):
+        check_writable(file / "runs" / "actor")
+    with pytest.raises(ValueError, match="/proc/actor cannot be written: /proc: "):
+        check_writable(Path("/proc/actor"))

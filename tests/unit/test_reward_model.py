@@ -4,6 +4,8 @@ changes with the weights or not at all."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from nccl_transfer import fetch
 from nccl_transfer.columns import Jagged
 from rlhf.config import OptimizerTable, RewardTable
 from rlhf.errors import RlhfError
-from rlhf.v1 import common_pb2, reward_pb2
+from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.models import load_classifier
 from services.ranks import Ranks
 from services.reward.model import LearningRewardWorker, ModelScorer
-from services.worker import CallContext, Rows
+from services.worker import NO_ROWS, CallContext, Rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -129,11 +131,10 @@ def make_learner(directory: Path) -> LearningRewardWorker:
     return LearningRewardWorker(table, Ranks(0, 1, 0))
 
 
-def test_an_update_whose_weights_cannot_be_copied_to_the_scorer_leaves_no_trace(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    worker, untroubled = make_learner(directory), make_learner(directory)
-    before, allocate, left = state(worker), torch.empty_like, iter(range(4))
+@contextmanager
+def little_memory(worker: LearningRewardWorker, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is not enough of it to copy the weights to the scorer."""
+    allocate, left = torch.empty_like, iter(range(4))
 
     def limited(*arguments: Any, **options: Any) -> Tensor:
         if next(left, None) is None:
@@ -149,10 +150,19 @@ def test_an_update_whose_weights_cannot_be_copied_to_the_scorer_leaves_no_trace(
 
     worker.scorer.stage_weights = stage_with_little_memory
     with pytest.raises((RlhfError, torch.OutOfMemoryError), match="no memory left"):
+        yield
+    worker.scorer.stage_weights = stage
+
+
+def test_an_update_whose_weights_cannot_be_copied_to_the_scorer_leaves_no_trace(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    worker, untroubled = make_learner(directory), make_learner(directory)
+    before = state(worker)
+    with little_memory(worker, monkeypatch):
         update(worker)
     assert worker.policy_version == 0
     assert same(state(worker), before)
-    worker.scorer.stage_weights = stage
     for each in (worker, untroubled):
         update(each)
     assert worker.policy_version == 1
@@ -168,3 +178,31 @@ def test_after_an_update_and_a_new_start_the_scorer_has_the_weights_that_learn(d
     assert not same(learned, load_classifier(directory).state_dict())
     worker.start_over()
     assert same(state(worker), before)
+
+
+def call_load(worker: LearningRewardWorker, directory: Path) -> None:
+    worker.output_roots = (directory.parent.resolve(),)
+    request = worker_pb2.LoadCheckpointRequest(directory=str(directory))
+    worker.around(lambda: worker.load_checkpoint(NO_ROWS, request, make_call()))
+
+
+@pytest.mark.parametrize("way", ["load", "start over"])
+def test_weights_that_cannot_be_copied_to_the_scorer_are_not_taken_over(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    worker = make_learner(directory)
+    saved = state(worker)
+    worker.engine.save(tmp_path / "saved", {"policy_version": 0})
+    update(worker)
+    learned = state(worker)
+
+    def change() -> None:
+        call_load(worker, tmp_path / "saved") if way == "load" else worker.start_over()
+
+    with little_memory(worker, monkeypatch):
+        change()
+    assert worker.policy_version == 1
+    assert same(state(worker), learned)
+    change()
+    assert worker.policy_version == 0
+    assert same(state(worker), saved)
