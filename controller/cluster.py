@@ -7,7 +7,7 @@ import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -75,10 +75,18 @@ class Cluster:
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         begun = {name: group.begin_session(keep_weights) for name, group in ours.items()}
         results([call for batch in begun.values() for call in batch.calls])
+        self._introduce(list(ours.values()))
         for name, batch in begun.items():
             (record,) = batch.records()
             if record.responses[0].model:
                 self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
+
+    def _introduce(self, groups: Sequence[RoleGroup]) -> None:
+        """Tells all ranks of each other: they connect to no others."""
+        endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
+        request = worker_pb2.IntroduceRequest(session=self.session.name, endpoints=endpoints)
+        serialized = request.SerializeToString()
+        results([group.introduce(serialized) for group in groups])
 
     def close(self) -> None:
         """Ends the session on the services, as far as they still answer, and disconnects. It takes a bounded time and

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ from rlhf.errors import (
     drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
+from services.introductions import Introductions
 from services.meetings import Meetings
 from services.ranks import ALONE_S, is_known_to_all
 from services.sessions import CurrentSession
@@ -101,6 +102,7 @@ class CallQueue:
         self._responses: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._remembered_bytes = 0
         self.session = CurrentSession(self._end_session)
+        self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
         self._next = 1
         self._busy = False
         self._waiting: dict[asyncio.Future[None], common_pb2.Call] = {}
@@ -152,7 +154,19 @@ class CallQueue:
             if known.context.call.session == name:
                 self._stop(known)
         self.store.end(name)
+        self._introductions.forget(name)
         self._wake()
+
+    def introduce(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
+        """Lets calls of the current session name these endpoints.
+
+        Raises:
+            Refused: The session is not the current one.
+            InvalidRequest: As of `Introductions.add`.
+        """
+        if not session or session != self.session.name:
+            raise Refused(f"session {session!r} is not the current one, so it introduces nobody")
+        self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
@@ -207,7 +221,10 @@ class CallQueue:
         stuck_timeout_s = self.worker.table.stuck_timeout_s
         context = CallContext(call, time.monotonic() + timeout_s, stuck_timeout_s=stuck_timeout_s)
         known = Running(method, context, timing)
-        if registration.instant and self._has_turn(call):
+        stranger = self._stranger(method, request)
+        if stranger is not None:
+            response = self._refuse(call, stranger)
+        elif registration.instant and self._has_turn(call):
             response = self._answer(known, request)
         else:
             response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
@@ -243,6 +260,19 @@ class CallQueue:
 
     def _has_turn(self, call: common_pb2.Call) -> bool:
         return not self._busy and call.sequence in (0, self._next)
+
+    def _stranger(self, method: Method, request: Any) -> InvalidRequest | None:
+        """Why a call may not have the endpoints that its batch names."""
+        if not method.takes_rows or not request.HasField("batch"):
+            return None
+        return self._introductions.why_not(request.call.session, request.batch.endpoints)
+
+    def _refuse(self, call: common_pb2.Call, error: InvalidRequest) -> asyncio.Future[Any]:
+        """A call that is over before its turn: no later one waits for it."""
+        self._abandon(call)
+        response = asyncio.get_running_loop().create_future()
+        response.set_exception(error)
+        return response
 
     def _answer(self, known: Running, request: Any) -> asyncio.Future[Any]:
         """An instant call whose turn it is needs no task, and is over before anyone could watch it."""
