@@ -54,7 +54,8 @@ class Cluster:
         self._watches: list[asyncio.Task[None]] = []
 
     def connect(self, say: Callable[[str], None] = lambda line: None, *, keep_weights: bool = False) -> None:
-        """Finds every rank of every service, checks them, starts to watch them, and begins the session on them.
+        """Finds every rank of every service, checks them, starts to watch them, begins the session on them, and tells
+        them of each other.
 
         Args:
             say: Called with a line that names the services that are waited for, when that takes a while.

@@ -37,15 +37,17 @@ class Introductions:
         Raises:
             InvalidRequest: One of them cannot be one, or they are too many; the text says which and why.
         """
-        for endpoint in endpoints:
-            _check(endpoint)
         known = self._sessions.get(session, {})
-        known = known | {endpoint.address: endpoint_from_proto(endpoint) for endpoint in endpoints}
-        if len(known) > MOST_ENDPOINTS:
+        added = {endpoint.address: endpoint for endpoint in endpoints}
+        if (count := len(known.keys() | added)) > MOST_ENDPOINTS:
             raise InvalidRequest(
-                f"session {session!r} has {len(known)} endpoints with these; at most {MOST_ENDPOINTS} are allowed"
+                f"session {session!r} has {count} endpoints with these; at most {MOST_ENDPOINTS} are allowed"
             )
-        self._sessions[session] = known
+        for endpoint in added.values():
+            _check(endpoint)
+        self._sessions[session] = known | {
+            address: endpoint_from_proto(endpoint) for address, endpoint in added.items()
+        }
 
     def forget(self, session: str) -> None:
         """The session has ended."""
@@ -58,9 +60,8 @@ class Introductions:
         own = {e.address: e for e in self._own() if e is not None} if strangers else {}
         for stranger in strangers:
             if own.get(stranger.address) != stranger:
-                as_said = (
-                    ", as it is given here," if stranger.address in known or stranger.address in own else ""
-                )
+                is_known = stranger.address in {**known, **own}
+                as_said = ", as it is given here," if is_known else ""
                 return InvalidRequest(
                     f"batch: the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
                     "rank (WorkerService.Introduce)"

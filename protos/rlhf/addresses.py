@@ -7,7 +7,10 @@ import ipaddress
 import re
 import socket
 
-TARGET_KINDS = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+TARGET_KINDS = (
+    *("dns", "fake", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6"),
+    *("unix", "unix-abstract", "vsock", "xds"),
+)
 """What gRPC takes, before a colon, for the kind of an address: `unix:7101` is a socket in the file system to it."""
 
 

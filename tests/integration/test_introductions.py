@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from controller.client import RankClient
-from integration.harness import Service
+from integration.harness import Service, jagged
 from integration.test_server import SOON_S, prompts, start_generation
 from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard
 from rlhf.contract import group_methods
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,6 +113,22 @@ def test_rows_of_another_service_are_read_once_its_ranks_are_introduced_by_this_
     successor.introduce(actor)
     score(successor)
     successor.close()
+
+
+def test_a_call_that_names_a_stranger_on_one_rank_only_holds_up_none_of_them(
+    actor: Service, silent: socket.socket
+) -> None:
+    ids = jagged([[50, 51]] * 4, np.int64)
+    good = Batch.of(prompt_ids=ids, response_ids=ids)
+    header, began = actor.header(), time.monotonic()
+    near = actor.requests("compute_log_prob", good, header=header, temperature=1.0)
+    far = actor.requests(
+        "compute_log_prob", rows_at(Endpoint(address_of(silent))), header=header, temperature=1.0
+    )
+    pending = actor.send("compute_log_prob", {0: near[0], 1: far[1]}, timeout_s=LONG_S)
+    actor.call("compute_log_prob", good, temperature=1.0)
+    assert [type(outcome) for outcome in pending.outcomes()] == [PeerFailed, InvalidRequest]
+    assert time.monotonic() - began < SOON_S
 
 
 def test_a_call_over_a_stream_is_refused_alike(actor: Service, silent: socket.socket) -> None:
