@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from controller.config import Config
 from controller.group import RoleGroup
 from controller.session import Session
 from rlhf.config import ServiceTable
@@ -42,6 +43,15 @@ def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTa
                 f"services.{name}: the service at {tables[name].address} was started with another config: "
                 f"{'; '.join(differences)}. Start it again with this config, or leave the settings as they are there"
             )
+
+
+def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
+    """A config with what services chose by measuring at their start, in place of "auto"."""
+    tables = {
+        name: table.model_copy(update={"matmul": services[name].matmul or table.matmul})
+        for name, table in config.services.items()
+    }
+    return config.model_copy(update={"services": tables})
 
 
 def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse) -> list[str]:

@@ -19,6 +19,7 @@ import click
 import tomli_w
 
 from controller import algorithms
+from controller.admission import with_measured
 from controller.algorithm import Algorithm
 from controller.cluster import Cluster, spare_garbage_collector
 from controller.config import Config, load
@@ -172,17 +173,16 @@ class _Plan:
         identity = Identity.of(algorithm.name, config.run.seed, started_unix_ns)
         return _Plan(algorithm, config, data, pretrain, identity)
 
-    @property
-    def resolved(self) -> str:
-        """The configuration with all that it leaves to defaults, as TOML."""
-        return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(self.config))
+    def resolved(self, config: Config) -> str:
+        """A configuration with all that it leaves to defaults, as TOML."""
+        return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
 
 
 def _run_in(
     directory: RunDirectory, plan: _Plan, *, launch: bool, keep_weights: bool, take_over: bool
 ) -> dict[str, Any]:
     config, progress = plan.config, Progress()
-    resolved = directory.write_text(CONFIG_FILE, plan.resolved)
+    resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
     for line in arena_warnings(config, longest_prompt(config, plan.data)):
         progress.message(line)
     with contextlib.ExitStack() as stack:
@@ -213,6 +213,8 @@ def _run_connected(
     cluster = Cluster(config, session)
     try:
         cluster.connect(progress.message, keep_weights=keep_weights)
+        # A run of this file computes with the same libraries, so its bits are the same.
+        directory.write_text(CONFIG_FILE, plan.resolved(with_measured(config, cluster.descriptions)))
         services = cluster.token_services()
         limits = prompt_limit(config, services), text_limit(config, services)
         if line := _limit_line(plan.data, limits[0]):

@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -219,9 +220,11 @@ def test_the_summary_has_the_figures_of_the_run(launched: Finished) -> None:
     assert known["started_unix_ns"] > 1e18
     assert (launched.path / "config.toml").read_text().startswith("# ppo, started ")
     assert re.fullmatch(r"test-ppo-\d{8}-\d{6}", launched.path.name)
+    config = tomllib.loads((launched.path / "config.toml").read_text())
     for name, service in known["services"].items():
+        assert config["services"][name]["matmul"] == service.get("matmul", "auto")
         assert {"version", "threads", "cpu"} <= service.keys()
-        assert ("torch" in service) == (name != "reward")
+        assert ("torch" in service) == ("matmul" in service) == (name != "reward")
     assert (summary["steps"], summary["seed"]) == (STEPS, 0)
     assert summary["accuracy_before"] == metrics[0]["evaluation/accuracy"]
     assert summary["accuracy_after"] == metrics[-1]["evaluation/accuracy"]

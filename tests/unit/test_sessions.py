@@ -13,8 +13,9 @@ import pytest
 
 from controller import cluster as cluster_module
 from controller import dataflow
-from controller.admission import differing_keys
+from controller.admission import differing_keys, with_measured
 from controller.cluster import Cluster
+from controller.config import Config
 from controller.dataflow import FutureBatch, promise
 from controller.session import Session, StepContext
 from rlhf.config import ActorTable
@@ -191,6 +192,21 @@ def test_paths_are_compared_from_where_they_are_relative_to() -> None:
     assert differing_keys(here, told) == ['model is "../model" there and "model" here']
     told.table = here.model_dump_json()
     assert differing_keys(here, told) == [], "the same on another host"
+
+
+def test_a_config_keeps_what_services_measured_and_they_differ_in_nothing_from_it() -> None:
+    tables = {
+        name: {"role": name, "address": f"127.0.0.1:{port}", "model": "model"}
+        for port, name in enumerate(("actor", "reference"), 1)
+    }
+    config = Config.model_validate({"services": tables, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}})
+    told = worker_pb2.DescribeResponse(matmul="onednn", table=config.services["actor"].model_dump_json())
+    kept = with_measured(config, {"actor": told, "reference": worker_pb2.DescribeResponse()})
+    assert {name: table.matmul for name, table in kept.services.items()} == {
+        "actor": "onednn",
+        "reference": "auto",
+    }
+    assert differing_keys(kept.services["actor"], told) == []
 
 
 def test_a_service_that_tells_nothing_of_its_config_is_taken_as_it_is() -> None:
