@@ -215,16 +215,14 @@ class CallQueue:
             )
         if call.sequence and call.session != self.session.name:
             self._open_session(call)
+        self._check_endpoints(method, request)
         if call.sequence and call.sequence < self._next:
             raise Refused(f"call {call.call_id} has sequence {call.sequence}, but {self._next} is next")
         timing = common_pb2.Timing(arrived_unix_s=time.time())
         stuck_timeout_s = self.worker.table.stuck_timeout_s
         context = CallContext(call, time.monotonic() + timeout_s, stuck_timeout_s=stuck_timeout_s)
         known = Running(method, context, timing)
-        stranger = self._stranger(method, request)
-        if stranger is not None:
-            response = self._refuse(call, stranger)
-        elif registration.instant and self._has_turn(call):
+        if registration.instant and self._has_turn(call):
             response = self._answer(known, request)
         else:
             response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
@@ -261,18 +259,17 @@ class CallQueue:
     def _has_turn(self, call: common_pb2.Call) -> bool:
         return not self._busy and call.sequence in (0, self._next)
 
-    def _stranger(self, method: Method, request: Any) -> InvalidRequest | None:
-        """Why a call may not have the endpoints that its batch names."""
+    def _check_endpoints(self, method: Method, request: Any) -> None:
+        """Raises InvalidRequest where a batch names endpoints that its session has not introduced. Such a call is over
+        before its turn, and no later one waits for it."""
         if not method.takes_rows or not request.HasField("batch"):
-            return None
-        return self._introductions.why_not(request.call.session, request.batch.endpoints)
-
-    def _refuse(self, call: common_pb2.Call, error: InvalidRequest) -> asyncio.Future[Any]:
-        """A call that is over before its turn: no later one waits for it."""
-        self._abandon(call)
-        response = asyncio.get_running_loop().create_future()
-        response.set_exception(error)
-        return response
+            return
+        try:
+            self._introductions.check(request.call.session, request.batch.endpoints)
+        except InvalidRequest:
+            if request.call.sequence >= self._next:
+                self._abandon(request.call)
+            raise
 
     def _answer(self, known: Running, request: Any) -> asyncio.Future[Any]:
         """An instant call whose turn it is needs no task, and is over before anyone could watch it."""
@@ -356,7 +353,8 @@ class CallQueue:
         self._busy = False
         call = known.context.call
         if call.sequence and call.session == self.session.name:
-            self._next = call.sequence + 1
+            # Another call may have been sent by this number, and refused, and those after it too.
+            self._next = max(self._next, call.sequence + 1)
         elif call.sequence:
             # It outlived its session: nobody else would free the rows it made.
             self.store.release(call.session)

@@ -53,8 +53,8 @@ class Introductions:
         """The session has ended."""
         self._sessions.pop(session, None)
 
-    def why_not(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> InvalidRequest | None:
-        """Why a call of a session may not name these endpoints; None where it may."""
+    def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
+        """Raises InvalidRequest where a call of a session may not name these endpoints; the text has the first such."""
         known = self._sessions.get(session, {})
         strangers = [e for e in map(endpoint_from_proto, endpoints) if known.get(e.address) != e]
         own = {e.address: e for e in self._own() if e is not None} if strangers else {}
@@ -62,11 +62,10 @@ class Introductions:
             if own.get(stranger.address) != stranger:
                 is_known = stranger.address in {**known, **own}
                 as_said = ", as it is given here," if is_known else ""
-                return InvalidRequest(
+                raise InvalidRequest(
                     f"batch: the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
                     "rank (WorkerService.Introduce)"
                 )
-        return None
 
 
 def _check(endpoint: common_pb2.Endpoint) -> None:
