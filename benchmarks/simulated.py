@@ -54,7 +54,12 @@ class SimulatedService:
 
     async def start(self) -> int:
         """Listens on one port per rank; returns that of rank 0."""
-        handlers = {"Describe": self._describe, "Cancel": self._cancel, "Release": self._release}
+        handlers = {
+            "Describe": self._describe,
+            "Cancel": self._cancel,
+            "Release": self._release,
+            "Introduce": self._introduce,
+        }
         table = {name: _unary(WORKER[name], handler) for name, handler in handlers.items()}
         table["Watch"] = grpc.unary_stream_rpc_method_handler(
             self._watch,
@@ -114,6 +119,9 @@ class SimulatedService:
 
     async def _release(self, request: Any, context: Any) -> worker_pb2.ReleaseResponse:
         return worker_pb2.ReleaseResponse()
+
+    async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:
+        return worker_pb2.IntroduceResponse()
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         """A service where nothing changes."""

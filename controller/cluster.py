@@ -7,7 +7,7 @@ import contextlib
 import gc
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -63,7 +63,8 @@ class Cluster:
         keep_weights: bool = False,
         outputs: Mapping[str, Path] = NO_OUTPUTS,
     ) -> None:
-        """Finds every rank of every service, checks them, starts to watch them, and begins the session on them.
+        """Finds every rank of every service, checks them, starts to watch them, begins the session on them, and tells
+        them of each other.
 
         Args:
             say: Called with a line that names the services that are waited for, when that takes a while.
@@ -89,10 +90,18 @@ class Cluster:
             for name, group in ours.items()
         }
         results([call for batch in begun.values() for call in batch.calls])
+        self._introduce(list(ours.values()))
         for name, batch in begun.items():
             (record,) = batch.records()
             if record.responses[0].model:
                 self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
+
+    def _introduce(self, groups: Sequence[RoleGroup]) -> None:
+        """Tells all ranks of each other: they connect to no others."""
+        endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
+        request = worker_pb2.IntroduceRequest(session=self.session.name, endpoints=endpoints)
+        serialized = request.SerializeToString()
+        results([group.introduce(serialized) for group in groups])
 
     def close(self) -> None:
         """Ends the session on the services, as far as they still answer, and disconnects. It takes a bounded time and

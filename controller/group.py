@@ -340,11 +340,21 @@ class RoleGroup:
     def release(self, step: StepContext) -> Future[None]:
         """Frees the rows that a step's calls have made, on every rank."""
         request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
+        return self._ask_all(WORKER["Release"], request)
+
+    def introduce(self, request: bytes) -> Future[None]:
+        """Tells every rank which ranks take part in the session.
+
+        Args:
+            request: An IntroduceRequest, serialized.
+        """
+        return self._ask_all(WORKER["Introduce"], request)
+
+    def _ask_all(self, method: Method, request: Any) -> Future[None]:
+        """A unary call to every rank, which may be made again."""
 
         async def run() -> None:
-            calls = (
-                client.reach(WORKER["Release"], request, self.session.timeout_s) for client in self.clients
-            )
+            calls = (client.reach(method, request, self.session.timeout_s) for client in self.clients)
             await asyncio.gather(*calls)
 
         return self._loop.start(run())

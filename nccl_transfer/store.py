@@ -173,6 +173,10 @@ class TensorStore:
         for shard_id in shard_ids:
             self._shard(shard_id)
 
+    def check_range(self, shard_id: int, start: int, nbytes: int) -> None:
+        """Raises as `read_bytes` where a range cannot be read now."""
+        ByteRange(self._shard(shard_id), start, nbytes)
+
     def condemn(self, shard_id: int) -> bool:
         """Makes every later read of a shard an error, here and elsewhere; False where it was released already."""
         with self._lock:

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ from rlhf.errors import (
     drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
+from services.introductions import Introductions
 from services.meetings import Meetings
 from services.ranks import ALONE_S, is_known_to_all
 from services.sessions import CurrentSession
@@ -104,6 +105,7 @@ class CallQueue:
         self._responses: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._remembered_bytes = 0
         self.session = CurrentSession(self._end_session)
+        self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
         self._next = 1
         self._busy = False
         self._waiting: dict[asyncio.Future[None], common_pb2.Call] = {}
@@ -172,7 +174,19 @@ class CallQueue:
             if known.context.call.session == name:
                 self._stop(known)
         self.store.end(name)
+        self._introductions.forget(name)
         self._wake()
+
+    def introduce(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
+        """Lets calls of the current session name these endpoints.
+
+        Raises:
+            Refused: The session is not the current one.
+            InvalidRequest: As of `Introductions.add`.
+        """
+        if not session or session != self.session.name:
+            raise Refused(f"session {session!r} is not the current one, so it introduces nobody")
+        self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
         """Asks a call to stop; False where it is not here or has ended."""
@@ -221,6 +235,7 @@ class CallQueue:
             )
         if call.sequence and call.session != self.session.name:
             self._open_session(call)
+        self._check_endpoints(method, request)
         if call.sequence and call.sequence < self._next:
             raise Refused(f"call {call.call_id} has sequence {call.sequence}, but {self._next} is next")
         timing = common_pb2.Timing(arrived_unix_s=time.time())
@@ -263,6 +278,18 @@ class CallQueue:
 
     def _has_turn(self, call: common_pb2.Call) -> bool:
         return not self._busy and call.sequence in (0, self._next)
+
+    def _check_endpoints(self, method: Method, request: Any) -> None:
+        """Raises InvalidRequest where a batch names endpoints that its session has not introduced. Such a call is over
+        before its turn, and no later one waits for it."""
+        if not method.takes_rows or not request.HasField("batch"):
+            return
+        try:
+            self._introductions.check(request.call.session, request.batch.endpoints)
+        except InvalidRequest:
+            if request.call.sequence >= self._next:
+                self._abandon(request.call)
+            raise
 
     def _answer(self, known: Running, request: Any) -> asyncio.Future[Any]:
         """An instant call whose turn it is needs no task, and is over before anyone could watch it."""
@@ -358,7 +385,8 @@ class CallQueue:
         self._busy = False
         call = known.context.call
         if call.sequence and call.session == self.session.name:
-            self._next = call.sequence + 1
+            # Another call may have been sent by this number, and refused, and those after it too.
+            self._next = max(self._next, call.sequence + 1)
         elif call.sequence:
             # It outlived its session: nobody else would free the rows it made.
             self.store.release(call.session)

@@ -198,6 +198,7 @@ class RankServer:
             "Cancel": self._cancel,
             "Release": self._release,
             "EndSession": self._end_session,
+            "Introduce": self._introduce,
         }
         transfer = {
             "Fetch": self._fetch,
@@ -357,6 +358,10 @@ class RankServer:
     async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
         self.queue.session.end(request.session)
         return worker_pb2.EndSessionResponse()
+
+    async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:
+        self.queue.introduce(request.session, request.endpoints)
+        return worker_pb2.IntroduceResponse()
 
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
         return serve_fetch(self.store, request)

@@ -13,6 +13,7 @@ from nccl_transfer.arena import ArenaReader, ByteRange, align
 from nccl_transfer.batch import Endpoint
 from nccl_transfer.store import TensorStore
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from rlhf.v1 import transfer_pb2 as pb
 
 ATTEMPTS = 3
 """How often a broken stream is taken up, the first time included."""
@@ -156,6 +157,18 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
         offsets.append(total)
         total += align(size)
     return offsets, total
+
+
+def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
+    """Looks at a whole request before the first byte is sent: a reader takes the first for a sign that all are there.
+
+    Raises:
+        Refused: The request is of another epoch, or a shard was released.
+        TransferError: A range reaches beyond its shard.
+    """
+    check_epoch(store, request.epoch)
+    for wanted in request.ranges:
+        store.check_range(wanted.shard, wanted.start, wanted.nbytes)
 
 
 def check_epoch(store: TensorStore, epoch: int) -> None:

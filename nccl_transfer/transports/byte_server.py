@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports.base import check_epoch
+from nccl_transfer.transports.base import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
 from nccl_transfer.transports.tcp import DATA, END, ERROR, FRAME, KEY_BYTES, MAGIC, MAX_REQUEST_BYTES, REQUEST
 from rlhf.errors import RlhfError, to_status
@@ -59,7 +59,7 @@ def cut_frames(
         Refused: The request is of another epoch, or a shard was released, if need be in the middle.
         TransferError: A range reaches beyond its shard.
     """
-    check_epoch(store, request.epoch)
+    check_request(store, request)
     pieces: Pieces = []
     shards: set[int] = set()
     room = chunk_bytes

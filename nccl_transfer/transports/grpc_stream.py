@@ -12,7 +12,15 @@ import grpc.experimental
 from nccl_transfer.arena import ByteRange
 from nccl_transfer.batch import Endpoint, Shard
 from nccl_transfer.store import TensorStore
-from nccl_transfer.transports.base import Reading, Traffic, Transport, check_epoch, persist, remaining_s
+from nccl_transfer.transports.base import (
+    Reading,
+    Traffic,
+    Transport,
+    check_epoch,
+    check_request,
+    persist,
+    remaining_s,
+)
 from nccl_transfer.transports.sink import Sink
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import ServiceLost, TransferError, from_rpc_error
@@ -126,7 +134,7 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
         Refused: The request is of another epoch, or a shard was released, if need be in the middle of the stream.
         TransferError: A range reaches beyond its shard.
     """
-    check_epoch(store, request.epoch)
+    check_request(store, request)
     chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
     pieces: list[bytes] = []
     room = chunk_bytes

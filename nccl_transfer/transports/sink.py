@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nccl_transfer.arena import ByteRange
+from nccl_transfer.arena import ByteRange, mib
+from rlhf.errors import OutOfSpace
 from rlhf.v1 import transfer_pb2 as pb
 
 MAX_PIECES = 512
@@ -16,15 +17,25 @@ Pieces = list[memoryview]
 
 
 class Sink:
-    """Where the ranges of one read arrive, end to end; knows what is still missing."""
+    """Where the ranges of one read arrive, end to end; knows what is still missing.
+
+    Memory is taken as bytes arrive, range by range. A source looks at all ranges of a request before it sends any byte,
+    so what is not there costs the reader nothing, whatever size a message says that it has.
+    """
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
-        self.views = [np.empty(r.nbytes, np.uint8).data for r in ranges]
         self._ranges = ranges
+        self._memory: list[memoryview] = []
         self._range = 0
         self._filled = 0
         self._skip_full()
         self._confirmed = self._range, self._filled
+
+    @property
+    def views(self) -> list[memoryview]:
+        """The bytes of each range, once nothing is missing."""
+        self._reach(len(self._ranges))
+        return self._memory
 
     def missing(self) -> list[pb.ByteRange]:
         """Ranges that have not arrived, in order."""
@@ -38,11 +49,16 @@ class Sink:
 
     def room(self, nbytes: int) -> Pieces:
         """Memory for the next bytes of the stream: at most `nbytes`, and less than that only where there are many
-        pieces, or no more is wanted."""
+        pieces, or no more is wanted.
+
+        Raises:
+            OutOfSpace: This process has no memory for them.
+        """
         pieces: Pieces = []
         number, filled = self._range, self._filled
-        while nbytes and number < len(self.views) and len(pieces) < MAX_PIECES:
-            piece = self.views[number][filled : filled + nbytes]
+        while nbytes and number < len(self._ranges) and len(pieces) < MAX_PIECES:
+            self._reach(number + 1)
+            piece = self._memory[number][filled : filled + nbytes]
             if len(piece):
                 pieces.append(piece)
             nbytes -= len(piece)
@@ -52,7 +68,7 @@ class Sink:
     def advance(self, nbytes: int) -> None:
         """So many bytes have arrived in `room`."""
         while nbytes:
-            count = min(nbytes, len(self.views[self._range]) - self._filled)
+            count = min(nbytes, self._ranges[self._range].nbytes - self._filled)
             self._filled += count
             nbytes -= count
             self._skip_full()
@@ -66,5 +82,15 @@ class Sink:
         self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:
-        while self._range < len(self.views) and self._filled == len(self.views[self._range]):
+        while self._range < len(self._ranges) and self._filled == self._ranges[self._range].nbytes:
             self._range, self._filled = self._range + 1, 0
+
+    def _reach(self, count: int) -> None:
+        """Takes memory for the first `count` ranges."""
+        for r in self._ranges[len(self._memory) : count]:
+            try:
+                self._memory.append(np.empty(r.nbytes, np.uint8).data)
+            except MemoryError:
+                raise OutOfSpace(
+                    f"{r.shard.endpoint}: no memory here for {mib(r.nbytes)} of shard {r.shard.id}"
+                ) from None

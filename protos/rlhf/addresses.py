@@ -7,6 +7,22 @@ import ipaddress
 import re
 import socket
 
+TARGET_KINDS = (
+    *("dns", "fake", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6"),
+    *("unix", "unix-abstract", "vsock", "xds"),
+)
+"""What gRPC takes, before a colon, for the kind of an address: `unix:7101` is a socket in the file system to it."""
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError where a text is not host:port, of a host that can be connected to."""
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
+    check_host(host)
+    if is_wildcard(host):
+        raise ValueError(f"{address!r} is no address that others can connect to")
+
 
 def check_host(host: str) -> None:
     """Raises ValueError where a text is not a host alone."""
@@ -19,6 +35,8 @@ def check_host(host: str) -> None:
         raise ValueError(f"{host!r} is not a host alone; it has no port, and an IPv6 address is in brackets")
     elif not re.fullmatch(r"[\w.-]+", host):
         raise ValueError(f"{host!r} is no host: neither a name nor an address")
+    elif host.lower() in TARGET_KINDS:
+        raise ValueError(f"{host!r} is no host: gRPC takes it for the kind of an address")
 
 
 def is_wildcard(host: str) -> bool:

@@ -111,15 +111,12 @@ class ServiceTable(Strict):
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
-        addresses.check_host(host)
-        if addresses.is_wildcard(host):
+        if addresses.is_wildcard(address.rpartition(":")[0]):
             raise ValueError(
                 f"{address!r}: the address is also where other ranks connect to; name one of this host, and listen on "
                 "all with bind_host"
             )
+        addresses.check_address(address)
         return address
 
     @field_validator("bind_host", "advertise_host")

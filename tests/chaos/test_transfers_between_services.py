@@ -238,6 +238,7 @@ def endure(times: int, directory: Path) -> None:
                 starting = starter.submit(services.maker, MAKERS[(turn + 1) % 2])
             # The transfer after a restart succeeds.
             for reader in readers:
+                reader.service.introduce(maker.service)
                 assert reader.read(maker.rows) is None, f"turn {turn}, {reader.name}"
             held.append([each for reader in readers for each in reader.held()])
             for name, seconds in play(

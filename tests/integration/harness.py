@@ -186,6 +186,14 @@ class Service:
         parts = [wire.from_proto(response.batch) for response in responses]
         return Batch.concat([part for part in parts if part.columns])
 
+    def introduce(self, *others: Service) -> None:
+        """Lets calls of this session name the ranks of other services."""
+        if not self.sequence:
+            self.call("synchronize")
+        endpoints = [rank.endpoint for other in others for rank in other.description.ranks]
+        for rank in self.ranks:
+            self.ask("Introduce", rank, session=self.session, endpoints=endpoints)
+
     def values(self, batch: Batch, name: str) -> Any:
         """A copy of a column's values."""
         values = self._fetcher.fetch(batch.select([name]), time.monotonic() + TIMEOUT_S).values[name]

@@ -193,6 +193,7 @@ def test_a_reward_of_more_ranks_than_rows_scores_them_all(cluster: Cluster) -> N
     """The rank without rows is sent an empty batch, by reference as by text."""
     with cluster.service("actor") as actor, cluster.service("tensor_scorer") as scorer:
         made = actor.rows("generate_sequences", prompts_of(2), sampling=SAMPLING)
+        scorer.introduce(actor)
         empty = made.select(["prompt_ids", "response_ids"]).take(np.arange(0))
         (answer,) = scorer.call("compute_reward", empty)
         assert list(answer.scores) == []
@@ -208,6 +209,7 @@ def prompts_of(count: int) -> Batch:
 def test_tokens_are_refused_by_a_reward_that_reads_text(cluster: Cluster) -> None:
     with cluster.service("actor") as actor, cluster.service("text_scorer") as scorer:
         made = actor.rows("generate_sequences", prompts_of(2), sampling=SAMPLING)
+        scorer.introduce(actor)
         with pytest.raises(InvalidRequest, match="reads text: send text_rows"):
             scorer.call("compute_reward", made.select(["prompt_ids", "response_ids"]))
 

@@ -393,7 +393,7 @@ class Tap:
         call, start, fetch = RankClient.call, CallStream.start, Fetcher.fetch
 
         async def tapped_call(client: RankClient, method: Any, request: Any, timeout_s: float) -> Any:
-            self._message(request)
+            self._message(method.request.FromString(request) if isinstance(request, bytes) else request)
             response = await call(client, method, request, timeout_s)
             self._message(response)
             return response

@@ -297,6 +297,7 @@ def test_rows_carry_checksums_where_the_service_is_told_to_compute_them(
     assert isinstance(column, RemoteColumn)
     assert all(shard.checksums for shard in column.shards)
     assert actor.values(generated, "response_ids").rows == 4
+    reference.introduce(actor)
     scored = reference.rows("compute_ref_log_prob", generated, temperature=1.0)["ref_log_probs"]
     assert isinstance(scored, RemoteColumn)
     assert not any(shard.checksums for shard in scored.shards)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nccl_transfer import wire
-from nccl_transfer.arena import ArenaReader
-from nccl_transfer.store import TensorStore
-from nccl_transfer.transports import byte_server
+from nccl_transfer.arena import ArenaReader, ByteRange
+from nccl_transfer.batch import Endpoint, Shard
+from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.transports import GrpcTransport, TcpTransport, Transport, byte_server, serve_fetch
 from nccl_transfer.transports.byte_server import ByteServer
-from rlhf.errors import InvalidRequest, TransferError
+from nccl_transfer.transports.sink import Sink
+from rlhf.errors import InvalidRequest, OutOfSpace, ServiceLost, TransferError
 from rlhf.v1 import common_pb2 as pb
+from rlhf.v1 import transfer_pb2
 
 FLOAT32 = pb.ELEMENT_TYPE_FLOAT32
 HUGE = 1 << 62
@@ -66,6 +73,75 @@ def test_row_numbers_are_counted_before_they_are_built(numbers: tuple[int, int])
     message = batch(1, row_numbers=(pb.RowRange(start=start, stop=stop),))
     with pytest.raises(InvalidRequest, match="row number"):
         wire.row_numbers(message)
+
+
+CLAIMS = [1 << 32, 1 << 46]
+"""Bytes that a message says a shard has: more than a machine should lose to a message, and more than it has."""
+
+
+@contextlib.contextmanager
+def no_more_than(nbytes: int) -> Iterator[None]:
+    """A block in which Python and numpy have no more than so much memory at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_tcp(claim: int):
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("127.0.0.1:1", epoch=1)
+    real = store.put(np.arange(8), Lease("run", 1))
+    small = store.put(np.arange(8), Lease("run", 1))
+    with contextlib.closing(store), contextlib.closing(ByteServer(store, "127.0.0.1")) as server:
+        source = replace(store.endpoint, data_port=server.port, data_key=server.key)
+        claimed = replace(real, endpoint=source, nbytes=claim)
+        # The first range is good: the source does not begin before it has looked at the second.
+        ranges = [ByteRange(replace(small, endpoint=source), 0, 64), ByteRange(claimed, 0, claim)]
+        with no_more_than(16 << 20), contextlib.closing(TcpTransport()) as transport:
+            with pytest.raises(TransferError, match="reach beyond shard"):
+                transport.read(source, ranges, time.monotonic() + 10)
+            read = transport.read(source, ranges[:1], time.monotonic() + 10)
+            assert bytes(read.views[0]) == np.arange(8).tobytes()
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("transport", [TcpTransport, GrpcTransport])
+def test_a_source_that_cannot_be_reached_takes_no_memory(claim: int, transport: type[Transport]):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    source = Endpoint(f"127.0.0.1:{port}", data_port=port, data_key="0" * 32)
+    claimed = ByteRange(Shard(source, 1, 64, claim), 0, claim)
+    with no_more_than(16 << 20), contextlib.closing(transport()) as reader, pytest.raises(ServiceLost):
+        reader.read(source, [claimed], time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_grpc(claim: int):
+    """The half of the source, which the reader waits for."""
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("127.0.0.1:1", epoch=1)
+    shard = store.put(np.arange(8), Lease("run", 1))
+    ranges = [transfer_pb2.ByteRange(shard=shard.id, nbytes=nbytes) for nbytes in (64, claim)]
+
+    async def first() -> object:
+        return await anext(serve_fetch(store, transfer_pb2.FetchRequest(ranges=ranges, chunk_bytes=64)))
+
+    with pytest.raises(TransferError, match="reach beyond shard"):
+        asyncio.run(first())
+    store.close()
+
+
+def test_memory_that_there_is_not_is_an_error_that_says_so():
+    source = Endpoint("127.0.0.1:1", service="actor")
+    sink = Sink([ByteRange(Shard(source, 7, 64, 1 << 46), 0, 1 << 46)])
+    with pytest.raises(
+        OutOfSpace, match=r"actor rank 0 at 127\.0\.0\.1:1: no memory here for .* MiB of shard 7"
+    ):
+        sink.room(64)
 
 
 def test_an_arena_that_its_owner_could_truncate_is_not_mapped():
