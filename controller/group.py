@@ -350,7 +350,7 @@ class RoleGroup:
         return self._loop.start(run())
 
     def begin_session(self, keep_weights: bool, directories: Sequence[str] = ()) -> FutureBatch:
-        """Goes back to the model's directory, or on from what the session before has left, to write these directories."""
+        """Goes back to the model directory, or on from what the session before has left, to write these directories."""
         return self.call("begin_session", keep_weights=keep_weights, directories=directories)
 
     def synchronize(self) -> FutureBatch:
