@@ -113,7 +113,7 @@ METHODS: dict[str, dict[str, tuple[Batch | None, dict[str, Any]]]] = {
         "begin_session": (None, {}),
     },
 }  # fmt: skip
-LEARNS = ("actor", "critic", "reward")
+UPDATES = {"actor": "update_actor", "critic": "update_critic", "reward": "update_reward"}
 READS = {
     "actor": ("generate_sequences", "compute_log_prob"),
     "critic": ("compute_values",),
@@ -188,7 +188,7 @@ class Running:
         wait_until(lambda: is_listening(address) or not self.lives, START_TIMEOUT_S, "the service")
         assert self.lives, self.log.read_text()
         self.service = Service(self.case.role, address)
-        if self.case.role in LEARNS:
+        if self.case.role in UPDATES:
             self.call("save_checkpoint", directory="runs/initial", format=SHARDED).responses()
         return self.service
 
@@ -207,6 +207,13 @@ class Running:
             options["directory"] = str(self.directory / options["directory"])
         name = "save_checkpoint" if method == "export" else method
         return self.service.start(name, batch, header=self.service.header(), **options)
+
+    def learn(self) -> None:
+        """An update, where the role learns."""
+        if self.case.role in UPDATES:
+            method = UPDATES[self.case.role]
+            batch, options = METHODS[self.case.role][method]
+            self.call(method, batch, **options).responses()
 
     def tell(self, rank: int, at: int, error: str) -> None:
         """Has a rank fail in its next call."""
@@ -228,7 +235,7 @@ class Running:
         if role == "actor":
             self.call("onload").responses()
         found: dict[str, Any] = {"versions": service.versions}
-        if role in LEARNS:
+        if role in UPDATES:
             (self.directory / "runs").mkdir(exist_ok=True)
             found["sha256"] = (
                 self.call("export", directory="runs/state", format=HUGGING_FACE).responses()[0].sha256
@@ -272,9 +279,12 @@ def fail(running: Running, method: str, chance: random.Random) -> tuple[float, s
     batch, options = METHODS[running.case.role][method]
     rank = chance.randrange(RANKS)
     if (method, rank) not in running.calls:
+        running.learn()
         running.tell(rank, at=0, error="")
         running.call(method, batch, **options).responses()
         running.calls[method, rank] = running.told(rank)[0]
+    if method == "begin_session":
+        running.learn()  # else there is nothing to go back from
     before = running.state()
     at, error = chance.randint(1, running.calls[method, rank]), chance.choice(ERRORS)
     running.tell(rank, at, error)
