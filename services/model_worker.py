@@ -43,7 +43,7 @@ from services.engines.heads import Head
 from services.engines.loading import Load, load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.engines.three_d import ThreeDParallelEngine
-from services.minibatch import deal
+from services.minibatch import check_schedule, deal
 from services.models import (
     ValueModel,
     check_tokenizer,
@@ -424,8 +424,7 @@ class ModelWorker(Worker):
         term: Term[Any] | None,
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order."""
-        if not schedule.epochs or not schedule.mini_batches:
-            raise InvalidRequest("schedule: epochs and mini_batches must be at least 1")
+        check_schedule(schedule.epochs, schedule.mini_batches)
         sequences = self.sequences(rows)
         lengths = sequences[1].lengths
         for column in columns:
@@ -436,6 +435,7 @@ class ModelWorker(Worker):
         for epoch in range(schedule.epochs):
             key = (header.seed, header.step, header.ordinal, epoch)
             for mine in deal(rows.numbers, schedule.mini_batches, key):
+                call.check()
                 more, more_tokens = self._term_batches(term, mine) if term else ([], 0)
                 micro_batches = [*self.micro_batches(sequences, mine), *more]
                 parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), more_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +295,8 @@ def _jagged(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[T
 
 
 def _temperature(temperature: float) -> float:
-    if temperature <= 0:
-        raise InvalidRequest(f"temperature must be above 0 (given: {temperature})")
+    if not 0 < temperature < math.inf:
+        raise InvalidRequest(f"temperature must be above 0 and finite (given: {temperature})")
     return temperature
 
 

@@ -265,3 +265,45 @@ def test_the_vocabulary_is_hashed_once_and_not_for_each_describe(
     expected = vocabulary_hash(worker.tokenizer)
     monkeypatch.setattr(model_worker, "vocabulary_hash", lambda tokenizer: pytest.fail("hashed again"))
     assert worker.describe().vocabulary_hash == expected
+
+
+def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
+    store = TensorStore(1 << 16)
+
+    async def main() -> None:
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        await call(queue, "one", 7)
+        method = group_methods("reference")["synchronize"]
+        request = cast(Any, method.request)(call=common_pb2.Call(call_id="one"))
+        with pytest.raises(InvalidRequest, match="Synchronize: call one was another one"):
+            queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        request.call.call_id, request.call.session = "two", "other"
+        await queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        request.call.session = "another"
+        with pytest.raises(InvalidRequest, match="call two was another one"):
+            queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        for field in ("call_id", "session"):
+            long = cast(Any, method.request)(call=common_pb2.Call(**{field: "i" * (1 << 20)}))
+            with pytest.raises(
+                InvalidRequest, match=f"call.{field} has 1048576 characters; at most 256"
+            ) as told:
+                queue.start(method, cast(Any, Reference.synchronize).registration, long, 10)
+            assert len(str(told.value)) < 200
+        await queue.drain()
+
+    asyncio.run(main())
+    store.close()
+
+
+def test_a_time_to_answer_has_an_end() -> None:
+    assert execution.time_to_answer(2.0) == 1.8
+    assert execution.time_to_answer(1e300) < 3e6
+
+
+def test_a_directory_that_is_no_path_is_refused() -> None:
+    worker = Reference(TABLE, Ranks(0, 1, 1))
+    worker.output_roots = (Path("/"),)
+    for directory in ("a\0b", "/" + "x" * 300, "/x" * 4_000):
+        with pytest.raises(InvalidRequest, match=r"^directory: .* is no path: ") as told:
+            worker.output_path(directory)
+        assert len(str(told.value)) < 500
