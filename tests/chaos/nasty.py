@@ -21,8 +21,8 @@ INTEGERS = {
 }
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-9, 3e9)
 TEXTS = (
-    "", "a", "\0", "1+1=", "../../etc/passwd", "/etc/cron.d/x", "~root", "%s%n", "\u202e\U0001f600" * 40, "x" * 300,
-    "x" * 5_000, "y" * (1 << 20),
+    "", "a", "\0", "1+1=", "../../etc/passwd", "/etc/cron.d/x", "~root", "%s%n", "\u202e\U0001f600" * 40,
+    "x" * 300, "x" * 5_000, "y" * (1 << 18),
 )  # fmt: skip
 ADDRESSES = ("", "127.0.0.1:1", "127.0.0.1:99999999", "a:b:c", "unix:/tmp/none", "[::1]:1", ":", "127.0.0.1")
 MAX_DEPTH = 6
@@ -92,11 +92,8 @@ class Nasty:
             else:
                 setattr(message, each.name, self._value(each, depth))
             return
-        count = (
-            self.chance.choice((0, 1, 1, 2, 3, 8))
-            if each.message_type
-            else self.chance.choice((0, 1, 3, 2_000))
-        )
+        is_long = each.message_type or each.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        count = self.chance.choice((0, 1, 1, 2, 3) if is_long else (0, 1, 3, 2_000))
         given = [self._value(each, depth) for _ in range(min(count, 3))]
         message.ClearField(each.name)
         if given:
@@ -117,7 +114,7 @@ class Nasty:
         if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             return self.chance.choice(FLOATS)
         if each.type == FieldDescriptor.TYPE_BYTES:
-            return self.chance.choice((b"", b"\0", b"\xff" * 9, self.chance.randbytes(1_000), bytes(1 << 20)))
+            return self.chance.choice((b"", b"\0", b"\xff" * 9, self.chance.randbytes(1_000), bytes(1 << 18)))
         return self.chance.choice(ADDRESSES if each.name == "address" else TEXTS)
 
     def _integer(self, lowest: int, highest: int) -> int:

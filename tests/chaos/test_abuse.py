@@ -75,6 +75,8 @@ FREE_WITHIN_S = 25.0
 """Longest until a run can have the service again."""
 GROWTH = 64 << 20
 """Most that resident memory of a rank may grow in all the abuse after the first round of it [bytes]."""
+MOST_MEMORY = 8 << 30
+"""Address space of a rank: one that takes more fails, and not the machine."""
 HOUR_NS = 3600 * 10**9
 
 ALLOWED = {
@@ -183,6 +185,7 @@ class Target:
         ]
         for rank in self.ranks:
             rank.start()
+            psutil.Process(rank.pid).rlimit(psutil.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
         self.address = address
 
     def wait(self) -> None:
