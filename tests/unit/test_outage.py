@@ -37,5 +37,6 @@ def test_a_rank_that_answered_no_ping_is_told_as_one_that_is_silent() -> None:
     error = _broken(Broken("ping timeout"), "actor rank 1 (127.0.0.1:1) UpdateActor")
     assert type(error) is ServiceLost
     assert str(error) == (
-        "actor rank 1 (127.0.0.1:1) UpdateActor: no answer, not even to pings: its process is stopped, or its host cut off"
+        "actor rank 1 (127.0.0.1:1) UpdateActor: no answer, not even to pings: its process is stopped, "
+        "or its host cut off"
     )
