@@ -74,6 +74,7 @@ bench: setup ## Run the benchmarks; figures go to benchmarks/results/.
 	$(BIN)/python -m benchmarks.transition --json benchmarks/results/transition.json
 	$(BIN)/python -m benchmarks.generate --json benchmarks/results/generate.json
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json
+	$(BIN)/python -m benchmarks.false_alarms --json benchmarks/results/false_alarms.json
 	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json benchmarks/results/algorithms.json
 
 clean: ## Remove the environment, runs and caches.

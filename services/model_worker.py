@@ -69,6 +69,12 @@ MATMUL_TIMEOUT_S = 60.0
 
 STEP_METRICS = ("loss", "grad_norm", "lr")
 
+MAX_CHARACTERS = 1 << 22
+"""Longest text that is tokenized: a tokenizer takes seconds for a few megabytes, and cannot be stopped in between."""
+
+LONG_CHARACTERS = 1 << 14
+"""Texts from this length on are tokenized one by one, so that the call may stop between them."""
+
 MAX_TRACED_CALLS = 100
 """Most calls of one profile: the profiler keeps all their events in memory."""
 
@@ -313,6 +319,23 @@ class ModelWorker(Worker):
             )
         each = to_torch(values, rows.fetched.dtypes[name])
         return Jagged(each.repeat_interleave(torch.from_numpy(responses.lengths.copy())), responses.lengths)
+
+    def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
+        """Token ids of each text, as the tokenizer gives them with these options; between texts the call may stop.
+
+        Raises:
+            InvalidRequest: A text is longer than any that fits.
+        """
+        longest = max(map(len, texts), default=0)
+        if longest > MAX_CHARACTERS:
+            raise InvalidRequest(f"a text has {longest} characters; at most {MAX_CHARACTERS} are tokenized")
+        together = 64 if longest < LONG_CHARACTERS else 1
+        ids: list[list[int]] = []
+        for first in range(0, len(texts), together):
+            call.check()
+            ids += self.tokenizer(texts[first : first + together], **options)["input_ids"]
+            self.progressed()
+        return ids
 
     def micro_batches(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
         """Rows cut by the token budget; none where there are no rows."""

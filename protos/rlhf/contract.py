@@ -70,9 +70,7 @@ class Method:
         try:
             return self.request.FromString(request)  # type: ignore[attr-defined]
         except DecodeError as error:
-            raise InvalidRequest(
-                f"{self.name}: the request is no {self.request.__name__}: {error}"
-            ) from error
+            raise InvalidRequest(f"{self.name}: the request is no {self.request.__name__}: {error}") from None
 
     @functools.cached_property
     def takes_rows(self) -> bool:

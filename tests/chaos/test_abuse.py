@@ -291,17 +291,16 @@ class Target:
 
     def session(self) -> Service:
         """A session of its own, which begins from the model's directory."""
-        deadline = time.monotonic() + FREE_WITHIN_S
-        while True:
-            service = Service(self.role, self.address)
-            try:
-                service.call("begin_session")
-                return service
-            except Refused:
-                service.close()
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
+        describe = worker_pb2.DescribeRequest(brief=True)
+
+        def is_free() -> bool:
+            told = self.to_all("worker/Describe", describe)
+            return not any(worker_pb2.DescribeResponse.FromString(each.responses[0]).session for each in told)
+
+        wait_until(is_free, FREE_WITHIN_S, "a service that nobody has")
+        service = Service(self.role, self.address)
+        service.call("begin_session")
+        return service
 
     def compute(self) -> dict[str, Any]:
         """What a run computes, bit for bit."""
@@ -536,6 +535,7 @@ def test_a_run_goes_on_beside_random_calls(actor: Target, tmp_path: Path) -> Non
     config = Config.model_validate({
         "run": {"directory": tmp_path, "steps": 1, "call_timeout_s": 60.0},
         "data": {"train": tmp_path, "heldout": tmp_path},
+            "rollout": {"max_response_tokens": 6},
         "services": {"actor": table},
     })  # fmt: skip
     actor.session().close()
@@ -581,7 +581,9 @@ def a_start_at_the_end_of_time(target: Target) -> None:
 
 def a_clock_that_is_ahead(target: Target) -> None:
     """Only one rank is told."""
-    request = synchronize(target, session_started_unix_ns=target.next_start() + 60 * 10**9)
+    request = synchronize(
+        target, session_started_unix_ns=max(target.next_start(), time.time_ns() + HOUR_NS // 2)
+    )
     assert target.call(1, "worker/Synchronize", request).code == "OK"
 
 

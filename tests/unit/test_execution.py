@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from nccl_transfer.columns import Jagged
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import common_pb2
 from services import execution, model_worker
 from services.engines.base import EngineOffloaded
@@ -307,3 +308,19 @@ def test_a_directory_that_is_no_path_is_refused() -> None:
         with pytest.raises(InvalidRequest, match=r"^directory: .* is no path: ") as told:
             worker.output_path(directory)
         assert len(str(told.value)) < 500
+
+
+def test_texts_are_tokenized_as_by_the_tokenizer_unless_one_is_longer_than_any_that_fits(
+    process_group: None, tiny_llama_dir: Path
+) -> None:
+    table = ReferenceTable(role="reference", address="localhost:1", model=tiny_llama_dir, matmul="mkl")
+    worker = ReferenceWorker(table, MetRanks(0, 1, 1))
+    call = CallContext(common_pb2.Call(), deadline=time.monotonic() + 60)
+    texts = [f"{number}+1=" for number in range(200)]
+    assert worker.tokenized(texts, call) == worker.tokenizer(texts)["input_ids"]
+    assert worker.tokenized([], call) == []
+    with pytest.raises(InvalidRequest, match=f"a text has {model_worker.MAX_CHARACTERS + 1} characters"):
+        worker.tokenized(["1", "1" * (model_worker.MAX_CHARACTERS + 1)], call)
+    call.cancelled = True
+    with pytest.raises(CallCancelled):
+        worker.tokenized(texts, call)
