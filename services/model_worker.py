@@ -69,8 +69,10 @@ MATMUL_TIMEOUT_S = 60.0
 
 STEP_METRICS = ("loss", "grad_norm", "lr")
 
-MAX_CHARACTERS = 1 << 22
-"""Longest text that is tokenized: a tokenizer takes seconds for a few megabytes, and cannot be stopped in between."""
+MAX_CHARACTERS = 1 << 18
+CHARACTERS_A_TOKEN = 16
+"""Longest text that is tokenized, whatever the model, and for each token that fits: a tokenizer takes seconds for that
+much where a text has no spaces, and cannot be stopped in between."""
 
 LONG_CHARACTERS = 1 << 14
 """Texts from this length on are tokenized one by one, so that the call may stop between them."""
@@ -327,8 +329,9 @@ class ModelWorker(Worker):
             InvalidRequest: A text is longer than any that fits.
         """
         longest = max(map(len, texts), default=0)
-        if longest > MAX_CHARACTERS:
-            raise InvalidRequest(f"a text has {longest} characters; at most {MAX_CHARACTERS} are tokenized")
+        most = max(MAX_CHARACTERS, CHARACTERS_A_TOKEN * self.table.micro_batch_tokens)
+        if longest > most:
+            raise InvalidRequest(f"a text has {longest} characters; at most {most} are tokenized")
         together = 64 if longest < LONG_CHARACTERS else 1
         ids: list[list[int]] = []
         for first in range(0, len(texts), together):
