@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from controller.client import RankClient
 from controller.config import Config
 from controller.group import RoleGroup
 from controller.session import Session
@@ -26,8 +27,8 @@ WHERE_IT_RUNS = frozenset(
 """Keys of a service's table that say where and how it is started and found, not what it computes; the number of ranks
 is compared with those that are there."""
 
-Describe = Callable[[str], Awaitable[worker_pb2.DescribeResponse]]
-"""What a service says of itself now, by its name."""
+Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
+"""What a rank says of itself now."""
 
 
 def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
@@ -91,23 +92,30 @@ def _shown(value: Any) -> str:
 
 
 async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, describe: Describe) -> None:
-    """Returns once no other run has any of the services, and claims a start that they take for younger than all they
-    know. A run whose controller is not connected is waited for, since its services end it soon.
+    """Returns once no other run has any rank of the services, and claims a start that they take for younger than all
+    they know: a session may have reached some ranks only. A run whose controller is not connected is waited for, since
+    its services end it soon.
+
+    Args:
+        groups: By service.
+        session: That of the run.
+        describe: Asks a rank.
 
     Raises:
         Refused: A run has one of them, and this one is not to take over.
     """
     deadline = time.monotonic() + GONE_WITHIN_S
-    for name, group in groups.items():
-        answer = group.description
+    clients = [client for group in groups.values() for client in group.clients]
+    for client, first in zip(clients, await asyncio.gather(*map(describe, clients)), strict=True):
+        answer = first
         while answer.session and not session.take_over:
             if answer.session_is_connected or time.monotonic() > deadline:
                 raise Refused(
-                    f"services.{name} ({group.clients[0].address}) is in use by run {answer.session}; wait for its "
+                    f"services.{client.service} ({client.address}) is in use by run {answer.session}; wait for its "
                     "end, or end it: --take-over"
                 )
             await asyncio.sleep(POLL_S)
-            answer = await describe(name)
+            answer = await describe(client)
         session.claim_after([answer.session_started_unix_ns])
 
 

@@ -82,7 +82,9 @@ class Cluster:
         ours = {name: group for name, group in self.groups.items() if group.description.epoch}
         check_tables(ours, self.config.services)
         free = wait_until_free(
-            ours, self.session, lambda name: self._describe(name, time.monotonic() + CLOSE_S)
+            ours,
+            self.session,
+            lambda client: client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S),
         )
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         begun = {

@@ -12,6 +12,8 @@ RETRY_S = 0.1
 """Pause between attempts to reach a rank."""
 RECONNECT_S = 6.0
 """How long a rank may be out of reach: less than the ten seconds after which it ends a session without a controller."""
+SILENT_S = 3.0
+"""How long one that answered no ping may be: it was out of reach for ten seconds already. One attempt to connect."""
 REFUSED_S = 0.7
 """How long its host may refuse connections: then no process listens there, and none will."""
 RECONNECT_OPTIONS = (
@@ -31,6 +33,12 @@ def is_break(error: grpc.RpcError) -> bool:
     return not says and call.code() in _BREAKS
 
 
+def is_silence(error: grpc.RpcError) -> bool:
+    """Whether a connection ended because the other side answered no ping."""
+    call: Any = error
+    return is_break(error) and "ping timeout" in (call.details() or "")
+
+
 class Outage:
     """A time during which a rank cannot be reached.
 
@@ -44,7 +52,7 @@ class Outage:
 
     def __init__(self, first: grpc.RpcError | None, now: float) -> None:
         self.first = first
-        self.ends = now + RECONNECT_S
+        self.ends = now + (SILENT_S if first is not None and is_silence(first) else RECONNECT_S)
         self._refused_since: float | None = None
 
     def note(self, error: grpc.RpcError | None, now: float) -> None:

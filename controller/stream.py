@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from controller.outage import RETRY_S, Outage, is_break
+from controller.outage import RETRY_S, Outage, is_break, is_silence
 from rlhf.contract import Method
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error, from_status
 from rlhf.v1 import worker_pb2
@@ -282,6 +282,10 @@ def _closed(where: str) -> ServiceLost:
 
 def _broken(error: grpc.RpcError, where: str) -> RlhfError:
     """Why a stream broke. One that does so while it begins ends with an error of gRPC's own that names no cause."""
+    if is_silence(error):
+        return ServiceLost(
+            f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"
+        )
     explained = from_rpc_error(error, where)
     return ServiceLost(str(explained)) if type(explained) is RlhfError else explained
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc.aio
 from google.rpc import status_pb2
 
-from rlhf.contract import Method
+from rlhf.contract import SERVICES, Method
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import worker_pb2
 from services.execution import CallQueue, time_to_answer
+from services.sessions import MAX_NAME, check_name
 from services.worker import Registration
+
+DISPATCH = SERVICES["worker"]["Dispatch"]
 
 StatusOf = Callable[[Exception, str, str], status_pb2.Status]
 """The status of an error, by the names of its method and its call."""
@@ -48,8 +52,8 @@ class DispatchStream:
         """Serves until the caller is done and all is answered, or the connection is lost."""
         try:
             await self._context.send_initial_metadata(())
-            while isinstance(message := await self._context.read(), worker_pb2.DispatchRequest):
-                await self._take(message)
+            while isinstance(message := await self._context.read(), bytes):
+                await self._take(DISPATCH.parse(message))
             await asyncio.gather(*self._answering)
         finally:
             for answer in self._answering:
@@ -60,6 +64,9 @@ class DispatchStream:
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
         """Begins a call. One that is over at once is answered at once, where nothing else is being written."""
         if message.session and message.session not in self._sessions:
+            check_name("session", message.session)
+            if self._sessions:
+                raise InvalidRequest("Dispatch: a stream tells of one session, and this one of two")
             self._sessions.add(message.session)
             self._queue.session.opened_stream(message.session)
         if not message.method:
@@ -78,14 +85,15 @@ class DispatchStream:
         try:
             if message.method not in self._methods:
                 raise InvalidRequest(
-                    f"Dispatch has no method {message.method!r}; it has {sorted(self._methods)}"
+                    f"Dispatch has no method {message.method[:MAX_NAME]!r}; it has {sorted(self._methods)}"
                 )
-            if message.timeout_s <= 0:
+            if not 0 < message.timeout_s < math.inf:
                 raise InvalidRequest(
-                    f"{message.method}: timeout_s is {message.timeout_s:g}; it must be above 0"
+                    f"{message.method}: timeout_s is {message.timeout_s:g}; it must be above 0 and finite"
                 )
             method, registration = self._methods[message.method]
-            request: Any = method.request.FromString(message.request)  # type: ignore[attr-defined]
+            request = method.parse(message.request)
+            check_name("call.call_id", request.call.call_id)
             call_id = request.call.call_id
             if message.only_known and not self._queue.knows(call_id):
                 raise Refused(f"{method.name}: there is no call {call_id!r}")

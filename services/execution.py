@@ -40,7 +40,7 @@ from rlhf.v1 import common_pb2, worker_pb2
 from services.introductions import Introductions
 from services.meetings import Meetings
 from services.ranks import ALONE_S, is_known_to_all
-from services.sessions import CurrentSession
+from services.sessions import CurrentSession, check_name
 from services.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
 
 REMEMBERED_CALLS = 256
@@ -54,6 +54,9 @@ GRACE_S = 5.0
 
 MISSING_S = 5.0
 """How long a call waits for an earlier one that has not come: over a stream calls come in their order."""
+
+LONGEST_S = 30 * 86_400.0
+"""Longest that a call may take: clocks and timers count no further than some centuries."""
 
 ANSWER_S = 0.5
 """Left of a deadline for the answer, so that the caller hears what was late and not only that its time is up."""
@@ -103,6 +106,8 @@ class CallQueue:
         self._meetings = Meetings(worker.ranks)
         self._calls: dict[str, Running] = {}
         self._responses: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self._names: dict[str, tuple[str, str]] = {}
+        """By id of the calls that are known, method and session."""
         self._remembered_bytes = 0
         self.session = CurrentSession(self._end_session)
         self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
@@ -122,11 +127,18 @@ class CallQueue:
             RlhfError: As in the proto of the method, here or from the future.
         """
         call = request.call
+        check_name("call.call_id", call.call_id)
+        check_name("call.session", call.session)
         if not call.call_id:
             if self.worker.ranks.size > 1:
                 raise InvalidRequest(f"{method.name}: call.call_id is missing")
             call.call_id = uuid.uuid4().hex
-        return self._responses.get(call.call_id) or self._admit(method, registration, request, timeout_s)
+        known = self._responses.get(call.call_id)
+        if known is None:
+            return self._admit(method, registration, request, timeout_s)
+        if self._names[call.call_id] != (method.path, call.session):
+            raise InvalidRequest(f"{method.name}: call {call.call_id} was another one; an id is used once")
+        return known
 
     def knows(self, call_id: str) -> bool:
         """Whether a call came here, and its response is to come or remembered."""
@@ -248,6 +260,7 @@ class CallQueue:
             response = asyncio.create_task(_without_frames(self._run(known, registration, request)))
             self._calls[call.call_id] = known
             response.add_done_callback(partial(self._end, call.call_id))
+        self._names[call.call_id] = method.path, call.session
         self._remember(call.call_id, response)
         return response
 
@@ -268,7 +281,8 @@ class CallQueue:
             if oldest is ended or not oldest.done():
                 break
             self._remembered_bytes -= _response_bytes(oldest)
-            self._responses.popitem(last=False)
+            call_id, _ = self._responses.popitem(last=False)
+            del self._names[call_id]
 
     def _open_session(self, call: common_pb2.Call) -> None:
         self.session.open(call)
@@ -575,6 +589,7 @@ def _response_bytes(ended: asyncio.Future[Any]) -> int:
 
 def time_to_answer(remaining_s: float) -> float:
     """How long a call may take, of what its caller waits, so that the caller hears what was late."""
+    remaining_s = min(remaining_s, LONGEST_S)
     return remaining_s - min(ANSWER_S, remaining_s / 10)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reference_pb2
 from services.engines.heads import PolicyHead
@@ -13,8 +15,8 @@ def ref_log_probs(
     worker: ModelWorker, rows: Rows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
 ) -> Result:
     """Log-probabilities of the response tokens under the weights that the worker's engine computes with."""
-    if request.temperature <= 0:
-        raise InvalidRequest(f"temperature must be above 0 (given: {request.temperature})")
+    if not 0 < request.temperature < math.inf:
+        raise InvalidRequest(f"temperature must be above 0 and finite (given: {request.temperature})")
     sequences = worker.sequences(rows)
     computed = worker.forward(sequences, PolicyHead(request.temperature), call)
     log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)

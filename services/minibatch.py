@@ -6,6 +6,19 @@ import hashlib
 
 import numpy as np
 
+from rlhf.errors import InvalidRequest
+
+MAX_STEPS = 1 << 16
+"""Most optimizer steps of one update: they are dealt out before the first is made."""
+
+
+def check_schedule(epochs: int, mini_batches: int) -> None:
+    """Raises InvalidRequest where these are no steps, or too many."""
+    if not 1 <= epochs * mini_batches <= MAX_STEPS:
+        raise InvalidRequest(
+            f"epochs and mini_batches must be at least 1, and {epochs} times {mini_batches} at most {MAX_STEPS}"
+        )
+
 
 def deal(numbers: np.ndarray, parts: int, key: tuple[int, ...]) -> list[np.ndarray]:
     """Which of this rank's rows belong to each of `parts` mini-batches.

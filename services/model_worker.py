@@ -44,7 +44,7 @@ from services.engines.loading import Load, load_to_share
 from services.engines.microbatch import MicroBatch, assemble, split
 from services.engines.publish import check_writable
 from services.engines.three_d import ThreeDParallelEngine
-from services.minibatch import deal
+from services.minibatch import check_schedule, deal
 from services.models import (
     ValueModel,
     check_tokenizer,
@@ -70,6 +70,14 @@ MATMUL_TIMEOUT_S = 60.0
 """Longest wait at start for the measurements of the other ranks."""
 
 STEP_METRICS = ("loss", "grad_norm", "lr")
+
+MAX_CHARACTERS = 1 << 18
+CHARACTERS_A_TOKEN = 16
+"""Longest text that is tokenized, whatever the model, and for each token that fits: a tokenizer takes seconds for that
+much where a text has no spaces, and cannot be stopped in between."""
+
+LONG_CHARACTERS = 1 << 14
+"""Texts from this length on are tokenized one by one, so that the call may stop between them."""
 
 MAX_TRACED_CALLS = 100
 """Most calls of one profile: the profiler keeps all their events in memory."""
@@ -316,6 +324,24 @@ class ModelWorker(Worker):
         each = to_torch(values, rows.fetched.dtypes[name])
         return Jagged(each.repeat_interleave(torch.from_numpy(responses.lengths.copy())), responses.lengths)
 
+    def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
+        """Token ids of each text, as the tokenizer gives them with these options; between texts the call may stop.
+
+        Raises:
+            InvalidRequest: A text is longer than any that fits.
+        """
+        longest = max(map(len, texts), default=0)
+        most = max(MAX_CHARACTERS, CHARACTERS_A_TOKEN * self.table.micro_batch_tokens)
+        if longest > most:
+            raise InvalidRequest(f"a text has {longest} characters; at most {most} are tokenized")
+        together = 64 if longest < LONG_CHARACTERS else 1
+        ids: list[list[int]] = []
+        for first in range(0, len(texts), together):
+            call.check()
+            ids += self.tokenizer(texts[first : first + together], **options)["input_ids"]
+            self.progressed()
+        return ids
+
     def micro_batches(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
         """Rows cut by the token budget; none where there are no rows."""
         for ids in sequences:
@@ -426,8 +452,7 @@ class ModelWorker(Worker):
         term: Term[Any] | None,
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order."""
-        if not schedule.epochs or not schedule.mini_batches:
-            raise InvalidRequest("schedule: epochs and mini_batches must be at least 1")
+        check_schedule(schedule.epochs, schedule.mini_batches)
         sequences = self.sequences(rows)
         lengths = sequences[1].lengths
         for column in columns:
@@ -438,6 +463,7 @@ class ModelWorker(Worker):
         for epoch in range(schedule.epochs):
             key = (header.seed, header.step, header.ordinal, epoch)
             for mine in deal(rows.numbers, schedule.mini_batches, key):
+                call.check()
                 more, more_tokens = self._term_batches(term, mine) if term else ([], 0)
                 micro_batches = [*self.micro_batches(sequences, mine), *more]
                 parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), more_tokens))

@@ -51,12 +51,14 @@ from rlhf.errors import (
     RewardFailed,
     ServiceLost,
     full_traceback,
+    shortened,
     to_status,
 )
 from rlhf.v1 import transfer_pb2, worker_pb2
 from services.dispatch import DispatchStream
-from services.execution import CallQueue, time_to_answer
+from services.execution import LONGEST_S, CallQueue, time_to_answer
 from services.hosts import check_reachable, cpu_name, place
+from services.sessions import MAX_NAME, check_name
 from services.worker import Registration, Worker, registered_methods
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -242,19 +244,22 @@ class RankServer:
 
         async def fail(error: Exception, request: Any, context: Any) -> None:
             call = getattr(request, "call", None)
-            status = self._status_of(error, method.name, call.call_id if call is not None else "")
+            call_id = call.call_id[:MAX_NAME] if call is not None else ""
+            status = self._status_of(error, method.name, call_id)
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
             code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
             await context.abort(code, status.message)
 
         async def unary(request: Any, context: Any) -> Any:
             try:
+                request = request if method.takes_stream else method.parse(request)
                 return await handler(request, context)
             except Exception as error:  # noqa: BLE001 - mapped to a status, with its traceback
                 await fail(error, request, context)
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
+                request = method.parse(request)
                 async for response in handler(request, context):
                     yield response
             except Exception as error:  # noqa: BLE001 - mapped to a status, with its traceback
@@ -273,7 +278,7 @@ class RankServer:
         if self._stop.is_set():
             return
         if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:
-            logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, error)
+            logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, shortened(str(error)))
         else:
             logging.error("%s %s failed:\n%s", method, call_id, full_traceback(error))
 
@@ -287,12 +292,7 @@ class RankServer:
                 service=self.name,
                 rank=ranks.rank,
                 epoch=ranks.epoch,
-                ranks=self._ranks_info,
                 mesh=mesh_to_proto(mesh),
-                methods=[
-                    worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
-                    for method, registration in self.methods.values()
-                ],
                 threads=self.worker.table.threads,
                 policy_version=self.worker.policy_version,
                 version=importlib.metadata.version("rlhf-cluster"),
@@ -301,14 +301,24 @@ class RankServer:
                 session=session.holder,
                 session_is_connected=session.is_connected,
                 session_started_unix_ns=session.started_unix_ns,
-                table=self.worker.config_table.model_dump_json(),
                 working_directory=str(Path.cwd()),
                 output_roots=map(str, self.worker.output_roots),
             )
         )
+        if not request.brief:
+            answer.ranks.extend(self._ranks_info)
+            answer.methods.extend(
+                worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
+                for method, registration in self.methods.values()
+            )
+            answer.table = self.worker.config_table.model_dump_json()
         return answer
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        if not 0 <= request.interval_s <= LONGEST_S:
+            raise InvalidRequest(
+                f"Watch: interval_s is {request.interval_s:g}; it must be from 0 to {LONGEST_S:g}"
+            )
         interval_s = max(request.interval_s or 1.0, WATCH_PAUSE_S)
         while not self._stop.is_set():
             changed = self.queue.changed
@@ -356,6 +366,7 @@ class RankServer:
         return worker_pb2.ReleaseResponse(freed_bytes=self.store.release(request.session, steps))
 
     async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
+        check_name("session", request.session)
         self.queue.session.end(request.session)
         return worker_pb2.EndSessionResponse()
 
@@ -398,6 +409,6 @@ def _rpc_handler(method: Method, function: Callable[..., Any]) -> grpc.RpcMethod
         make = grpc.unary_unary_rpc_method_handler
     return make(
         function,
-        request_deserializer=method.request.FromString,  # type: ignore[attr-defined]
+        request_deserializer=None,  # in `_guarded`, so that what cannot be read is told as any other bad request
         response_serializer=method.response.SerializeToString,  # type: ignore[attr-defined]
     )

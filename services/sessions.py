@@ -19,6 +19,16 @@ MOST_AHEAD_S = 3600.0
 can lock out all that come after it."""
 
 
+MAX_NAME = 256
+"""Most characters of the name of a session or a call, of which a rank remembers many."""
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequest for a name that is too long to be remembered."""
+    if len(name) > MAX_NAME:
+        raise InvalidRequest(f"{field} has {len(name)} characters; at most {MAX_NAME} are allowed")
+
+
 class CurrentSession:
     """One session at a time has the rank. Used from the event loop.
 

@@ -19,6 +19,9 @@ from services.ranks import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAX_SHOWN = 300
+"""Characters of a value that an error shows."""
+
 PATIENCE = 0.8
 """Share of `stuck_timeout_s` after which a rank gives up waiting for its peers: so it can still say so before it is
 taken for stuck itself."""
@@ -243,7 +246,12 @@ class Worker:
         Raises:
             InvalidRequest: It is not below one of `output_roots`.
         """
-        path = Path(directory).resolve()
+        try:
+            path = Path(directory).resolve()
+            path.exists()  # raises where no path can be as long
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise InvalidRequest(f"directory: {directory[:MAX_SHOWN]!r} is no path: {why}") from error
         if not any(root in path.parents for root in self.output_roots):
             allowed = ", ".join(map(str, self.output_roots)) or "there are none"
             raise InvalidRequest(

@@ -10,7 +10,9 @@ from typing import Any
 
 from google.protobuf import message_factory
 from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError
 
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 MODULES = ("actor", "critic", "reference", "reward", "transfer", "worker")
@@ -26,14 +28,14 @@ and no pings, which a stock server takes for an attack."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *PLAIN_OPTIONS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 """Options both ends of a channel between our own processes use: also pings, which notice a stopped peer within
-20 s while a busy one, whose transport answers by itself, stays connected."""
+10 s while a busy one, whose transport answers by itself, stays connected."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ class Method:
     def snake_name(self) -> str:
         """The Python name: GenerateSequences is generate_sequences."""
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
+
+    def parse(self, request: bytes) -> Any:
+        """The request of its serialized form.
+
+        Raises:
+            InvalidRequest: It is none.
+        """
+        try:
+            return self.request.FromString(request)  # type: ignore[attr-defined]
+        except DecodeError as error:
+            raise InvalidRequest(f"{self.name}: the request is no {self.request.__name__}: {error}") from None
 
     @functools.cached_property
     def takes_rows(self) -> bool:

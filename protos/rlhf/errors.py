@@ -30,6 +30,7 @@ DOMAIN = "rlhf-cluster"
 STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE = 1000
 MAX_TRACEBACK = 4000
+MAX_DETAIL = 300
 """Characters of an error that cross the wire: gRPC drops statuses of more than about 8 KiB."""
 
 
@@ -124,11 +125,10 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         code, message = error.code, str(error)
     else:
         code, message = grpc.StatusCode.INTERNAL, f"{reason}: {error}"
-    message = message.replace("\n", " ")
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
+    message = shortened(message.replace("\n", " "))
     trace = full_traceback(error)[-MAX_TRACEBACK:]
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(where))
+    shown = {key: value[:MAX_DETAIL] for key, value in where.items()}
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=shown)
     debug = error_details_pb2.DebugInfo(stack_entries=[trace])
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in (info, debug):
@@ -136,6 +136,11 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def shortened(text: str) -> str:
+    """At most MAX_MESSAGE characters of a text, and how many there were."""
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
 
 
 def full_traceback(error: BaseException) -> str:

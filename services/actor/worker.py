@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class ActorWorker(ModelWorker):
         with self.ranks.together(call.peers_deadline):
             self.rollout.check_awake()
             options = self._sampling(request.sampling)
-            prompts = self._prompt_ids(rows.texts("prompt"))
+            prompts = self.tokenized(rows.texts("prompt"), call)
         self._update_rollout(call)
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
         with self.ranks.together(call.peers_deadline):
@@ -102,7 +103,7 @@ class ActorWorker(ModelWorker):
     @register("3D_PROTO")
     def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
         with self.ranks.together(call.peers_deadline):
-            sequences = self._pretraining_sequences(rows.texts("text"))
+            sequences = self._pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
         totals = [float(-row.double().sum()) for row in log_probs.values.split(log_probs.lengths.tolist())]
@@ -150,8 +151,8 @@ class ActorWorker(ModelWorker):
 
     @register("3D_PROTO")
     def tokenize(self, rows: Rows, request: actor_pb2.TokenizeRequest, call: CallContext) -> Result:
-        prompts = self._prompt_ids(rows.texts("prompt"))
-        responses = [self._response_ids(text) for text in rows.texts("response")]
+        prompts = self.tokenized(rows.texts("prompt"), call)
+        responses = self._response_ids(rows.texts("response"), call)
         most = request.max_response_tokens or max(map(len, responses), default=0)
         num_cut = sum(len(row) > most for row in responses)
         columns = {
@@ -233,13 +234,10 @@ class ActorWorker(ModelWorker):
             return None
         return StopStrings(texts, self._decode, frozenset(self.tokenizer.all_special_ids))
 
-    def _prompt_ids(self, prompts: list[str]) -> list[list[int]]:
-        return self.tokenizer(prompts)["input_ids"] if prompts else []
-
-    def _response_ids(self, response: str) -> list[int]:
-        """As if it had been generated: no beginning of a text, and an end."""
-        ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        return ids if self.eos_id is None else [*ids, self.eos_id]
+    def _response_ids(self, responses: list[str], call: CallContext) -> list[list[int]]:
+        """As if they had been generated: no beginning of a text, and an end."""
+        ids = self.tokenized(responses, call, add_special_tokens=False)
+        return ids if self.eos_id is None else [[*row, self.eos_id] for row in ids]
 
     def _response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
         rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
@@ -256,7 +254,7 @@ class ActorWorker(ModelWorker):
         if not coefficient:
             return None
         with self.ranks.together(call.peers_deadline):
-            sequences = self._pretraining_sequences(rows.texts("pretrain_text"))
+            sequences = self._pretraining_sequences(rows.texts("pretrain_text"), call)
 
         def loss_for(num_tokens: int) -> LossFn[PolicyOutput]:
             def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -267,13 +265,13 @@ class ActorWorker(ModelWorker):
 
         return Term(sequences, PolicyHead(), loss_for, ("pretrain_loss",))
 
-    def _pretraining_sequences(self, texts: list[str]) -> Sequences:
+    def _pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
         """The first token of a text is given; every later one is predicted. An empty text has only an end."""
-        ids = [self._pretraining_ids(text) for text in texts]
+        ids = [self._ended(row) for row in self.tokenized(texts, call)]
         return _jagged([row[:1] for row in ids]), _jagged([row[1:] for row in ids])
 
-    def _pretraining_ids(self, text: str) -> list[int]:
-        ids = self.tokenizer(text)["input_ids"]
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The ids of a text to learn from, with an end."""
         if self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids = [*ids, self.eos_id]
         if not ids:
@@ -292,8 +290,8 @@ def _jagged(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[T
 
 
 def _temperature(temperature: float) -> float:
-    if temperature <= 0:
-        raise InvalidRequest(f"temperature must be above 0 (given: {temperature})")
+    if not 0 < temperature < math.inf:
+        raise InvalidRequest(f"temperature must be above 0 and finite (given: {temperature})")
     return temperature
 
 

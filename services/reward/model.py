@@ -19,7 +19,7 @@ from services import matmul
 from services.engines.agreement import all_or_none
 from services.engines.base import LossFn
 from services.engines.microbatch import MicroBatch, cut, pad
-from services.minibatch import deal
+from services.minibatch import check_schedule, deal
 from services.model_worker import MiniBatch, ModelWorker, rank_device
 from services.models import SequenceScorer, load_classifier, vocabulary_hash
 from services.ranks import Ranks
@@ -177,10 +177,12 @@ class LearningRewardWorker(ModelWorker):
         self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order; its tokens are its pairs."""
+        check_schedule(request.epochs, request.mini_batches)
         ids, header, parts = self._pair_ids(rows, request.max_response_tokens), call.call, []
         for epoch in range(request.epochs):
             key = (header.seed, header.step, header.ordinal, epoch)
             for pairs in deal(rows.numbers, request.mini_batches, key):
+                call.check()
                 parts.append(MiniBatch(self._pair_batches(ids, pairs), len(pairs), len(pairs), 0))
         return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class SamplingOptions:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.greedy:
             return
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -97,8 +97,11 @@ class FailingReward(Failing, LearningRewardWorker):
     """The reward model."""
 
 
-def serve(role: str, rank: int, num_ranks: int, port: int, faults: Path, config: Path, log: Path) -> None:
-    """Serves one rank in this process, which has imported all this already."""
+def serve(
+    role: str, rank: int, num_ranks: int, port: int, faults: Path, config: Path, log: Path, worker: str = ""
+) -> None:
+    """Serves one rank in this process, which has imported all this already; by a worker that can be told to fail,
+    unless another is named."""
     with log.open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -107,4 +110,4 @@ def serve(role: str, rank: int, num_ranks: int, port: int, faults: Path, config:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHAOS_FAULTS=str(faults),
     )  # fmt: skip
     sys.argv = [role, "--config", str(config)]
-    run(role, f"chaos.failing_workers:Failing{role.capitalize()}")
+    run(role, worker or f"chaos.failing_workers:Failing{role.capitalize()}")

@@ -41,6 +41,8 @@ from rlhf.v1 import worker_pb2
 pytestmark = pytest.mark.slow
 
 CALL_TIMEOUT_S = 4
+TOLD_WITHIN_S = 20.0
+"""Longest until a run has told that a rank is stopped, and has ended."""
 STUCK_LEAVES_WITHIN_S = 10.0
 """Longest a rank with a stuck call lives on after the run that called it has ended."""
 USAGE_ERROR = 2
@@ -360,6 +362,33 @@ def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services
         f"error: reference rank 0 ({address}) ComputeRefLogProb: cannot be reached or died: "
     )
     wait_until(lambda: not cluster.site.processes("services.reference"), ENDS_WITHIN_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "method"), [("actor", 1, "UpdateActor"), ("reference", 0, "ComputeRefLogProb")]
+)
+def test_a_rank_that_is_stopped_in_a_long_call_is_named_within_20_s(
+    client: Site, cluster: Services, name: str, number: int, method: str
+) -> None:
+    info = cluster.rank(name, number)
+    rank, peers = (
+        psutil.Process(info.pid),
+        [psutil.Process(p.pid) for p in describe(client.address(name)).ranks],
+    )
+    run = client.controller()
+    wait_for_call(run, client.address(name), method)
+    rank.suspend()
+    try:
+        ended = run.end(TOLD_WITHIN_S)
+    finally:
+        for process in peers:
+            process.kill()
+    assert ended.code == 1
+    assert ended.line == (
+        f"error: {name} rank {number} ({info.endpoint.address}) {method}: no answer, not even to pings: "
+        "its process is stopped, or its host cut off"
+    )
+    cluster.torchruns[name].end(ENDS_WITHIN_S)
 
 
 def test_a_stopped_rank_is_named_at_the_deadline_and_its_peer_leaves(client: Site, cluster: Services) -> None:

@@ -85,9 +85,10 @@ class Service:
         self.sequence = 0
         self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS)]
         self.description = self.ask("Describe")
-        self._started_unix_ns = max(time.time_ns(), self.description.session_started_unix_ns + 1000)
         self.addresses = [rank.endpoint.address for rank in self.description.ranks]
         self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
+        youngest = max(self.ask("Describe", rank).session_started_unix_ns for rank in self.ranks)
+        self._started_unix_ns = max(time.time_ns(), youngest + 1000)
         self.mesh = wire.mesh_from_proto(self.description.mesh)
         self._methods = group_methods(self.description.role)
         self._fetcher = Fetcher(host_id(), create_transports())

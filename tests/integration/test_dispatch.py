@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -111,6 +112,18 @@ def test_an_error_over_a_stream_is_the_error_of_the_call_by_itself(actor: Servic
     [
         ({"method": "/rlhf.v1.WorkerService/Describe", "timeout_s": 1.0}, "no method .*Describe"),
         ({"method": SYNCHRONIZE.path}, "timeout_s is 0; it must be above 0"),
+        (
+            {"method": SYNCHRONIZE.path, "timeout_s": math.nan},
+            "timeout_s is nan; it must be above 0 and finite",
+        ),
+        (
+            {"method": SYNCHRONIZE.path, "timeout_s": math.inf},
+            "timeout_s is inf; it must be above 0 and finite",
+        ),
+        (
+            {"method": SYNCHRONIZE.path, "timeout_s": 1.0, "request": b"\xff"},
+            "the request is no SynchronizeRequest",
+        ),
     ],
 )
 def test_a_message_that_is_no_call_is_refused_and_the_stream_goes_on(

@@ -10,7 +10,7 @@ import pytest
 from google.rpc.error_details_pb2 import DebugInfo
 
 from rlhf import errors
-from rlhf.errors import STATUS_KEY, Refused, RlhfError, drop_frames, from_rpc_error, to_status
+from rlhf.errors import STATUS_KEY, InvalidRequest, Refused, RlhfError, drop_frames, from_rpc_error, to_status
 
 WHERE = {"service": "actor", "rank": "1", "method": "UpdateActor", "call_id": "c"}
 
@@ -106,3 +106,8 @@ def test_an_error_that_is_remembered_keeps_its_traceback_as_text_and_none_of_its
     debug = DebugInfo()
     assert any(detail.Unpack(debug) for detail in to_status(error, {}).details)
     assert "in work" in debug.stack_entries[0]
+
+
+def test_a_status_has_a_bounded_size_whatever_is_in_it():
+    status = to_status(InvalidRequest("x" * 10**6), {"call_id": "i" * 10**6, "rank": "0"})
+    assert len(status.SerializeToString()) < 8_000

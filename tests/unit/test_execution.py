@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from nccl_transfer.columns import Jagged
 from nccl_transfer.store import Lease, TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import common_pb2
 from services import execution, model_worker
 from services.engines.base import EngineOffloaded
@@ -266,3 +267,61 @@ def test_the_vocabulary_is_hashed_once_and_not_for_each_describe(
     expected = vocabulary_hash(worker.tokenizer)
     monkeypatch.setattr(model_worker, "vocabulary_hash", lambda tokenizer: pytest.fail("hashed again"))
     assert worker.describe().vocabulary_hash == expected
+
+
+def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
+    store = TensorStore(1 << 16)
+
+    async def main() -> None:
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        await call(queue, "one", 7)
+        method = group_methods("reference")["synchronize"]
+        request = cast(Any, method.request)(call=common_pb2.Call(call_id="one"))
+        with pytest.raises(InvalidRequest, match="Synchronize: call one was another one"):
+            queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        request.call.call_id, request.call.session = "two", "other"
+        await queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        request.call.session = "another"
+        with pytest.raises(InvalidRequest, match="call two was another one"):
+            queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
+        for field in ("call_id", "session"):
+            long = cast(Any, method.request)(call=common_pb2.Call(**{field: "i" * (1 << 20)}))
+            with pytest.raises(
+                InvalidRequest, match=f"call.{field} has 1048576 characters; at most 256"
+            ) as told:
+                queue.start(method, cast(Any, Reference.synchronize).registration, long, 10)
+            assert len(str(told.value)) < 200
+        await queue.drain()
+
+    asyncio.run(main())
+    store.close()
+
+
+def test_a_time_to_answer_has_an_end() -> None:
+    assert execution.time_to_answer(2.0) == 1.8
+    assert execution.time_to_answer(1e300) < 3e6
+
+
+def test_a_directory_that_is_no_path_is_refused() -> None:
+    worker = Reference(TABLE, Ranks(0, 1, 1))
+    worker.output_roots = (Path("/"),)
+    for directory in ("a\0b", "/" + "x" * 300, "/x" * 4_000):
+        with pytest.raises(InvalidRequest, match=r"^directory: .* is no path: ") as told:
+            worker.output_path(directory)
+        assert len(str(told.value)) < 500
+
+
+def test_texts_are_tokenized_as_by_the_tokenizer_unless_one_is_longer_than_any_that_fits(
+    process_group: None, tiny_llama_dir: Path
+) -> None:
+    table = ReferenceTable(role="reference", address="localhost:1", model=tiny_llama_dir, matmul="mkl")
+    worker = ReferenceWorker(table, MetRanks(0, 1, 1))
+    call = CallContext(common_pb2.Call(), deadline=time.monotonic() + 60)
+    texts = [f"{number}+1=" for number in range(200)]
+    assert worker.tokenized(texts, call) == worker.tokenizer(texts)["input_ids"]
+    assert worker.tokenized([], call) == []
+    with pytest.raises(InvalidRequest, match=f"a text has {model_worker.MAX_CHARACTERS + 1} characters"):
+        worker.tokenized(["1", "1" * (model_worker.MAX_CHARACTERS + 1)], call)
+    call.cancelled = True
+    with pytest.raises(CallCancelled):
+        worker.tokenized(texts, call)

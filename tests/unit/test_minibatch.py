@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.minibatch import deal
+from rlhf.errors import InvalidRequest
+from services.minibatch import MAX_STEPS, check_schedule, deal
 
 
 @given(
@@ -36,3 +38,12 @@ def test_the_order_is_drawn_from_the_key() -> None:
 
 def test_a_rank_without_rows_has_empty_mini_batches() -> None:
     assert [len(part) for part in deal(np.empty(0, np.int64), 3, (0,))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (1, 0), (2**32 - 1, 1), (1, 2**32 - 1), (257, 256)])
+def test_steps_that_are_none_or_too_many_are_refused_before_they_are_dealt_out(
+    steps: tuple[int, int],
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_STEPS}"):
+        check_schedule(*steps)
+    check_schedule(256, 256)

@@ -1,5 +1,6 @@
 """What the rollout engine generates: the model's own distribution, a stream per row, nothing else."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, expected: li
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        *({"temperature": value} for value in (0.0, math.nan, math.inf)),
+        {"top_k": -1},
+        *({"top_p": value} for value in (0.0, 1.5, math.nan)),
+    ],
 )
 def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any]):
     options: dict[str, Any] = {"max_new_tokens": 1, **wrong}

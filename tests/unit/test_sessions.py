@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from controller import cluster as cluster_module
 from controller import dataflow
-from controller.admission import differing_keys, with_measured
+from controller.admission import differing_keys, wait_until_free, with_measured
+from controller.client import RankClient
 from controller.cluster import Cluster
 from controller.config import Config
 from controller.dataflow import FutureBatch, promise
@@ -212,3 +214,20 @@ def test_a_config_keeps_what_services_measured_and_they_differ_in_nothing_from_i
 def test_a_service_that_tells_nothing_of_its_config_is_taken_as_it_is() -> None:
     here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
     assert differing_keys(here, worker_pb2.DescribeResponse()) == []
+
+
+def test_a_run_claims_a_start_after_the_youngest_session_of_any_rank() -> None:
+    """A session may have reached one rank of a service only."""
+    ahead = time.time_ns() + HOUR_NS // 2
+    told = {0: 5, 1: ahead}
+    clients = [RankClient.__new__(RankClient) for _ in told]
+    for rank, client in enumerate(clients):
+        client.rank = rank
+
+    async def describe(client: RankClient) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(session_started_unix_ns=told[client.rank])
+
+    session = Session()
+    groups: dict[str, Any] = {"actor": SimpleNamespace(clients=clients)}
+    asyncio.run(wait_until_free(groups, session, describe))
+    assert session.claimed_unix_ns > ahead
