@@ -42,6 +42,8 @@ SETTLE_S = 2.0
 """After a rank has failed, how long to wait for what the others say: the culprit may answer last."""
 LATE_S = 15.0
 """How long a call may go on past its time: its outcome is asked for, other ranks are stopped and listened to."""
+INTRODUCE_S = 60.0
+"""How long every rank may take to be told of the others, which it is once in a session."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -340,7 +342,7 @@ class RoleGroup:
     def release(self, step: StepContext) -> Future[None]:
         """Frees the rows that a step's calls have made, on every rank."""
         request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
-        return self._ask_all(WORKER["Release"], request)
+        return self._ask_all(WORKER["Release"], request, self.session.timeout_s)
 
     def introduce(self, request: bytes) -> Future[None]:
         """Tells every rank which ranks take part in the session.
@@ -348,13 +350,13 @@ class RoleGroup:
         Args:
             request: An IntroduceRequest, serialized.
         """
-        return self._ask_all(WORKER["Introduce"], request)
+        return self._ask_all(WORKER["Introduce"], request, INTRODUCE_S)
 
-    def _ask_all(self, method: Method, request: Any) -> Future[None]:
+    def _ask_all(self, method: Method, request: Any, timeout_s: float) -> Future[None]:
         """A unary call to every rank, which may be made again."""
 
         async def run() -> None:
-            calls = (client.reach(method, request, self.session.timeout_s) for client in self.clients)
+            calls = (client.reach(method, request, timeout_s) for client in self.clients)
             await asyncio.gather(*calls)
 
         return self._loop.start(run())
