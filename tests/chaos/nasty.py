@@ -69,7 +69,7 @@ class Nasty:
     def _spoil(self, message: Message) -> None:
         if not message.DESCRIPTOR.fields:
             return None
-        each = self.chance.choice(list(message.DESCRIPTOR.fields))
+        each: Any = self.chance.choice(list(message.DESCRIPTOR.fields))
         inner = [value for of, value in message.ListFields() if of.message_type and not _is_map(of)]
         if inner and self.chance.random() < 0.75:
             value: Any = self.chance.choice(inner)
@@ -107,7 +107,7 @@ class Nasty:
             return self.message(message_factory.GetMessageClass(each.message_type), depth + 1)
         if kind in INTEGERS:
             return self._integer(*INTEGERS[kind])
-        if kind == FieldDescriptor.CPPTYPE_ENUM:
+        if each.enum_type:
             return self.chance.choice((*(value.number for value in each.enum_type.values), 77, -1, 2**31 - 1))
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             return self.chance.random() < 0.5

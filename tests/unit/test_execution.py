@@ -285,7 +285,8 @@ def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
         with pytest.raises(InvalidRequest, match="call two was another one"):
             queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
         for field in ("call_id", "session"):
-            long = cast(Any, method.request)(call=common_pb2.Call(**{field: "i" * (1 << 20)}))
+            long = cast(Any, method.request)()
+            setattr(long.call, field, "i" * (1 << 20))
             with pytest.raises(
                 InvalidRequest, match=f"call.{field} has 1048576 characters; at most 256"
             ) as told:
