@@ -301,7 +301,8 @@ class RoleGroup:
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
         answers = await asyncio.gather(*cancels, return_exceptions=True)
         answered = zip(self.clients, answers, strict=True)
-        return [client for client, answer in answered if isinstance(answer, DeadlineExceeded)]
+        # A connection whose pings are not answered ends before the time of Cancel does.
+        return [client for client, answer in answered if isinstance(answer, DeadlineExceeded | ServiceLost)]
 
     def _collect(
         self, method: Method, order: np.ndarray, responses: list[Any], step: StepContext, started: float

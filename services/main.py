@@ -94,10 +94,11 @@ def _leave_torchruns_files() -> None:
     behind, and no rank of ours writes there."""
     for top in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
         if top.name.startswith("torchelastic_"):
-            for directory in (*sorted(top.rglob("*"), reverse=True), top):
-                # It may hold something, or a peer may be doing the same.
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
+            # A peer may be doing the same, also while this rank lists them.
+            with contextlib.suppress(FileNotFoundError):
+                for directory in (*sorted(top.rglob("*"), reverse=True), top):
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
 
 
 def _warn_of_an_open_store() -> None:

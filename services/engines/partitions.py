@@ -332,7 +332,8 @@ def load(
         empty = dict(give_memory(model, device))
         nn.Module.to(model, device)
         return model, empty
-    init = deepspeed.zero.Init(config_dict_or_path=_STAGE_3, dtype=dtype)
+    # Weights keep their own type. DeepSpeed accepts float64 here only on CPUs without float16 arithmetic.
+    init = deepspeed.zero.Init(config_dict_or_path=_STAGE_3, dtype=torch.float32)
     empty = {}
     for name, tensor in give_memory(model, device):
         empty[name] = tensor

@@ -3,6 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services import main
 
 # The memory of a call: some megabytes at a time, freed in another order, from a thread.
 PROGRAM = """
@@ -60,3 +66,23 @@ def test_a_rank_that_does_not_end_by_itself_is_ended_and_says_where_it_was():
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1
     assert 'File "<string>", line 1 in <module>' in ended.stderr
+
+
+def test_ranks_remove_the_directories_of_their_torchrun_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory may go while a rank lists it, which is no error of the rank."""
+    listed = Path.rglob
+
+    def vanishing(path: Path, pattern: str) -> Iterator[Path]:
+        yield from listed(path, pattern)
+        raise FileNotFoundError(path / "attempt_0")
+
+    top = tmp_path / "torchelastic_1"
+    (top / "none" / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(top / "none" / "attempt_0" / "0" / "error.json"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rglob", vanishing)
+        main._leave_torchruns_files()
+    main._leave_torchruns_files()
+    assert not list(tmp_path.iterdir())
