@@ -13,12 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 from google.protobuf import json_format, struct_pb2
 
 from controller.balance import cost_of, dealt, ranked
 from controller.client import WORKER, RankClient
 from controller.dataflow import CallRecord, FutureBatch, Loop, Place, Placement, all_of, awaited, then
+from controller.outage import is_silence
 from controller.requests import Part, cut, local_bytes, serialized, share_columns
 from controller.session import Session, StepContext
 from nccl_transfer import wire
@@ -301,8 +303,7 @@ class RoleGroup:
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
         answers = await asyncio.gather(*cancels, return_exceptions=True)
         answered = zip(self.clients, answers, strict=True)
-        # A connection whose pings are not answered ends before the time of Cancel does.
-        return [client for client, answer in answered if isinstance(answer, DeadlineExceeded | ServiceLost)]
+        return [client for client, answer in answered if _is_silent(answer)]
 
     def _collect(
         self, method: Method, order: np.ndarray, responses: list[Any], step: StepContext, started: float
@@ -622,3 +623,10 @@ GROUPS: dict[str, type[RoleGroup]] = {
     "reference": ReferenceGroup,
     "reward": RewardGroup,
 }
+
+
+def _is_silent(answer: Any) -> bool:
+    """Whether a rank has not answered, be it in time or to the pings of its connection."""
+    if isinstance(answer, ServiceLost) and isinstance(answer.__cause__, grpc.RpcError):
+        return is_silence(answer.__cause__)
+    return isinstance(answer, DeadlineExceeded)
