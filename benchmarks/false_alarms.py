@@ -170,7 +170,7 @@ def main(minutes: float, json_path: Path | None) -> None:
         "failed_runs": failed,
         "lost_connections": alarms.told,
         "lines_of_ranks": said,
-        "different_weights": len(weights),
+        "distinct_weights": len(weights),
         "alarms": len(failed) + len(alarms.told) + len(said),
     }
     click.echo(

@@ -177,6 +177,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_comes_when_chosen_and_keeps_to_itself(tiny_llama_dir: Path, tmp_path: Path):
     """No process, no connection, no other process group, and not a word."""
     ran = subprocess.run(
