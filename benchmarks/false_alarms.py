@@ -38,7 +38,7 @@ STEPS = 3
 ALARM = re.compile(
     r"fatal|failed|Traceback|DeadlineExceeded|ServiceLost|PeerFailed|Refused|CallCancelled|ended"
 )
-"""What a rank's log says of a call that went wrong, or of a session that it gave up."""
+"""Words in a rank's log about a failed call or an abandoned session."""
 
 
 def spin() -> None:
@@ -126,7 +126,7 @@ def tables(directory: Path) -> dict[str, Any]:
 
 
 def log_lines(logs: Path) -> list[str]:
-    """What ranks said of failures."""
+    """Lines about failures in the logs of ranks."""
     return [
         f"{path.name}: {line}"
         for path in sorted(logs.glob("*.log"))

@@ -28,7 +28,7 @@ WHERE_IT_RUNS = frozenset(
 is compared with those that are there."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
-"""What a rank says of itself now."""
+"""Describes a rank as it is now."""
 
 
 def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:

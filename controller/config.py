@@ -71,13 +71,13 @@ class SourceTable(Strict):
     heldout: Path | None = None
     """Rows to evaluate on. None: the split `heldout_split` of `path`, which has to be a dataset."""
     name: str = ""
-    """What the rows' column `source` calls it; empty: the path."""
+    """Its name in the rows' column `source`; empty: the path."""
     weight: float = Field(default=1.0, gt=0)
     """Share of its rows in every step, relative to the other sources'."""
     reward: str = "reward"
-    """What scores its rows where an algorithm asks for its reward: a service, or one of `[rewards]`."""
+    """The reward of its rows: a service, or one of `[rewards]`."""
     columns: dict[str, str] = {}
-    """What its fields are called, where not as here: `columns.prompt = "question"`."""
+    """Names of its fields, where they differ: `columns.prompt = "question"`."""
     split: str = "train"
     """Of a dataset: the split to train on."""
     heldout_split: str = "test"
@@ -112,7 +112,7 @@ class DataTable(Strict):
     max_prompt_tokens: int = Field(default=0, ge=0)
     """Most tokens of a prompt; 0: what the services take beside `rollout.max_response_tokens`."""
     overlong: Literal["skip", "error"] = "skip"
-    """What is done about a row whose prompt, or whose text in `pretrain`, is longer: skip leaves it out and counts it,
+    """Treatment of a row whose prompt, or whose text in `pretrain`, is longer: skip leaves it out and counts it,
     error ends the run."""
     tokenizer: Path | None = None
     """Model directory whose chat template renders prompts that are lists of messages, and whose tokenizer counts
@@ -189,7 +189,7 @@ class AlgorithmTable(Strict):
     whiten_advantages: bool = True
     """Shift and scale the advantages of a batch to mean 0 and variance 1."""
     surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """What the actor's loss does with the probability ratio: ppo clips that of each token, gspo that of the whole
+    """Use of the probability ratio in the actor's loss: ppo clips that of each token, gspo that of the whole
     response, and cispo weighs each token's log-probability by it, clipped."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped at 1 minus this."""
@@ -222,7 +222,7 @@ class AlgorithmTable(Strict):
     """Recompute the log-probabilities of the responses with the training engine, instead of taking the
     rollout engine's."""
     rollout_correction: Literal["none", "truncate", "mask"] = "none"
-    """What is done where the training engine finds another probability than the rollout engine sampled with: the loss
+    """Correction where the training engine finds another probability than the rollout engine sampled with: the loss
     is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds. Not with
     rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
@@ -237,20 +237,20 @@ class AlgorithmTable(Strict):
     pretrain_coefficient: NotNegative = 0.0
     """Weight of the loss of the texts of data.pretrain in the actor's."""
     on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
-    """What is done where rows could not be scored: stop ends the run with the cause; retry sends those rows again, and
+    """Policy for rows that could not be scored: stop ends the run with the cause; retry sends those rows again, and
     stops where that does not help; drop_group trains without them and the other responses to their prompts. They
     never count as zero."""
     reward_retries: Positive = 2
     """How often retry sends a row again."""
     options: dict[str, Any] = {}
-    """What only one algorithm has; see the tables of the algorithms below."""
+    """Options of one algorithm; see the tables of the algorithms below."""
 
 
 class Config(Strict):
     """A whole run."""
 
     run: RunTable = RunTable()
-    """What is run."""
+    """The run."""
     data: DataTable
     """Prompts."""
     rollout: RolloutTable = RolloutTable()

@@ -23,7 +23,7 @@ ROW = "heldout_row"
 """Column of a batch of held-out rows: the number of each row among those evaluated, from 0."""
 
 SCORES, SOURCES = "/scores", "/sources"
-"""What is measured of every row, by names that no reward has."""
+"""Metrics measured of every row, under names that no reward has."""
 
 Measured = tuple[Mapping[str, np.ndarray], Sequence[FutureBatch]]
 """Numbers by name, one for each row of a batch [rows], and the batches whose calls made them."""

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files that mark a directory that `datasets` has saved or prepared."""
 SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
-"""What a directory with the files of a dataset has in it."""
+"""Files that mark a directory as a saved dataset."""
 BATCH = 1000
 """Rows of a dataset read together where all are read."""
 CHUNK_BYTES = 1 << 20

@@ -32,7 +32,7 @@ MOST_STREAMS = 8
 CLOSE_S = 1.0
 """How long a rank that does not read may hold up the end of its stream of calls."""
 _WRITE_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)
-"""What writing to a stream raises that has broken or ended."""
+"""Exceptions of a write to a stream that has broken or ended."""
 
 Why = Callable[[str], RlhfError]
 """An error, from where it happened."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from deploy.processes import POLL_S
 
 FATAL = "fatal: "
-"""What the user can mend a service says in one line that starts with this."""
+"""Prefix of the line in which a service reports an error that its user can mend."""
 
 _TAIL_BYTES = 64 * 1024
 _LINE_LIMIT = 400

@@ -32,7 +32,7 @@ COPIED_BYTES = 2 << 20
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where condemned
 CONDEMNED = "shard {} is marked bad: bytes of it did not match their checksum"
-"""What every read of a shard says once one has found it wrong."""
+"""Message of every read of a shard after one read found it corrupt."""
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # not in the fcntl module before Python 3.12
 

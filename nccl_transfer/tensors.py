@@ -16,7 +16,7 @@ _CARRIED_AS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-"""What carries the types that numpy lacks: unsigned integers of their size."""
+"""Carriers of the types that numpy lacks: unsigned integers of the same size."""
 
 
 @overload

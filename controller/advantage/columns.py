@@ -11,7 +11,7 @@ from nccl_transfer.columns import Jagged
 
 FloatColumn = Jagged[np.ndarray]
 Scores = np.ndarray | FloatColumn
-"""What a reward gave: one score per response [rows], or jagged, one per response token."""
+"""Scores of a reward: one per response [rows], or jagged, one per response token."""
 
 A = TypeVar("A", FloatColumn, np.ndarray)
 

@@ -22,7 +22,7 @@ REPORT_FILE = "report.html"
 CONFIG_FILES = ("config.toml", "config.json")
 SUMMARY_FILE = "summary.json"
 RUN_FILE = "run.json"
-"""What the run is: its algorithm, its command line, what it runs on. Written before the first step."""
+"""Identity of the run: algorithm, command line, platform. Written before the first step."""
 
 _NOT_IN_HTML = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _HELDOUT = (("evaluation/accuracy", "held-out accuracy"), ("evaluation/reward", "held-out mean reward"))

@@ -11,7 +11,7 @@ TARGET_KINDS = (
     *("dns", "fake", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6"),
     *("unix", "unix-abstract", "vsock", "xds"),
 )
-"""What gRPC takes, before a colon, for the kind of an address: `unix:7101` is a socket in the file system to it."""
+"""Words before a colon that gRPC reads as the scheme of an address: `unix:7101` is a socket in the file system."""
 
 
 def check_address(address: str) -> None:

@@ -30,7 +30,7 @@ ADAPTER_DIRECTORY = "adapter"
 ALPHA = "lora.alpha"
 """Scalar of a checkpoint: the adapters' weight in what they were learned with."""
 _NAME = "default"
-"""What peft calls the only adapter there is."""
+"""Name that peft gives a single adapter."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", re.ASC
 _THIN_SPACE = re.compile(
     r"(?<=\d)(?:\{,\}|\\,|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))"
 )
-"""What may stand before three digits of a number, besides a comma."""
+"""Separators allowed before three digits of a number, besides a comma."""
 
 
 def gsm8k(

@@ -23,7 +23,7 @@ CLEARLY = 1e-3
 """Relative difference of two values that no rounding makes."""
 _POINTS = (0.7390851, 1.4513692, 0.5671433, 1.8019377)
 _SLOW = (ExprWithLimits, Derivative, Limit, AppliedUndef)
-"""What takes long to evaluate, or cannot be."""
+"""Expressions that take long to evaluate, or cannot be evaluated."""
 
 _AS_CLEANED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False

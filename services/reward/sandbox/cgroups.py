@@ -25,7 +25,7 @@ _FILES = {
     ("cgroup2", "memory"): "memory.max",
     ("cgroup2", "cpu"): "cpu.max",
 }
-"""What each controller limits: processes and threads, bytes, and microseconds of CPU time in a period. A group has the
+"""Limits of each controller: processes and threads, bytes, and microseconds of CPU time in a period. A group has the
 default weight besides, so that groups that want more than there is get the same share."""
 _NAMES = ("pids", "memory", "cpu")
 

@@ -40,7 +40,7 @@ ATTEMPTS = {
     "see files of the host": "os.stat('/etc/passwd')",
     "see processes of the host": "-1 if os.getpid() < 10 else os.getpid()",
 }
-"""What a program must not be able to do, each as an expression that raises OSError or is -1."""
+"""Actions forbidden to a program, each as an expression that raises OSError or is -1."""
 ATTEMPT = """
 import ctypes, os, socket
 attempts = {%s}
