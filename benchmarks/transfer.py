@@ -223,7 +223,7 @@ def run_producer(arena_bytes: int, parent: Connection) -> None:
 
 
 def run_socket(nbytes: int, parent: Connection) -> None:
-    """A process: sends so many bytes to whoever connects, each time it gets a byte."""
+    """A process that sends so many bytes to a client each time it receives a byte."""
     source = memoryview(bytearray(nbytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         parent.send(listener.getsockname()[1])

@@ -261,7 +261,7 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
     def pass_on(done: Future[T]) -> None:
         try:
             following.set_result(function(done.result()))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             following.set_exception(error)
 
     future.add_done_callback(pass_on)
@@ -279,7 +279,7 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
             return
         try:
             together.set_result([future.result() for future in futures])
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             together.set_exception(error)
 
     settle()

@@ -120,8 +120,8 @@ class CallQueue:
     def start(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
-        """Runs a call, or joins the one with its id; the future is of the call's response, and whoever awaits it
-        shields it: others may.
+        """Runs a call, or joins the one with its id; the future is of the call's response. Await it shielded, since
+        other callers may await it too.
 
         Raises:
             RlhfError: As in the proto of the method, here or from the future.
@@ -310,7 +310,7 @@ class CallQueue:
         response = asyncio.get_running_loop().create_future()
         try:
             response.set_result(self._respond(known, self._call(known, NO_ROWS, request)))
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the response
+        except Exception as error:  # noqa: BLE001 - raised where the response is awaited
             response.set_exception(error)
         self._end_turn(known)
         return response

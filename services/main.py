@@ -109,8 +109,8 @@ def _warn_of_an_open_store() -> None:
         and os.environ["LOCAL_RANK"] == "0"
     ):
         logging.warning(
-            "warning: the store of this torchrun listens on every interface, and with --standalone or c10d whoever "
-            "reaches it runs code here; start ranks with --rdzv-backend rlhf, or with rlhf-deploy (docs/transfer.md)"
+            "warning: the store of this torchrun listens on every interface, and with --standalone or c10d any "
+            "client of it runs code here; start ranks with --rdzv-backend rlhf, or with rlhf-deploy (docs/transfer.md)"
         )
 
 

@@ -148,7 +148,7 @@ class RankServer:
                 logging.info("not available: transport %s: %s", ", ".join(missing), reason)
 
     def _say_ready(self) -> None:
-        """One line for whoever started the service: it serves, where, and on how many ranks."""
+        """Prints one line: the service serves, where, and on how many ranks."""
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"

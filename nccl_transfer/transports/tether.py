@@ -26,8 +26,8 @@ def tether_channel(address: str) -> grpc.Channel:
 
 
 class Tether:
-    """A stream from a source that gives one message and then stays open while both sides live. Its end, by
-    whoever's doing or death, tells the other side to free what it holds.
+    """A stream from a source that gives one message and then stays open while both sides live. Its end, whichever side
+    closed it or died, tells the other side to free its memory.
 
     Args:
         stream: The call, just started.

@@ -95,8 +95,8 @@ class ServiceTable(Strict):
     arena_mb: Positive = 64
     """Size in MiB of the memory each rank keeps results in until the step ends."""
     checksums: bool = False
-    """Puts xxh3 checksums into the references to what this service stores; whoever fetches it verifies them, by
-    whatever transport. Costs a pass over the bytes at each end."""
+    """Puts xxh3 checksums into the references to what this service stores; readers verify them, by any
+    transport. Costs a pass over the bytes at each end."""
     transports: tuple[str, ...] = ()
     """Transports this service fetches with, by name, in order of preference. Empty: all that are available."""
     startup_timeout_s: float = Field(default=120.0, gt=0)

@@ -3,7 +3,7 @@
 Between layers all ranks hold the same activations, and all compute the same loss from them; so the gradient of an
 activation is whole on every rank, unless it went into a layer that is cut by columns.
 
-Layers are made without memory, on the meta device: whoever puts them into a model gives their weights some.
+Layers are made without memory, on the meta device: the model that they are put into gives their weights memory.
 """
 
 from __future__ import annotations
