@@ -23,9 +23,9 @@ import click
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
 from controller import algorithms, cli
-from controller.algorithm import Algorithm
-from controller.config import Config, load
+from controller.config.tables import Config, load
 from controller.tracking.metrics import read_metrics
+from controller.training.algorithm import Algorithm
 
 ROOT = Path(__file__).parent.parent
 QUICKSTARTS = ROOT / "deploy" / "quickstart"

@@ -33,14 +33,14 @@ from rich.table import Table
 from benchmarks.ports import free_port
 from benchmarks.processes import receive
 from benchmarks.report import circumstances, console, json_option, write_json
-from controller.cluster import Cluster
-from controller.config import Config
-from controller.dataflow import Loop
+from client.session import Session
+from controller.config.tables import Config
 from controller.launch import LaunchedServices
-from controller.session import Session
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import Loop
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import common_pb2, worker_pb2
-from services.server import SERVER_OPTIONS
+from services.runtime.server import SERVER_OPTIONS
 
 CLUSTER, RAW, RAW_BLOCKING, RAY = "role group", "raw gRPC", "raw gRPC, blocking", "Ray actors"
 MOST_OF_RAW, MOST_OF_RAY = 1.5, 0.5

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from benchmarks.end_to_end_task import Stopwatch, mean_of
 from benchmarks.turns import Turns
+from client.session import Session
 from controller.algorithms import find_algorithm
-from controller.cluster import Cluster
-from controller.config import Config, load
-from controller.data import PromptData
+from controller.config.tables import Config, load
+from controller.data.prompts import PromptData
 from controller.launch import LaunchedServices
-from controller.recorder import Recorder
-from controller.run import Run, Step
-from controller.session import Session
+from controller.role_groups.cluster import Cluster
 from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
+from controller.training.run import Run, Step
 
 
 class TimedRun(Run):

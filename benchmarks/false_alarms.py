@@ -24,11 +24,13 @@ import tomli_w
 
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
-from controller import algorithms, cli, client, stream
-from controller.client import RankClient
-from controller.config import Config
+from client import rank as client
+from client import stream
+from client.outage import Outage
+from client.rank import RankClient
+from controller import algorithms, cli
+from controller.config.tables import Config
 from controller.launch import LaunchedServices
-from controller.outage import Outage
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build
 from rlhf.errors import RlhfError

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.turns import Turns
 from rlhf.config import VllmTable
-from services.models import load_causal_lm
+from services.models.families import load_causal_lm
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds

@@ -32,17 +32,17 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
+from client.session import Session
 from controller.algorithms.ppo import ppo
-from controller.cluster import Cluster
-from controller.config import Config, load
-from controller.data import PromptData
-from controller.dataflow import CallRecord, FutureBatch
+from controller.config.tables import Config, load
+from controller.data.prompts import PromptData
 from controller.launch import LaunchedServices
-from controller.recorder import Recorder
-from controller.run import Run, Step
-from controller.session import Session
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
+from controller.training.run import Run, Step
 from deploy import processes, with_parent
 from deploy.launch import environment
 

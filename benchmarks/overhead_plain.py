@@ -29,20 +29,20 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from torch.distributed.rendezvous import rendezvous
 
 from controller.advantage import ppo_advantage
-from controller.config import Config, load
-from controller.data import PromptData
-from nccl_transfer.columns import Jagged
+from controller.config.tables import Config, load
+from controller.data.prompts import PromptData
+from nccl_transfer.refs.columns import Jagged
 from rlhf.config import ActorTable, CriticTable, ModelTable, OptimizerTable, ReferenceTable, RewardTable
 from services.actor.losses import PolicyLossConfig, policy_loss
+from services.compute.heads import Head, Output, PolicyHead, PolicyOutput, value_head
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.critic.losses import value_loss
 from services.engines.base import LossFn, OptimizerOptions, TrainEngine
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import Head, Output, PolicyHead, PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.losses import aggregate
-from services.minibatch import deal
-from services.models import load_causal_lm, load_tokenizer, load_value_model
+from services.engines.fsdp.engine import FSDPEngine
+from services.models.families import load_causal_lm, load_tokenizer, load_value_model
 from services.reward.functions import find_function
+from services.roles.losses import aggregate
+from services.roles.minibatch import deal
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds

@@ -13,12 +13,12 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from controller import cluster as cluster_module
-from controller.cluster import Cluster, Session
-from controller.config import Config
-from controller.dataflow import FutureBatch, Loop, resolved
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
-from nccl_transfer.columns import Jagged
+from controller.config.tables import Config
+from controller.role_groups import cluster as cluster_module
+from controller.role_groups.cluster import Cluster, Session
+from controller.role_groups.dataflow import FutureBatch, Loop, resolved
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
+from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
 

@@ -17,12 +17,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from nccl_transfer.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
-from nccl_transfer.columns import Jagged, encode_texts
-from nccl_transfer.wire import from_proto, mesh_from_proto, to_proto
+from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.refs.columns import Jagged, encode_texts
+from nccl_transfer.refs.wire import from_proto, mesh_from_proto, to_proto
 from rlhf.contract import SERVICES, Method, group_methods
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
-from services.server import SERVER_OPTIONS
+from services.runtime.server import SERVER_OPTIONS
 
 EPOCH = 1
 RANKS_PER_SERVER = 64

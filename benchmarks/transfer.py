@@ -45,18 +45,19 @@ from rich.table import Table
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, receive, timed
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.transfer_gpu import DeviceTransfer, measure_cuda_ipc
-from controller.dataflow import Loop
-from nccl_transfer.batch import Batch, Endpoint
-from nccl_transfer.columns import Jagged
-from nccl_transfer.device import own_cuda
+from controller.role_groups.dataflow import Loop
 from nccl_transfer.fetch import Fetcher, Rows
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.protocols import get_protocol
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.tensors import to_numpy_carrier
-from nccl_transfer.transports import ArenaServer, ByteServer, create_transports, host_id
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
-from nccl_transfer.wire import from_proto, to_proto
+from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.registry import create_transports
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.store.tensors import to_numpy_carrier
+from nccl_transfer.transports import ArenaServer, ByteServer, host_id
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.device import own_cuda
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 

@@ -22,16 +22,16 @@ import grpc.aio
 import numpy as np
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
-from nccl_transfer.batch import Batch, Endpoint
-from nccl_transfer.device import Cuda, DeviceBuffer
-from nccl_transfer.plans import needed
-from nccl_transfer.serving import add_transfer_service
-from nccl_transfer.sources import DeviceSources
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.plans import needed
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.staging import SLOT_BYTES, SLOTS
-from nccl_transfer.wire import from_proto, to_proto
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
+from nccl_transfer.transports.gpu.sources import DeviceSources
+from nccl_transfer.transports.gpu.staging import SLOT_BYTES, SLOTS
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 

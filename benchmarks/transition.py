@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import circumstances, console, json_option, write_json
 from deploy import with_parent
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.mesh import Mesh
 
 LABELS = {
     "gather_all": "DeepSpeed-Chat",

@@ -15,10 +15,10 @@ import click
 import torch
 import torch.distributed as dist
 
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.mesh import Mesh
 from rlhf.config import VllmTable
-from services.engines.three_d import ThreeDParallelEngine
-from services.engines.transition import Kind, Received
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.engines.three_d.transition import Kind, Received
 
 CPU = torch.device("cpu")
 

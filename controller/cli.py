@@ -18,22 +18,22 @@ from typing import Any, NoReturn
 import click
 import tomli_w
 
+from client.session import Session
 from controller import algorithms
-from controller.admission import with_measured
-from controller.algorithm import Algorithm
-from controller.cluster import Cluster, spare_garbage_collector
-from controller.config import Config, load
-from controller.data import PromptData, TextData, load_data
-from controller.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
+from controller.config.tables import Config, load
+from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
+from controller.data.prompts import PromptData, TextData, load_data
 from controller.foresight import arena_warnings
 from controller.identity import Identity
 from controller.launch import LaunchedServices
-from controller.recorder import Recorder
-from controller.run import Run
-from controller.session import Session
+from controller.role_groups.admission import with_measured
+from controller.role_groups.cluster import Cluster, spare_garbage_collector
 from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
 from controller.tracking.report import write_report
 from controller.tracking.run_directory import RunDirectory
+from controller.training.algorithm import Algorithm
+from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
 
 CONFIG_FILE = "config.toml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from controller.config import Config
+from controller.config.tables import Config
 from rlhf.config import ActorTable, CriticTable, ModelTable, ReferenceTable
 
 ID_BYTES, FLOAT_BYTES = 4, 4

@@ -15,7 +15,7 @@ from types import FrameType
 
 import click
 
-from controller.config import load
+from controller.config.tables import load
 from deploy import health, preflight, state
 from deploy.launch import Launcher
 from deploy.logs import read_lines

@@ -6,7 +6,7 @@ import errno
 import importlib.util
 from pathlib import Path
 
-from controller.config import Config
+from controller.config.tables import Config
 from rlhf import addresses
 from rlhf.config import ActorTable, ModelTable, Service
 from rlhf.errors import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from controller.config import Config
+from controller.config.tables import Config
 from deploy import preflight, processes, with_parent
 from deploy.health import Probe
 from deploy.launch import Job, Launcher, environment

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Run, Shard
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import needed, plan_relays
-from nccl_transfer.protocols import TransferProtocol, get_protocol
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.plans import needed, plan_relays
+from nccl_transfer.refs.protocols import TransferProtocol, get_protocol
+from nccl_transfer.refs.ranges import ByteRange
 
 PAGE = Path(__file__).with_name("transfer.md")
 BEGIN, END = "<!-- drawn by docs/draw_protocols.py -->\n", "<!-- end of the drawings -->\n"

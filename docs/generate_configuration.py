@@ -12,8 +12,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from controller import algorithms
-from controller.algorithm import NoOptions
-from controller.config import NOWHERE, AlgorithmTable, Config, DataTable, RolloutTable, RunTable, SourceTable
+from controller.config.tables import (
+    NOWHERE,
+    AlgorithmTable,
+    Config,
+    DataTable,
+    RolloutTable,
+    RunTable,
+    SourceTable,
+)
+from controller.training.algorithm import NoOptions
 from rlhf.config import (
     ActorTable,
     CriticTable,
@@ -51,7 +59,7 @@ HEAD = """# Configuration
 
 One TOML file serves the controller, the services and the launcher. Keys are strict: an unknown one is an
 error. `--set key.path=value` changes a value from the command line. Relative paths are relative to the
-working directory. This page is made from the types in `controller/config.py` and `rlhf/config.py` by
+working directory. This page is made from the types in `controller/config/tables.py` and `rlhf/config.py` by
 `python docs/generate_configuration.py`.
 """
 

@@ -4,8 +4,8 @@ other responses to its prompt. Run it on the quickstart with `rlhf-controller --
 import numpy as np
 
 from controller.advantage import Advantage, sequence_scores
-from controller.algorithm import algorithm
-from controller.run import Run
+from controller.training.algorithm import algorithm
+from controller.training.run import Run
 from rlhf.config import Strict
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format, struct_pb2
 
-from nccl_transfer.batch import Batch
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2
 

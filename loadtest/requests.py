@@ -10,8 +10,8 @@ from loadtest import payloads
 from loadtest.methods import OF_ROLE
 from loadtest.payloads import IDS, Shape
 from loadtest.target import Target
-from nccl_transfer import wire
-from nccl_transfer.protocols import get_protocol
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.protocols import get_protocol
 from rlhf.contract import Method
 from rlhf.errors import ConfigError
 from rlhf.v1 import actor_pb2

@@ -13,13 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.arena import CONDEMNED, ByteRange
-from nccl_transfer.batch import ITEM_BYTES, TEXT, Batch, Endpoint, RemoteColumn, Run, Shard
-from nccl_transfer.checksums import first_mismatch
-from nccl_transfer.columns import Jagged, decode_texts
-from nccl_transfer.plans import Ranges, Relay, needed, position
+from nccl_transfer.refs.batch import ITEM_BYTES, TEXT, Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.refs.checksums import first_mismatch
+from nccl_transfer.refs.columns import Jagged, decode_texts
+from nccl_transfer.refs.plans import Ranges, Relay, needed, position
+from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.relay import Errand, RelayBoard, RelayTaker
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.store.arena import CONDEMNED
+from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reading, Traffic, Transport
 from nccl_transfer.transports.base import read_in_place
 from nccl_transfer.transports.grpc_stream import condemn

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Endpoint, Shard
-from nccl_transfer.plans import Relay
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.refs.batch import Endpoint, Shard
+from nccl_transfer.refs.plans import Relay
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
 from nccl_transfer.transports.grpc_stream import insecure_channel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.protocols import DataParallel, ThreeD, get_protocol, protocol_names
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.protocols import DataParallel, ThreeD, get_protocol, protocol_names
 
 SIZES = st.integers(1, 4)
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nccl_transfer.columns import Jagged
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.microbatch import MicroBatch, pack, pad
-from services.engines.packing import TILE
+from nccl_transfer.refs.columns import Jagged
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, pack, pad
+from services.compute.packing import TILE
 
 VOCABULARY = 61
 HEAD = PolicyHead(temperature=0.7)

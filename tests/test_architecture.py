@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.contract import ROLES, group_methods
-from services.worker import Worker, registered_methods
+from services.runtime.worker import Worker, registered_methods
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,18 +20,29 @@ MAY_IMPORT = {
     "protos/rlhf": {"rlhf"},
     "nccl_transfer": {"rlhf", "nccl_transfer"},
     "services": {"rlhf", "nccl_transfer", "services"},
-    "controller": {"rlhf", "nccl_transfer", "controller"},
-    "deploy": {"rlhf", "controller.config", "deploy"},
+    "client": {"rlhf", "client"},
+    "controller": {"rlhf", "nccl_transfer", "client", "controller"},
+    "deploy": {"rlhf", "controller.config.tables", "deploy"},
     "conformance": {"rlhf", "conformance"},
     "loadtest": {"rlhf", "nccl_transfer", "loadtest"},
 }
-OURS = ("rlhf", "nccl_transfer", "services", "controller", "deploy", "conformance", "loadtest")
+OURS = ("rlhf", "nccl_transfer", "services", "client", "controller", "deploy", "conformance", "loadtest")
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
-WITHOUT_TORCH = ["controller.cli", "controller.run", "controller.algorithms.ppo", "controller.algorithms.safe_rlhf",
-                 "nccl_transfer.fetch",
-                 "nccl_transfer.protocols", "services.reward.worker", "services.server", "deploy.cli",
-                 "deploy.pipeline.cli",
-                 "conformance.cli", "loadtest.cli"]  # fmt: skip
+WITHOUT_TORCH = [
+    "client.rank",
+    "controller.cli",
+    "controller.training.run",
+    "controller.algorithms.ppo",
+    "controller.algorithms.safe_rlhf",
+    "nccl_transfer.fetch",
+    "nccl_transfer.refs.protocols",
+    "services.reward.worker",
+    "services.runtime.server",
+    "deploy.cli",
+    "deploy.pipeline.cli",
+    "conformance.cli",
+    "loadtest.cli",
+]
 
 
 def sources(room: str) -> Iterator[Path]:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 
 FloatColumn = Jagged[np.ndarray]
 Scores = np.ndarray | FloatColumn

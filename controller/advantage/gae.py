@@ -23,7 +23,7 @@ from controller.advantage.columns import (
     whiten,
 )
 from controller.advantage.kl import kl_estimate
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 
 
 def token_rewards(

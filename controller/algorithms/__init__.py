@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from controller.algorithm import Algorithm
+from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError
 
 

@@ -3,9 +3,9 @@ weighs and not whether it learns, so that rare tokens which change much are not 
 
 from __future__ import annotations
 
-from controller.algorithm import POLICY, REWARD, algorithm
 from controller.algorithms.grpo import compute_advantage
-from controller.run import Run
+from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.run import Run
 
 
 @algorithm(

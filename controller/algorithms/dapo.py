@@ -12,11 +12,11 @@ from controller.advantage import Advantage, Scores, sequence_scores
 from controller.advantage.columns import mean
 from controller.advantage.groups import differs_within, group_advantage
 from controller.advantage.lengths import overlong_penalty
-from controller.algorithm import POLICY, REWARD, algorithm
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.rewards import Reward
-from controller.run import Actor, Run, Step
+from controller.config.tables import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.rewards import Reward
+from controller.training.run import Actor, Run, Step
 from rlhf.config import Positive, RewardTable, Strict
 from rlhf.errors import ConfigError, InvalidRequest
 

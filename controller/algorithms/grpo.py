@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
-from controller.algorithm import POLICY, REWARD, algorithm
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 
 
 @algorithm(

@@ -3,9 +3,9 @@ of one over its length, as one reward is for the whole response. The clip range 
 
 from __future__ import annotations
 
-from controller.algorithm import POLICY, REWARD, algorithm
 from controller.algorithms.grpo import compute_advantage
-from controller.run import Run
+from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.run import Run
 
 
 @algorithm(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from controller.advantage import KlController, kl_controller, ppo_advantage, steer
-from controller.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 
 
 @algorithm(

@@ -21,10 +21,10 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
-from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.config.tables import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 from rlhf.config import Strict
 from rlhf.errors import ConfigError
 

@@ -18,9 +18,9 @@ from controller.advantage import (
     steer,
 )
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
-from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 
 
 @algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))

@@ -11,11 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from controller.algorithm import SCHEDULE, algorithm
-from controller.dataflow import FutureBatch
-from controller.evaluation import Evaluation, Measured
-from controller.run import Run
-from nccl_transfer.batch import LocalColumn
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import SCHEDULE, algorithm
+from controller.training.evaluation import Evaluation, Measured
+from controller.training.run import Run
+from nccl_transfer.refs.batch import LocalColumn
 from rlhf.config import Strict
 from rlhf.errors import InvalidRequest
 

@@ -16,9 +16,9 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
-from controller.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 
 
 @algorithm(

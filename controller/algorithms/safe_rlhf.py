@@ -10,10 +10,10 @@ from pydantic import Field
 
 from controller.advantage import KlController, kl_controller, sequence_scores, steer
 from controller.advantage.safe import Multiplier, safe_advantage
-from controller.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.run import Run, Step
+from controller.config.tables import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.run import Run, Step
 from rlhf.config import Positive, Strict
 from rlhf.errors import ConfigError
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from controller.algorithm import SCHEDULE, algorithm
-from controller.dataflow import FutureBatch
-from controller.evaluation import Evaluation, Measured
-from controller.run import Run
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.algorithm import SCHEDULE, algorithm
+from controller.training.evaluation import Evaluation, Measured
+from controller.training.run import Run
 
 
 @algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.dataflow import CallRecord
+from controller.role_groups.dataflow import CallRecord
 from nccl_transfer.transports import Traffic
 
 

@@ -3,7 +3,7 @@ decided by where the two are: see `nccl_transfer.fetch.Fetcher`. docs/transports
 
 from __future__ import annotations
 
-from nccl_transfer.arena import ByteRange
+from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.transports.base import Reading, Traffic, Transport, traffic_since
 from nccl_transfer.transports.byte_server import ByteServer
 from nccl_transfer.transports.grpc_stream import (
@@ -14,13 +14,6 @@ from nccl_transfer.transports.grpc_stream import (
     traffic_to_proto,
 )
 from nccl_transfer.transports.memfd import ArenaServer, MemfdTransport, host_id
-from nccl_transfer.transports.registry import (
-    available,
-    create_transports,
-    names,
-    register_transport,
-    unavailable,
-)
 from nccl_transfer.transports.tcp import TcpTransport
 
 __all__ = [
@@ -33,15 +26,10 @@ __all__ = [
     "TcpTransport",
     "Traffic",
     "Transport",
-    "available",
     "condemn_response",
-    "create_transports",
     "host_id",
-    "names",
-    "register_transport",
     "serve_fetch",
     "stat_response",
     "traffic_since",
     "traffic_to_proto",
-    "unavailable",
 ]

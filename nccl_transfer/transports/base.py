@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from nccl_transfer.arena import ArenaReader, ByteRange, align
-from nccl_transfer.batch import Endpoint
-from nccl_transfer.store import TensorStore
+from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store.arena import ArenaReader, align
+from nccl_transfer.store.store import TensorStore
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from nccl_transfer.store import TensorStore
+from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
 from nccl_transfer.transports.tcp import DATA, END, ERROR, FRAME, KEY_BYTES, MAGIC, MAX_REQUEST_BYTES, REQUEST

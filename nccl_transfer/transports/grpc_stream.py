@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import grpc
 import grpc.experimental
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Endpoint, Shard
-from nccl_transfer.store import TensorStore
+from nccl_transfer.refs.batch import Endpoint, Shard
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import (
     Reading,
     Traffic,

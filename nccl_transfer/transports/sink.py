@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nccl_transfer.arena import ByteRange, mib
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store.arena import mib
 from rlhf.errors import OutOfSpace
 from rlhf.v1 import transfer_pb2 as pb
 

@@ -4,7 +4,7 @@ from rlhf.polling import serve_from_one_thread
 
 serve_from_one_thread()
 
-from services.main import run  # noqa: E402 - imports gRPC
+from services.runtime.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
     run("actor", "services.actor.worker:ActorWorker")

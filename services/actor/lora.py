@@ -9,12 +9,12 @@ import torch
 from rlhf.config import ActorTable, LoraTable, OptimizerTable
 from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
-from services.engines.loading import Load, load_to_share
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.frozen import ref_log_probs
-from services.model_worker import optimizer_options
-from services.models import check_tokenizer
-from services.worker import CallContext, Result, Rows, register
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.models.families import check_tokenizer
+from services.models.loading import Load, load_to_share
+from services.roles.frozen import ref_log_probs
+from services.roles.model_worker import optimizer_options
+from services.runtime.worker import CallContext, Result, Rows, register
 
 
 class LoRAActorWorker(ActorWorker):

@@ -1,6 +1,6 @@
 """The losses of the actor: a surrogate of the policy's objective, and what it is weighed by and added to.
 
-Shapes and masks as in `services.losses`. Statistics are sums over response tokens, detached scalars: add them
+Shapes and masks as in `services.roles.losses`. Statistics are sums over response tokens, detached scalars: add them
 over micro-batches and data ranks, then divide by the tokens of the mini-batch.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.losses import (
+from services.roles.losses import (
     KL_KINDS,
     MAX_LOG_RATIO,
     aggregate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.v1 import actor_pb2
-from services.losses import kl_penalty
+from services.roles.losses import kl_penalty
 
 
 def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.RolloutParity:

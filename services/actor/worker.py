@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
 from rlhf.config import ActorTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
 from services.actor.parity import rollout_parity
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn, TrainEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.microbatch import MicroBatch
-from services.engines.three_d import ThreeDParallelEngine
-from services.model_worker import ModelWorker, Sequences, Term, per_token
-from services.models import load_causal_lm
-from services.ranks import Ranks
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm
+from services.roles.model_worker import ModelWorker, Sequences, Term, per_token
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
-from services.worker import CallContext, Result, Rows, Worker, register, require
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, Worker, register, require
 
 
 class ActorWorker(ModelWorker):

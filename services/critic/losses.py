@@ -1,6 +1,6 @@
 """The loss of the critic: a clipped squared error.
 
-Shapes and masks as in `services.losses`. Statistics are sums over response tokens, detached scalars: add them
+Shapes and masks as in `services.roles.losses`. Statistics are sums over response tokens, detached scalars: add them
 over micro-batches and data ranks, then divide by the tokens of the mini-batch.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.losses import masked_sum
+from services.roles.losses import masked_sum
 
 
 def value_loss(
@@ -29,7 +29,7 @@ def value_loss(
         clip: in units of the value, above 0; None leaves the plain squared error and reads no old values.
 
     Returns:
-        The loss [B, T], for `services.losses.aggregate`, and the sums `value`, `squared_error` and `clip`
+        The loss [B, T], for `services.roles.losses.aggregate`, and the sums `value`, `squared_error` and `clip`
         (tokens whose gradient the clip cuts off).
 
     Raises:

@@ -7,15 +7,15 @@ from torch import Tensor
 from rlhf.config import CriticTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import critic_pb2
+from services.compute.heads import value_head
+from services.compute.microbatch import MicroBatch
 from services.critic.losses import value_loss
 from services.engines.base import LossFn
-from services.engines.heads import value_head
-from services.engines.microbatch import MicroBatch
-from services.losses import aggregate, check_aggregation
-from services.model_worker import ModelWorker, per_token
-from services.models import load_value_model
-from services.ranks import Ranks
-from services.worker import CallContext, Result, Rows, register, require
+from services.models.families import load_value_model
+from services.roles.losses import aggregate, check_aggregation
+from services.roles.model_worker import ModelWorker, per_token
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, register, require
 
 
 class CriticWorker(ModelWorker):

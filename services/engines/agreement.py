@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from services.engines.publish import check_replaceable, partial_of, publish, settle
-from services.ranks import FailedAlone, known_to_all
+from services.runtime.ranks import FailedAlone, known_to_all
+from services.storage.publish import check_replaceable, partial_of, publish, settle
 
 T = TypeVar("T")
 

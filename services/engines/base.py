@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from services.engines.checkpoint import NO_SCALARS, Scalars
-from services.engines.heads import Head
-from services.engines.microbatch import MicroBatch
+from services.compute.heads import Head
+from services.compute.microbatch import MicroBatch
+from services.storage.checkpoint import NO_SCALARS, Scalars
 
 Output = TypeVar("Output")
 LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -209,7 +209,7 @@ class TrainEngine(ABC):
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Write a Hugging Face directory and return its sha256, as `services.models.tensors_sha256`.
+        """Write a Hugging Face directory and return its sha256, as `services.models.families.tensors_sha256`.
 
         Weights that learn are exported as the optimizer has them, not as copies in a coarser type that are computed
         with. So the same weights have the same sha256 whatever the engine. The directory appears whole or not at all,

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from services.compute.heads import Head, no_loss, unread
+from services.compute.microbatch import MicroBatch, blank
 from services.engines.agreement import RunToEnd, all_or_none, new_directory
 from services.engines.base import LossFn, OptimizerOptions
-from services.engines.heads import Head, no_loss, unread
-from services.engines.loading import Model, repeated_names
-from services.engines.microbatch import MicroBatch, blank
 from services.engines.sharded import ShardedEngine
 from services.engines.tally import Tally
-from services.engines.weights import cast, write_weights
-from services.models import stored_as_computed, tensors_sha256, write_config, write_model
+from services.models.families import stored_as_computed, tensors_sha256, write_config, write_model
+from services.models.loading import Model, repeated_names
+from services.models.weights import cast, write_weights
 
 Output = TypeVar("Output")
 

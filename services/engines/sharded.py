@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import deterministic
 
+from services.compute.heads import Head
+from services.compute.microbatch import MicroBatch
 from services.engines.agreement import all_or_none, new_directory
 from services.engines.base import (
     EngineOffloaded,
@@ -24,7 +26,9 @@ from services.engines.base import (
     StepResult,
     TrainEngine,
 )
-from services.engines.checkpoint import (
+from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
+from services.runtime.ranks import known_to_all
+from services.storage.checkpoint import (
     NO_SCALARS,
     Scalars,
     Shard,
@@ -33,10 +37,6 @@ from services.engines.checkpoint import (
     write_manifest,
     write_shards,
 )
-from services.engines.heads import Head
-from services.engines.microbatch import MicroBatch
-from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
-from services.ranks import known_to_all
 
 Output = TypeVar("Output")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rlhf.config import ReferenceTable
 from rlhf.v1 import reference_pb2
-from services.frozen import ref_log_probs
-from services.model_worker import ModelWorker
-from services.models import load_causal_lm
-from services.ranks import Ranks
-from services.worker import CallContext, Result, Rows, register
+from services.models.families import load_causal_lm
+from services.roles.frozen import ref_log_probs
+from services.roles.model_worker import ModelWorker
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, register
 
 
 class ReferenceWorker(ModelWorker):

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlhf.v1 import reward_pb2
 from services.reward.functions import RewardFunction, find_function, score_row, truth_reader, warm_up
-from services.reward.scorer import GaveUp
+from services.reward.scorers.base import GaveUp
 
 HEADER = struct.Struct("<Ic")
 """Before each message of a process: its length and kind."""

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward import mathematics, verifiers
-from services.reward.scorer import GaveUp, metadata_of, row_score
+from services.reward.scorers.base import GaveUp, metadata_of, row_score
 
 RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[float]]
 """(prompt, response, ground truth, metadata) to a score of the response, or one per response token."""

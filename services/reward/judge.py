@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config import JudgeTable
 from rlhf.errors import ConfigError, RewardFailed
 from rlhf.v1 import reward_pb2
-from services.reward.scorer import Scorer, row_score
-from services.reward.side_by_side import score_side_by_side
-from services.worker import CallContext
+from services.reward.scorers.base import Scorer, row_score
+from services.reward.scorers.side_by_side import score_side_by_side
+from services.runtime.worker import CallContext
 
 if TYPE_CHECKING:
     import httpx

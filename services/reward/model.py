@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from rlhf.config import ModelTable, RewardTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services import matmul
+from services.compute import matmul
+from services.compute.microbatch import MicroBatch, cut, pad
 from services.engines.agreement import all_or_none
 from services.engines.base import LossFn
-from services.engines.microbatch import MicroBatch, cut, pad
-from services.minibatch import check_schedule, deal
-from services.model_worker import MiniBatch, ModelWorker, rank_device
-from services.models import SequenceScorer, load_classifier, vocabulary_hash
-from services.ranks import Ranks
+from services.models.families import SequenceScorer, load_classifier, vocabulary_hash
 from services.reward.losses import LOSSES, bradley_terry_loss, cost_loss
-from services.reward.scorer import Scorer, row_score, score_request
-from services.worker import CallContext, Result, Rows, register, require
+from services.reward.scorers.base import Scorer, row_score, score_request
+from services.roles.minibatch import check_schedule, deal
+from services.roles.model_worker import MiniBatch, ModelWorker, rank_device
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, register, require
 
 
 class ModelScorer(Scorer):

@@ -17,9 +17,9 @@ from typing import Any
 from rlhf.v1 import reward_pb2
 from services.reward.fork_server import Child, ForkServer, described
 from services.reward.functions import find_function, score_range, truth_reader
-from services.reward.scorer import Scorer, gave_up_metrics
-from services.reward.side_by_side import score_side_by_side
-from services.worker import CallContext
+from services.reward.scorers.base import Scorer, gave_up_metrics
+from services.reward.scorers.side_by_side import score_side_by_side
+from services.runtime.worker import CallContext
 
 FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 """Return codes of processes that somebody else has ended: the kernel for want of memory, or a person."""

@@ -10,13 +10,13 @@ from typing import Any
 from rlhf.config import RewardTable, ServiceTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services.ranks import Ranks
 from services.reward.functions import find_function, score_range, score_row, truth_reader
 from services.reward.judge import JudgeScorer
 from services.reward.processes import ProcessScorer
 from services.reward.sandbox.scorer import SandboxScorer
-from services.reward.scorer import Scorer, gave_up_metrics, score_request
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.reward.scorers.base import Scorer, gave_up_metrics, score_request
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 

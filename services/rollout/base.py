@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from services.engines.base import EngineOffloaded
-from services.ranks import FailedAlone
 from services.rollout.stops import StopStrings
+from services.runtime.ranks import FailedAlone
 
 FinishReason = Literal["stop", "length"]
 

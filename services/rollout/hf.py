@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from services.engines.microbatch import assemble, cut
+from services.compute.microbatch import assemble, cut
 from services.rollout.base import (
     Generation,
     Meter,

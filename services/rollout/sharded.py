@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache
 
-from nccl_transfer.mesh import Mesh
-from services.engines.groups import MeshGroups, own_group
-from services.engines.stage import ModelStage
-from services.engines.transition import Transition
+from nccl_transfer.refs.mesh import Mesh
+from services.engines.three_d.groups import MeshGroups
+from services.engines.three_d.stage import ModelStage
+from services.engines.three_d.transition import Transition
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.decoder import Decoder
+from services.runtime.process_groups import own_group
 
 
 class ShardedDecoder(Decoder):

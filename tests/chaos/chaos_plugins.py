@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from controller.run import Run
+from controller.training.run import Run
 
 
 def score(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

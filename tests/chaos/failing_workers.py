@@ -18,13 +18,13 @@ from typing import Any
 from rlhf.config import ServiceTable
 from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
-from services.main import run
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
-from services.worker import Result, Worker
+from services.runtime.main import run
+from services.runtime.worker import Result, Worker
 
 FAULTS = "CHAOS_FAULTS"
-OURS = str(Path(sys.modules["services.worker"].__file__ or "").parent)
+OURS = str(Path(sys.modules["services.runtime.worker"].__file__ or "").parent.parent)
 
 
 class Failing(Worker):

@@ -8,7 +8,7 @@ from integration.ranks import import_uncollected
 import_uncollected(
     "transformers.models.llama.modeling_llama",
     "chaos.failing_workers",
-    "services.engines.zero",
+    "services.engines.zero.engine",
 )
 
 atexit.register(os._exit, 0)

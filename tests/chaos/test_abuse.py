@@ -43,11 +43,11 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from controller.cluster import Cluster
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.group import ActorGroup
-from controller.session import Session
+from client.session import Session
+from controller.config.tables import Config
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.group import ActorGroup
 from integration.harness import (
     POLICY_LOSS,
     SHARDED,
@@ -59,8 +59,8 @@ from integration.harness import (
     wait_until,
 )
 from integration.test_sessions import connected
-from nccl_transfer import wire
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, group_methods
 from rlhf.errors import STATUS_KEY, Refused
 from rlhf.v1 import actor_pb2, common_pb2, reward_pb2, worker_pb2

@@ -39,7 +39,7 @@ from integration.harness import (
     jagged,
     wait_until,
 )
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs.batch import Batch
 from rlhf.errors import OutOfStep, RlhfError, ServiceLost
 from rlhf.v1 import actor_pb2
 

@@ -17,9 +17,10 @@ import pytest
 from held import Held, assert_no_more_than
 
 from contract.test_transports import PeerProcess
-from nccl_transfer.batch import Batch
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.transports import create_transports, host_id
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, ServiceLost
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from chaos.transfer_service import made
 from held import Held
 
 from integration.harness import Processes, Service, free_ports, is_listening, jagged, wait_until
-from nccl_transfer.batch import Batch, LocalColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from rlhf.errors import DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 
 pytestmark = pytest.mark.slow

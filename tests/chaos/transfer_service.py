@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nccl_transfer.columns import Jagged
-from services.main import run
-from services.worker import CallContext, Result, Rows, Worker, register
+from nccl_transfer.refs.columns import Jagged
+from services.runtime.main import run
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 
 def made(start: int, count: int) -> np.ndarray:

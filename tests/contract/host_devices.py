@@ -18,8 +18,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from nccl_transfer.communicator import UNIQUE_ID_BYTES, Communicator, CommunicatorError, Message, Nccl
-from nccl_transfer.device import Cuda, Event, address
+from nccl_transfer.transports.gpu.communicator import (
+    UNIQUE_ID_BYTES,
+    Communicator,
+    CommunicatorError,
+    Message,
+    Nccl,
+)
+from nccl_transfer.transports.gpu.device import Cuda, Event, address
 from rlhf.errors import TransferError
 
 HANDLE_BYTES = 64

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nccl_transfer.communicator import Communicator, CommunicatorError, Message, Nccl
-from nccl_transfer.device import Cuda, Event
+from nccl_transfer.transports.gpu.communicator import Communicator, CommunicatorError, Message, Nccl
+from nccl_transfer.transports.gpu.device import Cuda, Event
 from rlhf.errors import OutOfSpace
 
 JOIN_S = 10.0

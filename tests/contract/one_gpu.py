@@ -24,8 +24,8 @@ from contract import test_transports as suite
 from contract.loopback import CountedCuda, LoopbackNccl
 from contract.test_transports import EPOCH, Make, PeerProcess, fetcher, in_use
 from contract.transport_peer import Peer
-from nccl_transfer.communicator import Nccl
-from nccl_transfer.device import Cuda
+from nccl_transfer.transports.gpu.communicator import Nccl
+from nccl_transfer.transports.gpu.device import Cuda
 
 ANSWER_S = 20.0
 DIES_WITH_ITSELF = "a rank of nccl that sends to itself dies with itself"

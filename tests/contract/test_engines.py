@@ -21,23 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.engines import offload
 from services.engines.base import EngineOffloaded, OptimizerOptions, Snapshot, TrainEngine
-from services.engines.checkpoint import Shard, read_shards
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.loading import load_to_share
-from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.fsdp.engine import FSDPEngine
 from services.engines.sharded import ShardedEngine
-from services.engines.three_d import ThreeDParallelEngine
-from services.models import load_causal_lm, tensors_sha256
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm, tensors_sha256
+from services.models.loading import load_to_share
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.decoder import WholeDecoder
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
+from services.storage.checkpoint import Shard, read_shards
 
 LOSS_TOLERANCE = 0.02
 """Of the loss, relative. Matrix products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
@@ -179,7 +179,7 @@ def make_engine(name: str, directory: Path, device: torch.device) -> ShardedEngi
         return ThreeDParallelEngine(
             directory, Mesh(), device, dtype=torch.bfloat16, optimizer=OPTIONS, transition="hybridflow"
         )
-    zero = pytest.importorskip("services.engines.zero")
+    zero = pytest.importorskip("services.engines.zero.engine")
     _, stage, *offloading = name.split("-")
     return zero.ZeROEngine(
         directory,

@@ -20,30 +20,24 @@ from drawn import PROTOCOLS, meshes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from controller.requests import cut
-from nccl_transfer import wire
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, Shard
-from nccl_transfer.columns import Jagged
+from controller.role_groups.requests import cut
 from nccl_transfer.fetch import Fetcher, Rows
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import Relay, plan_relays
-from nccl_transfer.protocols import TransferProtocol
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch, Endpoint, Shard
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.plans import Relay, plan_relays
+from nccl_transfer.refs.protocols import TransferProtocol
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.registry import create_transports
 from nccl_transfer.relay import Errand
-from nccl_transfer.serving import add_transfer_service
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import (
-    ArenaServer,
-    ByteServer,
-    create_transports,
-    host_id,
-    serve_fetch,
-    traffic_since,
-)
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch, traffic_since
 from nccl_transfer.transports.byte_server import cut_frames
 from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
-from services.server import SERVER_OPTIONS
+from services.runtime.server import SERVER_OPTIONS
 
 Row = tuple[tuple[float, float], tuple[int, ...]]
 """A row of the columns `fixed` and `jagged`, as tests count it out."""

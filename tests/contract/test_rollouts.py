@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.engines.base import EngineOffloaded, OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.models import load_causal_lm
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.models.families import load_causal_lm
 from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds

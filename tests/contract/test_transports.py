@@ -28,20 +28,22 @@ from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.arena import COPIED_BYTES, ByteRange
-from nccl_transfer.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
-from nccl_transfer.columns import Jagged
-from nccl_transfer.communicator import Nccl
-from nccl_transfer.device import Cuda
 from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
-from nccl_transfer.sources import DeviceSources
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import ArenaServer, Transport, create_transports, host_id
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.manifest import manifest_item
+from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.wire import endpoint_from_proto, from_proto, to_proto
+from nccl_transfer.registry import create_transports
+from nccl_transfer.store.arena import COPIED_BYTES
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.transports import ArenaServer, Transport, host_id
+from nccl_transfer.transports.gpu.communicator import Nccl
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.device import Cuda
+from nccl_transfer.transports.gpu.manifest import manifest_item
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.sources import DeviceSources
 from nccl_transfer.transports.memfd import MemfdTransport
-from nccl_transfer.transports.nccl import NcclTransport
-from nccl_transfer.wire import endpoint_from_proto, from_proto, to_proto
 from rlhf.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -1093,13 +1095,13 @@ def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itse
         item.shape[0] += rows
         return item
 
-    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", tell)
+    monkeypatch.setattr("nccl_transfer.transports.gpu.nccl.manifest_item", tell)
     fetch(fetcher, batch)
     assert told == [
         ("tokens", "ELEMENT_TYPE_INT32", [7], 28),
         ("hidden", "ELEMENT_TYPE_BFLOAT16", [3, 2, 5], 60),
     ]
-    monkeypatch.setattr("nccl_transfer.transports.nccl.manifest_item", partial(tell, rows=1))
+    monkeypatch.setattr("nccl_transfer.transports.gpu.nccl.manifest_item", partial(tell, rows=1))
     with pytest.raises(InvalidRequest, match=r"column 'tokens', .* 28 bytes are not the 32 of int32 \(8,\)"):
         fetch(fetcher, batch)
     monkeypatch.undo()

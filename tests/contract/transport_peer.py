@@ -20,26 +20,26 @@ import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.batch import Batch, Endpoint
-from nccl_transfer.columns import Jagged
-from nccl_transfer.communicator import Communicator, Message, Nccl, why_no_nccl
-from nccl_transfer.device import Event, own_cuda
-from nccl_transfer.serving import add_transfer_service
-from nccl_transfer.sources import DeviceSources
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.wire import endpoint_to_proto, to_proto
+from nccl_transfer.registry import unavailable
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
     condemn_response,
     host_id,
     serve_fetch,
-    staging,
     stat_response,
-    unavailable,
 )
 from nccl_transfer.transports.byte_server import cut_frames
-from nccl_transfer.transports.nccl import own_nccl
-from nccl_transfer.wire import endpoint_to_proto, to_proto
+from nccl_transfer.transports.gpu import staging
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.device import Event, own_cuda
+from nccl_transfer.transports.gpu.nccl import own_nccl
+from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError
 

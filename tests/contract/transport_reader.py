@@ -9,10 +9,11 @@ import time
 
 from contract.host_devices import HostCuda, HostNccl
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.transports import create_transports, host_id
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.nccl import NcclTransport
-from nccl_transfer.wire import from_proto
+from nccl_transfer.refs.wire import from_proto
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.v1 import common_pb2
 
 _, devices, name, batch, within_s = sys.argv

@@ -1,4 +1,4 @@
-"""`nccl_transfer.two_gpu_check` on GPUs made of the host, whole or with something wrong.
+"""`nccl_transfer.testing.two_gpu_check` on GPUs made of the host, whole or with something wrong.
 
 Started as `python -m contract.two_gpu_check_on_the_host [FAULT]`: `wrong bytes` arrive; the source has `no start`;
 the source `hangs` at its start; failures are told `too late` while it is stopped; or the GPU has an error of its own,
@@ -10,7 +10,7 @@ import sys
 import time
 
 from contract.host_devices import HostCuda, HostNccl
-from nccl_transfer import two_gpu_check
+from nccl_transfer.testing import two_gpu_check
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 

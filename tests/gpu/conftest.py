@@ -2,8 +2,8 @@
 
 import pytest
 
-from nccl_transfer.communicator import why_no_nccl
-from nccl_transfer.device import why_no_cuda
+from nccl_transfer.transports.gpu.communicator import why_no_nccl
+from nccl_transfer.transports.gpu.device import why_no_cuda
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +12,7 @@ def cuda():
     reason = why_no_cuda()
     if reason is not None:
         pytest.fail(f"`-m gpu` asks for a GPU: {reason}")
-    from nccl_transfer.device import own_cuda
+    from nccl_transfer.transports.gpu.device import own_cuda
 
     return own_cuda()
 
@@ -23,6 +23,6 @@ def nccl(cuda):
     reason = why_no_nccl()
     if reason is not None:
         pytest.fail(f"`-m gpu` asks for NCCL: {reason}")
-    from nccl_transfer.transports.nccl import own_nccl
+    from nccl_transfer.transports.gpu.nccl import own_nccl
 
     return own_nccl()

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
 from rlhf.config import VllmTable
 from services.actor.parity import rollout_parity
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.engines.base import OptimizerOptions
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.three_d import ThreeDParallelEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds

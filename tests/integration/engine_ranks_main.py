@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
+from services.compute.heads import Head, PolicyHead, PolicyOutput, value_head
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.engines import offload
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import NonFiniteGradient, OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import Head, PolicyHead, PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.models import ValueModel, tensors_sha256
+from services.engines.fsdp.engine import FSDPEngine
+from services.models.families import ValueModel, tensors_sha256
 
 NUM_ROWS = 10
 # Rank 0 of two gets 8 rows, rank 1 gets 2: they need different numbers of micro-batches.

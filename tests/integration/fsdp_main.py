@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from integration.three_d_main import HEAD, NUM_STEPS, OPTIONS, distance, rows_of, rows_of_reference
-from nccl_transfer.mesh import Mesh
-from services.engines.fsdp import FSDPEngine, whole
-from services.engines.heads import value_head
-from services.models import load_causal_lm, load_value_model
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import value_head
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fully_shard import whole
+from services.models.families import load_causal_lm, load_value_model
 
 CPU = torch.device("cpu")
 

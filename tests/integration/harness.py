@@ -22,13 +22,14 @@ import numpy as np
 import psutil
 import tomli_w
 
-from controller.config import Config
-from nccl_transfer import wire
-from nccl_transfer.batch import Batch
-from nccl_transfer.columns import Jagged
+from controller.config.tables import Config
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.protocols import get_protocol
-from nccl_transfer.transports import create_transports, host_id
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
 from rlhf.errors import RlhfError, from_rpc_error
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, assemble, split
 from services.engines.base import OptimizerOptions
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.three_d import ThreeDParallelEngine
-from services.engines.transition import Kind
-from services.models import tensors_sha256
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.engines.three_d.transition import Kind
+from services.models.families import tensors_sha256
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds

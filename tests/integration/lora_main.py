@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from integration.three_d_main import HEAD, OPTIONS, Rows, distance, rows_of
-from nccl_transfer.mesh import Mesh
-from services.engines.fsdp import FSDPEngine, whole
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.engines.microbatch import MicroBatch
-from services.models import load_causal_lm
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.microbatch import MicroBatch
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.engines.fully_shard import whole
+from services.models.families import load_causal_lm
 
 ADAPTERS = AdapterOptions(rank=4, alpha=6.0, seed=3)
 CPU = torch.device("cpu")

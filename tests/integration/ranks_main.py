@@ -19,5 +19,5 @@ def main(what: str) -> dict[str, Any]:
         "rank": dist.get_rank(),
         "ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
-        "finds imported": "services.engines.three_d" in sys.modules,
+        "finds imported": "services.engines.three_d.engine" in sys.modules,
     }

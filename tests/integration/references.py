@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
-from services.models import ValueModel, load_value_model
+from services.models.families import ValueModel, load_value_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from integration.three_d_main import HEAD, OPTIONS, Rows, rows_of
-from nccl_transfer.mesh import Mesh
-from services.engines import weights
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import Head, value_head
+from services.compute.microbatch import MicroBatch
 from services.engines.base import Snapshot
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import Head, value_head
-from services.engines.loading import Model, load_to_share
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.engines.microbatch import MicroBatch
-from services.models import load_causal_lm, load_classifier, load_value_model
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.models import weights
+from services.models.families import load_causal_lm, load_classifier, load_value_model
+from services.models.loading import Model, load_to_share
 from services.reward.model import last_score
 
 CPU = torch.device("cpu")

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from integration.three_d_memory_main import Peak
-from services.engines import weights
 from services.engines.base import OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.loading import load_to_share
+from services.engines.fsdp.engine import FSDPEngine
 from services.engines.sharded import ShardedEngine
-from services.engines.zero import ZeROEngine
-from services.models import load_causal_lm
+from services.engines.zero.engine import ZeROEngine
+from services.models import weights
+from services.models.families import load_causal_lm
+from services.models.loading import load_to_share
 
 CPU = torch.device("cpu")
 SEVERAL_FILES, ONE_FILE = 8 << 20, 1 << 40

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.cluster import Cluster as ConnectedCluster
-from controller.dataflow import FutureBatch
-from controller.group import ActorGroup
-from controller.session import Session
+from client.session import Session
+from controller.role_groups.cluster import Cluster as ConnectedCluster
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.group import ActorGroup
 from integration.harness import POLICY_LOSS, TWO_STEPS, Cluster, Service
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import actor_pb2
 
 TIMEOUT_S = 60.0

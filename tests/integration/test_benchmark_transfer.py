@@ -15,7 +15,7 @@ from benchmarks import transfer_gpu
 from benchmarks.transfer import aims, device_table, main
 from benchmarks.transfer_gpu import expected, measure_cuda_ipc
 from contract.host_devices import HostCuda
-from nccl_transfer.transports.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from google.rpc import status_pb2
 
-from controller import stream
-from controller.client import RankClient
+from client import stream
+from client.rank import RankClient
 from integration.harness import POLICY_LOSS, Service
 from integration.test_server import training_rows
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs.batch import Batch
 from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import (
     CallCancelled,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
-from services.engines.checkpoint import Shard, read_manifest, read_shards
+from services.storage.checkpoint import Shard, read_manifest, read_shards
 
 DEADLINE_S = 90
 MODELS = ["policy", "kept", "tied", "value"]

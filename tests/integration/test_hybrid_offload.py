@@ -11,7 +11,7 @@ import pytest
 
 from integration.conftest import Task
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs.batch import Batch
 from rlhf.v1 import actor_pb2
 
 START_S = 60

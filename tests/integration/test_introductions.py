@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.client import RankClient
+from client.rank import RankClient
 from integration.harness import Service, jagged
 from integration.test_server import SOON_S, prompts, start_generation
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2

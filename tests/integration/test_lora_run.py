@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from controller.cluster import Cluster as ConnectedCluster
-from controller.config import Config
-from controller.session import Session
+from client.session import Session
+from controller.config.tables import Config
+from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from controller import algorithms, cli
-from controller.config import Config, DataTable
+from controller.config.tables import Config, DataTable
 from integration import node_reward
 from integration.harness import Cluster, Processes, free_ports, under_one_name, wait_until, write_config
 from integration.test_run import numbers

@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 from transformers import AutoModelForCausalLM
 
-from controller.config import Config
+from controller.config.tables import Config
 from controller.tracking.metrics import read_metrics, read_samples
 from integration.conftest import Task
 from integration.harness import (
@@ -30,7 +30,7 @@ from integration.harness import (
     wait_for_line,
 )
 from integration.listeners import assert_closed
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs.batch import Batch
 from rlhf.errors import CallCancelled
 from rlhf.v1 import actor_pb2, worker_pb2
 

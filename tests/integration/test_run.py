@@ -23,11 +23,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from client.rank import RankClient
+from client.stream import CallStream
 from controller import algorithms, cli
-from controller.client import RankClient
-from controller.config import Config
-from controller.data import PromptData
-from controller.stream import CallStream
+from controller.config.tables import Config
+from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
 from controller.tracking.timeline import read_events
 from integration.harness import (
@@ -43,10 +43,10 @@ from integration.harness import (
     write_config,
 )
 from integration.listeners import assert_closed
-from nccl_transfer.batch import Batch, RemoteColumn
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch, RemoteColumn
 from rlhf.errors import Refused
-from services.models import tensors_sha256
+from services.models.families import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
 

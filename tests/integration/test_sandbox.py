@@ -29,7 +29,7 @@ from services.reward.sandbox.grader import Grader, Verdict, grade
 from services.reward.sandbox.isolation import Unsandboxed
 from services.reward.sandbox.program import Program, read_row
 from services.reward.sandbox.scorer import SandboxScorer
-from services.worker import CallContext
+from services.runtime.worker import CallContext
 
 PROTOS = Path(__file__).parents[2] / "protos"
 HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client.rank import RankClient
+from client.session import Session
 from controller import algorithms, cli
-from controller import cluster as cluster_module
-from controller.client import RankClient
-from controller.cluster import Cluster as ConnectedCluster
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.group import ActorGroup
-from controller.session import Session
+from controller.config.tables import Config
+from controller.role_groups import cluster as cluster_module
+from controller.role_groups.cluster import Cluster as ConnectedCluster
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.group import ActorGroup
 from integration.harness import (
     HUGGING_FACE,
     POLICY_LOSS,

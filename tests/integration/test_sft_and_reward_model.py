@@ -15,15 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller import algorithms, cli
-from controller.config import Config
+from controller.config.tables import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer
 from integration.harness import Processes, Service, free_ports, jagged, take_rows, wait_for_line, write_config
-from nccl_transfer.batch import Batch
+from nccl_transfer.refs.batch import Batch
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
-from services.models import SequenceScorer
+from services.models.families import SequenceScorer
 
 pytestmark = pytest.mark.timeout(180)
 

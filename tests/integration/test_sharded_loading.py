@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from integration.ranks import launch
-from services.engines.weights import INDEX_FILE, WHOLE_FILE
-from services.models import ValueModel, write_model
+from services.models.families import ValueModel, write_model
+from services.models.weights import INDEX_FILE, WHOLE_FILE
 
 DEADLINE_S = 110
 SIZES: dict[str, Any] = {

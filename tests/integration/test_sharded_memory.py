@@ -16,7 +16,7 @@ from integration.test_three_d_memory import RETURN_FREED_MEMORY, SLACK_BYTES
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("services.engines.zero")
+pytest.importorskip("services.engines.zero.engine")
 
 DEADLINE_S = 110
 BLOCKS_AT_A_TIME = 4

@@ -26,11 +26,11 @@ from integration.test_update import (
     means,
     weights,
 )
-from nccl_transfer.batch import Batch
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
-from services.minibatch import deal
+from services.roles.minibatch import deal
 
 LEARNING_RATE, MAX_GRAD_NORM = 3e-4, 1.0
 TEXTS = [

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
 from integration.references import STEPS_TOLERANCE, TOLERANCE, References
-from services.models import load_value_model
+from services.models.families import load_value_model
 
 DEADLINE_S = {"fast": 240, "every mesh": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""

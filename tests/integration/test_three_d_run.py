@@ -10,7 +10,7 @@ import tomli_w
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.config import Config
+from controller.config.tables import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Processes, free_ports

@@ -16,11 +16,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import Task
 from integration.harness import POLICY_LOSS, TWO_STEPS, VALUE_LOSS, Pending, Service, jagged, take_rows
-from nccl_transfer.batch import Batch
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import PeerFailed, UpdateRejected
 from rlhf.v1 import actor_pb2, critic_pb2
-from services.minibatch import deal
+from services.roles.minibatch import deal
 
 NUM_ROWS = 12
 TEMPERATURE = 0.7

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
 from integration.references import STEPS_TOLERANCE, TOLERANCE, References
-from services.models import load_value_model
+from services.models.families import load_value_model
 
 pytest.importorskip("deepspeed")
 

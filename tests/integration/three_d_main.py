@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, PolicyOutput, value_head
+from services.compute.microbatch import MicroBatch, split
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
-from services.engines.heads import PolicyHead, PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch, split
-from services.engines.three_d import ThreeDParallelEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
 
 NUM_ROWS = 11
 VOCABULARY = 61

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from nccl_transfer.mesh import Mesh
-from services.engines.three_d import ThreeDParallelEngine
+from nccl_transfer.refs.mesh import Mesh
+from services.engines.three_d.engine import ThreeDParallelEngine
 
 CPU = torch.device("cpu")
 SAMPLE_EVERY_S = 0.001

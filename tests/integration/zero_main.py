@@ -13,14 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from integration.three_d_main import HEAD, NUM_STEPS, OPTIONS, Rows, distance, rows_of, rows_of_reference
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyOutput, value_head
+from services.compute.microbatch import MicroBatch
 from services.engines.base import NonFiniteGradient
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch
-from services.engines.three_d import ThreeDParallelEngine
-from services.engines.zero import ZeROEngine
-from services.models import load_causal_lm
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.engines.zero.engine import ZeROEngine
+from services.models.families import load_causal_lm
 
 CPU = torch.device("cpu")
 

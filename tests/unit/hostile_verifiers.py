@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.reward.scorer import GaveUp
+from services.reward.scorers.base import GaveUp
 
 
 def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from controller.advantage import FloatColumn
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 
 RTOL, ATOL = 1e-9, 1e-9  # columns are computed in float64
 FLOAT32_TOLERANCE = 1e-6  # of columns as they are sent

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from nccl_transfer.store import TensorStore
+from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.byte_server import ByteServer
 from rlhf import addresses
 from rlhf.config import RewardTable
 from rlhf.errors import ConfigError
-from services import main
+from services.runtime import main
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[fe80::1%eth0]", "node-0.example.org", "my_host"])

@@ -19,7 +19,7 @@ from controller.advantage import (
     token_rewards,
     whiten,
 )
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 
 RTOL, ATOL = 1e-9, 1e-9  # all stages compute in float64
 

@@ -12,10 +12,10 @@ import tomli_w
 
 from controller import algorithms
 from controller.advantage import Advantage
-from controller.algorithm import Algorithm, NoOptions, algorithm
 from controller.algorithms import find_algorithm
-from controller.config import AlgorithmTable, Config, load
-from controller.run import Run
+from controller.config.tables import AlgorithmTable, Config, load
+from controller.training.algorithm import Algorithm, NoOptions, algorithm
+from controller.training.run import Run
 from examples.my_algorithm import compute_advantage
 from rlhf.config import Strict
 from rlhf.errors import ConfigError

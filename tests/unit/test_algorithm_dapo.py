@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client.session import StepContext
 from controller.algorithms.dapo import Options, check, filtered_by, sample_groups
-from controller.config import Config
-from controller.dataflow import FutureBatch
-from controller.run import Step
-from controller.session import StepContext
-from nccl_transfer.columns import Jagged
+from controller.config.tables import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.run import Step
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 
 PROMPTS, SAMPLES = 3, 2

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controller.algorithms.remax import remax
-from controller.config import AlgorithmTable
-from controller.dataflow import FutureBatch
-from nccl_transfer.batch import LocalColumn
+from controller.config.tables import AlgorithmTable
+from controller.role_groups.dataflow import FutureBatch
+from nccl_transfer.refs.batch import LocalColumn
 
 
 class Asked(Exception):

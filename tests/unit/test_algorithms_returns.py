@@ -24,7 +24,7 @@ from unit.rows import (
 from controller.advantage import discounted_returns
 from controller.algorithms.reinforce_pp import reinforce_pp_advantage
 from controller.algorithms.remax import remax_advantage
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 
 UNIT = st.floats(0, 1)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.balance import LINEAR_TOKENS, cost_of, dealt, ranked
+from controller.role_groups.balance import LINEAR_TOKENS, cost_of, dealt, ranked
 
 lengths_of_rows = st.lists(st.integers(1, 5000), max_size=80)
 

@@ -8,11 +8,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard
-from nccl_transfer.checksums import BLOCK_BYTES, digests, first_mismatch, num_blocks, whole_blocks
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.wire import from_proto, to_proto
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.checksums import BLOCK_BYTES, digests, first_mismatch, num_blocks, whole_blocks
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import InvalidRequest, Refused, TransferError
 
 ENDPOINT = Endpoint("127.0.0.1:7001", "host", "socket", 3, "actor", 0)

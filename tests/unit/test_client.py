@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from controller import outage, stream
-from controller.client import RankClient
+from client import outage, stream
+from client.rank import RankClient
 from rlhf.contract import SERVICES
 from rlhf.errors import STATUS_KEY, DeadlineExceeded, Refused, RlhfError, ServiceLost, to_status
 from rlhf.v1 import common_pb2, worker_pb2

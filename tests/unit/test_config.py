@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
-from controller.config import Config, SourceTable, load
+from controller.config.tables import Config, SourceTable, load
 from rlhf.config import ActorTable, LoraTable, ZeroTable, load_service
 from rlhf.errors import ConfigError
 

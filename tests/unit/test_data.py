@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.data import PromptData, PromptSource, TextData
+from controller.data.prompts import PromptData, PromptSource, TextData
 from rlhf.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.loader import Loader, NothingKept, Position, State, in_proportion, permuted, shuffled
+from controller.data.loader import Loader, NothingKept, Position, State, in_proportion, permuted, shuffled
 from rlhf.errors import ConfigError
 
 

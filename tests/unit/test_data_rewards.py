@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.config import Config
-from controller.dataflow import FutureBatch, all_of, then
-from controller.rewards import Failures, Reward, rows_to_keep
-from controller.session import StepContext
-from nccl_transfer.batch import LocalColumn
-from nccl_transfer.columns import Jagged
+from client.session import StepContext
+from controller.config.tables import Config
+from controller.role_groups.dataflow import FutureBatch, all_of, then
+from controller.training.rewards import Failures, Reward, rows_to_keep
+from nccl_transfer.refs.batch import LocalColumn
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed
 
 Score = Callable[[str], "float | list[float] | None"]

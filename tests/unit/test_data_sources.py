@@ -14,10 +14,10 @@ from google.protobuf import json_format, struct_pb2
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controller.chat import Chat
-from controller.config import Config
-from controller.data import load_data
-from controller.readers import open_rows
+from controller.config.tables import Config
+from controller.data.chat import Chat
+from controller.data.prompts import load_data
+from controller.data.readers import open_rows
 from deploy.quickstart.build import BOS, make_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from controller.dataflow import (
+from client.session import StepContext
+from controller.role_groups.dataflow import (
     CallRecord,
     FutureBatch,
     Loop,
@@ -19,8 +20,7 @@ from controller.dataflow import (
     resolved,
     then,
 )
-from controller.session import StepContext
-from nccl_transfer.batch import Column, LocalColumn
+from nccl_transfer.refs.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
 TIMEOUT_S = 5

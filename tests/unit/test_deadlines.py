@@ -12,9 +12,9 @@ from rlhf.config import RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
-from services.execution import CallQueue
-from services.ranks import Ranks
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.execution import CallQueue
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 STUCK_S = 0.4
 TIMEOUT_S = 0.2

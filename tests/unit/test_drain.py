@@ -14,11 +14,11 @@ from rlhf.config import JudgeTable, RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services import execution, sessions
-from services.execution import CallQueue
-from services.ranks import Ranks
 from services.reward.worker import RewardWorker
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.runtime import execution, sessions
+from services.runtime.execution import CallQueue
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 NOTHING = cast(Any, None)
 TABLE = RewardTable(role="reward", address="127.0.0.1:1")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.config import Config
-from controller.data import Prompt, PromptData, TextData
-from controller.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
-from controller.loader import Loader
-from controller.readers import open_rows
+from controller.config.tables import Config
+from controller.data.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
+from controller.data.loader import Loader
+from controller.data.prompts import Prompt, PromptData, TextData
+from controller.data.readers import open_rows
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 

@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
+from services.compute.heads import PolicyHead, PolicyOutput, value_head
+from services.compute.linear import speed_up
+from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.norms import speed_up_norms
 from services.engines import sharded
 from services.engines.base import NonFiniteGradient, OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch, assemble, split
+from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import bring_back, copy_to_host, free, num_bytes
-from services.linear import speed_up
-from services.models import ValueModel, load_causal_lm, load_value_model, tensors_sha256
-from services.norms import speed_up_norms
+from services.models.families import ValueModel, load_causal_lm, load_value_model, tensors_sha256
 
 CPU = torch.device("cpu")
 TEMPERATURE = 1.7

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, split
 from services.engines.base import OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.engines.microbatch import MicroBatch, split
-from services.models import load_causal_lm, tensors_sha256
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.models.families import load_causal_lm, tensors_sha256
 
 CPU = torch.device("cpu")
 HEAD = PolicyHead(temperature=1.7)

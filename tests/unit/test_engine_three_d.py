@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, split
 from services.engines.base import InferenceStopped, OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.microbatch import MicroBatch, split
+from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import copy_to_host, num_bytes
-from services.engines.three_d import ThreeDParallelEngine
-from services.models import load_causal_lm
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm
 
 CPU = torch.device("cpu")
 HEAD = PolicyHead(temperature=1.7)

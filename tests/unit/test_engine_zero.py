@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from unit.test_engine_three_d import CPU, HEAD, OPTIONS, loss, micro_batches
 
 from rlhf.errors import ConfigError
-from services import model_worker
+from services.compute.heads import PolicyOutput, value_head
+from services.compute.microbatch import MicroBatch
 from services.engines.base import InferenceStopped
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyOutput, value_head
-from services.engines.microbatch import MicroBatch
-from services.models import load_causal_lm, load_value_model
+from services.engines.fsdp.engine import FSDPEngine
+from services.models.families import load_causal_lm, load_value_model
+from services.roles import model_worker
 
-pytest.importorskip("services.engines.zero")
-from services.engines.zero import ZeROEngine
+pytest.importorskip("services.engines.zero.engine")
+from services.engines.zero.engine import ZeROEngine
 
 STAGES = (1, 2, 3)
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
 
 def test_an_install_without_deepspeed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    for module in ("services.engines.zero", "services.engines.partitions"):
+    for module in ("services.engines.zero.engine", "services.engines.zero.partitions"):
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(
         ConfigError, match=r"engine zero: .*deepspeed.*pip install 'rlhf-cluster\[deepspeed\]'"
@@ -157,7 +157,7 @@ def test_an_install_without_deepspeed_is_told_what_to_install(monkeypatch: pytes
 
 ALONE = """
 import subprocess, socket, sys
-import services.model_worker
+import services.roles.model_worker
 assert "deepspeed" not in sys.modules, "imported though nobody chose it"
 import os, torch, torch.distributed as dist
 from pathlib import Path

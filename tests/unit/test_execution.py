@@ -14,24 +14,26 @@ import numpy as np
 import pytest
 import torch
 
-from nccl_transfer import fetch, wire
-from nccl_transfer.batch import Batch, Column, Endpoint, LocalColumn
-from nccl_transfer.columns import Jagged
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer import fetch
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch, Column, Endpoint, LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import common_pb2
-from services import execution, model_worker
 from services.engines.base import EngineOffloaded
-from services.execution import CallQueue
-from services.model_worker import ModelWorker
-from services.models import vocabulary_hash
-from services.ranks import Ranks
+from services.models.families import vocabulary_hash
 from services.reference.worker import ReferenceWorker
-from services.rounds import NOTE_LENGTH
-from services.traces import Traces
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.roles import model_worker
+from services.roles.model_worker import ModelWorker
+from services.roles.traces import Traces
+from services.runtime import execution
+from services.runtime.execution import CallQueue
+from services.runtime.ranks import Ranks
+from services.runtime.rounds import NOTE_LENGTH
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engines.flat import Piece, boxes, cut_each, cut_together
+from services.engines.zero.flat import Piece, boxes, cut_each, cut_together
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 NUMELS = st.lists(st.integers(1, 30), min_size=1, max_size=6).map(

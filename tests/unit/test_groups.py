@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nccl_transfer.mesh import Mesh
-from services.engines import groups
-from services.engines.groups import MeshGroups, add_up
+from nccl_transfer.refs.mesh import Mesh
+from services.engines.three_d import groups
+from services.engines.three_d.groups import MeshGroups
+from services.runtime.process_groups import add_up
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nccl_transfer import wire
-from nccl_transfer.arena import ArenaReader, ByteRange
-from nccl_transfer.batch import Endpoint, Shard
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Endpoint, Shard
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store.arena import ArenaReader
+from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import GrpcTransport, TcpTransport, Transport, byte_server, serve_fetch
 from nccl_transfer.transports.byte_server import ByteServer
 from nccl_transfer.transports.sink import Sink

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nccl_transfer.batch import Endpoint
+from nccl_transfer.refs.batch import Endpoint
 from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
-from services.hosts import Place, check_reachable, interface_of, network_interfaces, place
+from services.runtime.hosts import Place, check_reachable, interface_of, network_interfaces, place
 
 ELSEWHERE = "192.0.2.1"
 """An address for documents: no host has it."""

@@ -18,7 +18,7 @@ from rlhf.config import JudgeTable
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.judge import JudgeScorer, fill, read_completion, read_score
-from services.worker import CallContext
+from services.runtime.worker import CallContext
 
 pytest.importorskip("httpx")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, PreTrainedModel
 
-from services.models import load_causal_lm
+from services.models.families import load_causal_lm
 from services.rollout.kv_cache import ReservedLayer, reserve
 
 POSITIONS = 12

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engines.checkpoint import Shard
-from services.engines.layout import Layout
-from services.engines.weights import WeightsReader, WeightsWriter
-from services.models import VALUE_HEAD_FILE
+from services.models.families import VALUE_HEAD_FILE
+from services.models.weights import WeightsReader, WeightsWriter
+from services.storage.checkpoint import Shard
+from services.storage.layout import Layout
 
 LAYOUTS = [
     Layout((8, 3), 0, parts=4),

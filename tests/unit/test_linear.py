@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.linear import Linear, linear, speed_up
+from services.compute.linear import Linear, linear, speed_up
 
 # Of sums of up to 48 products of numbers around 1.
 TOLERANCE = 2e-5

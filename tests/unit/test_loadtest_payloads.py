@@ -8,9 +8,9 @@ import pytest
 
 from loadtest.methods import find_method, offered
 from loadtest.payloads import Lengths, Shape, make_batches, to_batch, to_text_rows
-from nccl_transfer import wire
-from nccl_transfer.batch import LocalColumn
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import LocalColumn
+from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import ROLES
 from rlhf.errors import ConfigError
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
-from services.engines import logits
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute import logits
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.logits import OutputLayer
+from services.compute.microbatch import MicroBatch, split
 from services.engines.base import OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.logits import OutputLayer
-from services.engines.microbatch import MicroBatch, split
-from services.engines.three_d import ThreeDParallelEngine
-from services.models import load_causal_lm
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm
 
 CPU = torch.device("cpu")
 POSITIONS, HIDDEN, VOCABULARY, CHUNK = 23, 6, 40, 5

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from controller.advantage import kl_estimate
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from services.actor.losses import PolicyLossConfig, policy_loss, ppo_clip_loss
 from services.critic.losses import value_loss
-from services.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty, masked_mean
+from services.roles.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty, masked_mean
 
 MAX_LENGTH = 11
 SEEDS = range(5)

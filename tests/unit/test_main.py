@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services import main
+from services.runtime import main
 
 # The memory of a call: some megabytes at a time, freed in another order, from a thread.
 PROGRAM = """
@@ -62,7 +62,9 @@ def test_what_the_environment_says_of_malloc_counts():
 
 
 def test_a_rank_that_does_not_end_by_itself_is_ended_and_says_where_it_was():
-    program = "import time; from services.main import leave_in_time; leave_in_time(0.2); time.sleep(60)"
+    program = (
+        "import time; from services.runtime.main import leave_in_time; leave_in_time(0.2); time.sleep(60)"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1
     assert 'File "<string>", line 1 in <module>' in ended.stderr

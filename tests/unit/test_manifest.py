@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard
-from nccl_transfer.checksums import BLOCK_BYTES
-from nccl_transfer.plans import needed
-from nccl_transfer.transports.manifest import check_manifest, manifest_item
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.checksums import BLOCK_BYTES
+from nccl_transfer.refs.plans import needed
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.transports.gpu.manifest import check_manifest, manifest_item
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb

@@ -16,8 +16,8 @@ from services.reward.functions import find_function
 from services.reward.mathematics import read_truth
 from services.reward.mathematics.extract import last_answer
 from services.reward.processes import ProcessScorer
-from services.reward.scorer import GaveUp
-from services.worker import CallContext
+from services.reward.scorers.base import GaveUp
+from services.runtime.worker import CallContext
 
 pytest.importorskip("math_verify")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services import matmul
-from services.linear import linear
+from services.compute import matmul
+from services.compute.linear import linear
 
 
 @pytest.fixture(autouse=True)

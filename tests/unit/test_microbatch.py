@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nccl_transfer.columns import Jagged
-from services.engines.microbatch import assemble, blank, cut, first_alike, pad, split
+from nccl_transfer.refs.columns import Jagged
+from services.compute.microbatch import assemble, blank, cut, first_alike, pad, split
 
 PAD_ID = 99
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.errors import InvalidRequest
-from services.minibatch import MAX_STEPS, check_schedule, deal
+from services.roles.minibatch import MAX_STEPS, check_schedule, deal
 
 
 @given(

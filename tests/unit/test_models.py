@@ -23,8 +23,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from services import models
-from services.models import (
+from services.models import families as models
+from services.models.families import (
     SequenceScorer,
     ValueModel,
     check_tokenizer,

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from unit.test_linear import gradients, make
 from unit.test_packing import make_model
 
-from services.norms import RMSNorm, speed_up_norms
+from services.compute.norms import RMSNorm, speed_up_norms
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from controller.outage import RECONNECT_S, SILENT_S, Outage
-from controller.stream import _broken
+from client.outage import RECONNECT_S, SILENT_S, Outage
+from client.stream import _broken
 from rlhf.errors import ServiceLost
 
 

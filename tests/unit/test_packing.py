@@ -21,14 +21,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import value_head
-from services.engines.microbatch import MicroBatch, assemble, split
-from services.engines.packing import LIKE, TILE, Packing, Places, attend
-from services.engines.three_d import ThreeDParallelEngine
-from services.models import ValueModel
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import value_head
+from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.packing import LIKE, TILE, Packing, Places, attend
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import ValueModel
 
 CPU = torch.device("cpu")
 WINDOW = 5

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from controller.dataflow import CallRecord
-from controller.parity import DriftCheck, parity_metrics
+from controller.role_groups.dataflow import CallRecord
+from controller.training.parity import DriftCheck, parity_metrics
 from rlhf.errors import RlhfError
 from rlhf.v1 import actor_pb2
 from services.actor.parity import rollout_parity

@@ -11,12 +11,12 @@ from drawn import PROTOCOLS, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.requests import cut
-from nccl_transfer.arena import ByteRange
-from nccl_transfer.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.plans import Slice, needed, plan_relays, plan_slices, union
-from nccl_transfer.protocols import TransferProtocol
+from controller.role_groups.requests import cut
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.plans import Slice, needed, plan_relays, plan_slices, union
+from nccl_transfer.refs.protocols import TransferProtocol
+from nccl_transfer.refs.ranges import ByteRange
 from rlhf.errors import TransferError
 
 SHARD_BYTES = 40

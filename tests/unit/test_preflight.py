@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import load
+from controller.config.tables import load
 from deploy import preflight
 from rlhf.errors import ConfigError
 

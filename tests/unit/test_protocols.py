@@ -11,9 +11,9 @@ from drawn import SIZES, Interleaved, Padded, meshes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nccl_transfer.batch import Batch, LocalColumn
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.protocols import (
+from nccl_transfer.refs.batch import Batch, LocalColumn
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.protocols import (
     TransferProtocol,
     get_protocol,
     padded_rows,
@@ -283,7 +283,7 @@ def install(site: Path, name: str, value: str) -> None:
 def test_an_installed_package_brings_a_protocol(tmp_path, monkeypatch):
     install(tmp_path, "REVERSED", "their_protocols:Reversed")
     (tmp_path / "their_protocols.py").write_text(
-        "from nccl_transfer.protocols import DataParallel\n"
+        "from nccl_transfer.refs.protocols import DataParallel\n"
         "class Reversed(DataParallel):\n"
         "    name = 'REVERSED'\n"
         "    def part(self, rank, mesh):\n"

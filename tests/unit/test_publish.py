@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.engines import publish
-from services.engines.publish import FILES, check_replaceable, check_writable, partial_of, settle
+from services.storage import publish
+from services.storage.publish import FILES, check_replaceable, check_writable, partial_of, settle
 
 CRASHED = 9
 

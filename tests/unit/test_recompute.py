@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nccl_transfer.columns import Jagged
-from nccl_transfer.mesh import Mesh
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.microbatch import MicroBatch, split
 from services.engines.base import OptimizerOptions
-from services.engines.fsdp import FSDPEngine
-from services.engines.heads import PolicyHead, PolicyOutput
-from services.engines.lora import AdapterOptions, LoRAEngine
-from services.engines.microbatch import MicroBatch, split
-from services.engines.three_d import ThreeDParallelEngine
-from services.models import load_causal_lm
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm
 
 CPU = torch.device("cpu")
 OPTIONS = OptimizerOptions(lr=1e-2)

@@ -14,7 +14,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
 from rlhf.rendezvous import VARIABLE, LocalRendezvous
-from services import torchrun
+from services.runtime import torchrun
 
 
 def backend(endpoint: str = "", nodes: int = 1, **conf: str) -> torchrun.RendezvousHandler:

@@ -16,24 +16,25 @@ import numpy as np
 import pytest
 from unit.test_execution import MetRanks
 
-from controller import group
-from controller.client import WORKER, RankClient
-from controller.dataflow import FutureBatch, Loop, Placement, resolved
-from controller.group import ReferenceGroup
-from controller.run import Run
-from controller.session import Session
-from nccl_transfer import wire
-from nccl_transfer.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn
-from nccl_transfer.columns import Jagged
+from client.rank import WORKER, RankClient
+from client.session import Session
+from controller.role_groups import group
+from controller.role_groups.dataflow import FutureBatch, Loop, Placement, resolved
+from controller.role_groups.group import ReferenceGroup
+from controller.training.run import Run
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.mesh import Mesh
-from nccl_transfer.store import Lease, TensorStore
-from nccl_transfer.transports import create_transports, host_id
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.registry import create_transports
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.transports import host_id
 from rlhf.config import ReferenceTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
-from services.server import RankServer
-from services.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.server import RankServer
+from services.runtime.worker import CallContext, Result, Rows, Worker, register
 
 TIMEOUT_S = 30.0
 ROWS, SEED = 16, 3

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from nccl_transfer import fetch
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from rlhf.config import OptimizerTable, RewardTable
 from rlhf.errors import RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
-from services.models import load_classifier
-from services.ranks import Ranks
+from services.models.families import load_classifier
 from services.reward.model import LearningRewardWorker, ModelScorer
-from services.worker import NO_ROWS, CallContext, Rows
+from services.runtime.ranks import Ranks
+from services.runtime.worker import NO_ROWS, CallContext, Rows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -18,7 +18,7 @@ from rlhf.errors import CallCancelled, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.processes import ProcessScorer
 from services.reward.worker import make_scorer
-from services.worker import CallContext
+from services.runtime.worker import CallContext
 
 ROW_TIMEOUT_S = 1.0
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from nccl_transfer.columns import Jagged
+from nccl_transfer.refs.columns import Jagged
 from services.engines.base import EngineOffloaded
-from services.models import load_causal_lm
+from services.models.families import load_causal_lm
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import draw, log_distribution, row_seeds, uniforms

@@ -26,7 +26,7 @@ from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox import bubblewrap, cgroups, grader, isolation, judge, usage, wire
 from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
 from services.reward.sandbox.scorer import SandboxScorer
-from services.worker import CallContext
+from services.runtime.worker import CallContext
 
 CALL = {"kind": "call", "function": "f", "args": [1], "expected": 2}
 ASSERTS = {"kind": "asserts", "code": "assert f()", "entry_point": "f"}

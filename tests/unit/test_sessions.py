@@ -12,18 +12,18 @@ from typing import Any, cast
 
 import pytest
 
-from controller import cluster as cluster_module
-from controller import dataflow
-from controller.admission import differing_keys, wait_until_free, with_measured
-from controller.client import RankClient
-from controller.cluster import Cluster
-from controller.config import Config
-from controller.dataflow import FutureBatch, promise
-from controller.session import Session, StepContext
+from client.rank import RankClient
+from client.session import Session, StepContext
+from controller.config.tables import Config
+from controller.role_groups import cluster as cluster_module
+from controller.role_groups import dataflow
+from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import FutureBatch, promise
 from rlhf.config import ActorTable
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services.sessions import CurrentSession
+from services.runtime.sessions import CurrentSession
 
 HOUR_NS = 3600 * 10**9
 

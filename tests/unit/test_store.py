@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nccl_transfer import arena
-from nccl_transfer.arena import ALIGNMENT, COPIED_BYTES, ByteRange, FreeList
-from nccl_transfer.batch import Endpoint, Shard
-from nccl_transfer.store import Lease, TensorStore
+from nccl_transfer.refs.batch import Endpoint, Shard
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.store import arena
+from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES, FreeList
+from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ENDPOINT = Endpoint("127.0.0.1:7001", "host", "socket", 3, "actor", 0)

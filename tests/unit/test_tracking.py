@@ -27,12 +27,12 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 from tensorboardX.record_writer import masked_crc32c
 
-from controller.dataflow import CallRecord
-from controller.recorder import Recorder
+from controller.role_groups.dataflow import CallRecord
 from controller.tracking import charts, run_directory
 from controller.tracking.figures import MAX_STRETCHES, Curve, Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
 from controller.tracking.progress import Progress, Status, display, step_line
+from controller.tracking.recorder import Recorder
 from controller.tracking.report import RUN_FILE, before_and_after, stage_means, write_report
 from controller.tracking.run_directory import RunDirectory, json_text
 from controller.tracking.tensorboard import crc32c

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nccl_transfer.transaction import Phase, Transaction
+from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import Refused
 
 STEPS: dict[str, Callable[[Transaction], None]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.dataflow import CallRecord
+from controller.role_groups.dataflow import CallRecord
 from controller.tracking.transfer import transfer_metrics
 from nccl_transfer.transports import Traffic, traffic_since, traffic_to_proto
 from rlhf.v1 import actor_pb2

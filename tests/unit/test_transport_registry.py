@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from nccl_transfer import transports
-from nccl_transfer.device import why_no_cuda
-from nccl_transfer.transports import MemfdTransport, TcpTransport, Transport, registry
+from nccl_transfer import registry, transports
+from nccl_transfer.transports import MemfdTransport, TcpTransport, Transport
+from nccl_transfer.transports.gpu.device import why_no_cuda
 from rlhf.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.reward.mathematics import answers, bounds, compare
 from services.reward.mathematics.extract import last_answer
-from services.reward.scorer import GaveUp
+from services.reward.scorers.base import GaveUp
 
 
 def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from services.reward.scorer import GaveUp
+from services.reward.scorers.base import GaveUp
 
 if TYPE_CHECKING:
     from sympy import Basic

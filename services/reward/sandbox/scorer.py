@@ -11,8 +11,8 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, Verdict
 from services.reward.sandbox.program import BadRow, Program, read_row
-from services.reward.scorer import Scorer, metadata_of
-from services.worker import CallContext
+from services.reward.scorers.base import Scorer, metadata_of
+from services.runtime.worker import CallContext
 
 POLL_S = 0.1
 

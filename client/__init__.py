@@ -1,0 +1,1 @@
+"""The client of a rank: its channel, its stream of calls, and sessions. Imports no torch."""

@@ -1,0 +1,133 @@
+"""One rank as the controller sees it: a channel, and the methods of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from client.outage import RECONNECT_OPTIONS, RETRY_S, Outage, is_break
+from client.stream import CallStream, unanswered
+from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
+from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
+from rlhf.v1 import transfer_pb2
+
+
+class RankClient:
+    """A channel to one rank. Errors name service, rank, address and method.
+
+    Args:
+        service: Name of the service in the config.
+        rank: Rank within it.
+        address: host:port.
+        is_ours: Whether a server of this package answers there, which expects pings.
+        session: Where given, the rank serves WorkerService.Dispatch: calls that run on the group go over a stream,
+            which also tells the rank that the session's controller is there.
+    """
+
+    def __init__(
+        self, service: str, rank: int, address: str, *, is_ours: bool = False, session: str = ""
+    ) -> None:
+        self.service = service
+        self.rank = rank
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(
+            address, options=(*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS)
+        )
+        self._callables: dict[str, Any] = {}
+        self._session = session
+        self._stream: CallStream | None = None
+
+    def __str__(self) -> str:
+        return f"{self.service} rank {self.rank} ({self.address})"
+
+    def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
+        """Begins a call, to be answered within `timeout_s` seconds; errors of its future are those of `call`.
+        Cancelling the future forgets the answer, and does not stop what the rank does.
+
+        Args:
+            request: A message, or one that is serialized already.
+
+        Raises:
+            ValueError: The request cannot be serialized.
+        """
+        if not self._session or method.spec is None:
+            return asyncio.ensure_future(self.reach(method, request, timeout_s))
+        if self._stream is None:
+            self._stream = CallStream(str(self), self._callable(WORKER["Dispatch"]), self._session)
+        return self._stream.start(method, _serialized(request), timeout_s)
+
+    async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
+        """One unary call, made again where the connection breaks: it is one that may be. Errors as of `call`."""
+        loop = asyncio.get_running_loop()
+        due, outage = loop.time() + timeout_s, None
+        while True:
+            try:
+                return await self.call(method, request, due - loop.time())
+            except RlhfError as error:
+                cause, now = error.__cause__, loop.time()
+                if not isinstance(cause, grpc.RpcError) or not is_break(cause):
+                    raise
+                outage = outage or Outage(cause, now)
+                outage.note(cause, now)
+                if outage.is_lasting(now) or now + RETRY_S >= due:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def put(self, request: transfer_pb2.PutRequest, timeout_s: float) -> transfer_pb2.PutResponse:
+        """Stores rows in the rank's arena. Errors as of `call`."""
+        return await self.reach(PUT, request, timeout_s)
+
+    async def call(self, method: Method, request: Any, timeout_s: float) -> Any:
+        """One unary call.
+
+        Raises:
+            RlhfError: As the service says, or ServiceLost, DeadlineExceeded.
+        """
+        try:
+            return await self._callable(method)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._explain(error, method, timeout_s) from error
+
+    async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
+        """The responses of a streaming call, until the service ends it or the caller stops asking."""
+        try:
+            async for response in self._callable(method)(request):
+                yield response
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, f"{self} {method.name}") from error
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
+        await self._channel.close()
+
+    def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
+        explained = from_rpc_error(error, f"{self} {method.name}")
+        if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
+            # The rank has said nothing; this is gRPC's own clock.
+            return unanswered(str(self), method, timeout_s)
+        return explained
+
+    def _callable(self, method: Method) -> Any:
+        if method.path not in self._callables:
+            kind = self._channel.unary_stream if method.streams else self._channel.unary_unary
+            if method.takes_stream:
+                kind = self._channel.stream_stream
+            self._callables[method.path] = kind(
+                method.path,
+                request_serializer=_serialized,
+                response_deserializer=method.response.FromString,  # type: ignore[attr-defined]
+            )
+        return self._callables[method.path]
+
+
+def _serialized(request: Any) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+WORKER = SERVICES["worker"]
+PUT = SERVICES["transfer"]["Put"]

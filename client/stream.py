@@ -1,0 +1,294 @@
+"""Calls to one rank over WorkerService.Dispatch, which outlive the connections that they go over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from client.outage import RETRY_S, Outage, is_break, is_silence
+from rlhf.contract import Method
+from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error, from_status
+from rlhf.v1 import worker_pb2
+
+REOPEN_S = 1.0
+"""Pause before a stream that broke is made anew while no call is under way: far below what a rank waits for it."""
+OUTCOME_S = 6.0
+"""How long to wait for the outcome of a call that is past its deadline: an update that was nearly done may have
+committed."""
+MOST_STREAMS = 8
+"""How many streams may break while a call is under way, before it is taken for what breaks them."""
+CLOSE_S = 1.0
+"""How long a rank that does not read may hold up the end of its stream of calls."""
+_WRITE_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)
+"""Exceptions of a write to a stream that has broken or ended."""
+
+Why = Callable[[str], RlhfError]
+"""An error, from where it happened."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call without an answer.
+
+    Attributes:
+        due: When its answer has to be there, in the event loop's time.
+        streams: How many streams it was under way on.
+        is_late: Whether it is past its deadline, and only its outcome is asked for.
+    """
+
+    method: Method
+    request: bytes
+    answer: asyncio.Future[Any]
+    timeout_s: float
+    due: float
+    streams: int = 0
+    is_late: bool = False
+
+
+class CallStream:
+    """Calls to one rank, over one stream at a time. Used from the event loop.
+
+    A stream that breaks is made anew, also while no call is made, since it tells the rank that its controller is there.
+    Calls that were under way are then sent again by their ids: the rank returns the result it has, or goes on with the
+    call. Only a rank that cannot be reached for a while is given up.
+
+    Args:
+        who: Service, rank and address, for messages.
+        open_stream: Begins gRPC's call.
+        session: Whose controller the stream tells of.
+    """
+
+    def __init__(self, who: str, open_stream: Callable[[], Any], session: str) -> None:
+        self._who = who
+        self._open_stream = open_stream
+        self._session = session
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
+        self._stream: Any = None
+        self._outgoing: deque[worker_pb2.DispatchRequest] = deque()
+        self._more: asyncio.Future[None] | None = None
+        self._is_closing = False
+        self._outage: Outage | None = None
+        self._hopeless: asyncio.TimerHandle | None = None
+        self._wanted = asyncio.Event()
+        self._begin()
+        self._keeper = asyncio.create_task(self._keep())
+
+    def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
+        """Begins a call of a method that runs on a group. Errors as of `RankClient.start`."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        call = _Call(method, request, loop.create_future(), timeout_s, loop.time() + timeout_s)
+        self._calls[number] = call
+        self._wanted.set()
+        self._send(number, call)
+        if call.due < self._alarm_at:
+            self._set_alarm(call.due)
+        return call.answer
+
+    async def close(self) -> None:
+        """Tells the rank that no more calls come."""
+        with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
+            async with asyncio.timeout(CLOSE_S):
+                self._is_closing = True
+                self._wake_writer()
+                await asyncio.wait([self._writer])
+                if self._stream is not None:
+                    await self._stream.done_writing()
+        self._keeper.cancel()
+        self._writer.cancel()
+        self._quiet()
+        self._end_outage()
+        self._fail_all(_closed)
+
+    async def _keep(self) -> None:
+        """Keeps a stream open for as long as the session lasts."""
+        while True:
+            error = await self._read()
+            self._stream = None
+            self._writer.cancel()
+            self._note(error)
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                pause_s = RETRY_S if self._calls else REOPEN_S
+                await asyncio.wait_for(self._wanted.wait(), pause_s)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begins a stream, with what was under way."""
+        self._stream = self._open_stream()
+        self._outgoing = deque([worker_pb2.DispatchRequest(session=self._session)])
+        self._writer = asyncio.create_task(self._write(self._stream, self._outgoing))
+        for number, call in list(self._calls.items()):
+            self._send(number, call)
+
+    async def _read(self) -> grpc.RpcError | DecodeError | None:
+        """Hands out answers until the stream ends; returns why it did."""
+        stream = self._stream
+        try:
+            await stream.initial_metadata()
+            if not stream.done():
+                self._end_outage()
+                for call in self._calls.values():
+                    call.streams += 1
+            while isinstance(message := await stream.read(), worker_pb2.DispatchResponse):
+                self._take(message)
+        except grpc.RpcError as error:
+            return error
+        except DecodeError as error:
+            stream.cancel()
+            return error
+        return None
+
+    def _note(self, error: grpc.RpcError | DecodeError | None) -> None:
+        """Handles the end of a stream: its calls are sent again over the next stream, unless the rank answered with an
+        error or has been unreachable for too long."""
+        if isinstance(error, DecodeError):
+            return self._fail_all(partial(_unreadable, error))
+        if isinstance(error, grpc.RpcError) and not is_break(error):
+            return self._fail_all(partial(_broken, error))
+        now = asyncio.get_running_loop().time()
+        if self._outage is None:
+            self._outage = Outage(error, now)
+            self._hopeless = asyncio.get_running_loop().call_at(self._outage.ends, self._give_up)
+        self._outage.note(error, now)
+        if self._outage.is_lasting(now):
+            self._give_up()
+        for number, call in list(self._calls.items()):
+            if call.streams >= MOST_STREAMS:
+                self._fail(number, self._why()(f"{self._who} {call.method.name}"))
+
+    def _give_up(self) -> None:
+        """The rank is lost."""
+        self._fail_all(self._why())
+
+    def _why(self) -> Why:
+        """How the outage began."""
+        first = self._outage.first if self._outage else None
+        return partial(_broken, first) if first else _closed
+
+    def _end_outage(self) -> None:
+        if self._hopeless is not None:
+            self._hopeless.cancel()
+        self._outage = self._hopeless = None
+
+    def _send(self, number: int, call: _Call) -> None:
+        """Sends a call, or sends it again: what the rank is asked for is said by its time and what it knows of it."""
+        if self._stream is None:
+            return  # the next stream begins with it
+        remaining_s = max(call.due - asyncio.get_running_loop().time(), 1e-3)
+        self._outgoing.append(
+            worker_pb2.DispatchRequest(
+                number=number,
+                method=call.method.path,
+                request=call.request,
+                timeout_s=remaining_s,
+                only_known=call.is_late,
+            )
+        )
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    async def _write(self, stream: Any, outgoing: deque[worker_pb2.DispatchRequest]) -> None:
+        """Writes what there is for as long as the stream lasts: one task for all calls costs less than one for each."""
+        # Where this fails, so does the reader.
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(*_WRITE_ERRORS):
+            while True:
+                while outgoing:
+                    await stream.write(outgoing.popleft())
+                if self._is_closing:
+                    return
+                self._more = loop.create_future()
+                await self._more
+
+    def _take(self, message: worker_pb2.DispatchResponse) -> None:
+        call = self._calls.get(message.number)
+        if call is None:
+            return
+        if message.WhichOneof("result") == "status":
+            status = status_pb2.Status.FromString(message.status)
+            error = from_status(status, f"{self._who} {call.method.name}")
+            if call.is_late and isinstance(error, Refused):
+                error = self._unanswered(call)  # the rank never had it
+            return self._fail(message.number, error)
+        response = call.method.response.FromString(message.response)  # type: ignore[attr-defined]
+        del self._calls[message.number]
+        if not call.answer.done():
+            call.answer.set_result(response)
+
+    def _fail(self, number: int, error: RlhfError) -> None:
+        call = self._calls.pop(number)
+        if not call.answer.done():
+            call.answer.set_exception(error)
+
+    def _fail_all(self, why: Why) -> None:
+        for number, call in list(self._calls.items()):
+            late = self._unanswered(call) if call.is_late else None
+            self._fail(number, late or why(f"{self._who} {call.method.name}"))
+
+    def _unanswered(self, call: _Call) -> DeadlineExceeded:
+        return unanswered(self._who, call.method, call.timeout_s)
+
+    def _set_alarm(self, due: float) -> None:
+        """One alarm for all calls: few are ever late, and a timer for each would cost as much as its message."""
+        self._quiet()
+        self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
+
+    def _quiet(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_at = None, math.inf
+
+    def _expire(self) -> None:
+        """Asks once for the outcome of calls that are past their deadline; those that were asked for have failed."""
+        self._quiet()
+        # Timers count in milliseconds, and may be early by less than one.
+        now = asyncio.get_running_loop().time()
+        for number, call in [each for each in self._calls.items() if each[1].due <= now + 1e-3]:
+            if call.is_late or call.answer.done():
+                self._fail(number, self._unanswered(call))
+                continue
+            call.is_late, call.due = True, now + OUTCOME_S
+            self._send(number, call)
+        if self._calls:
+            self._set_alarm(min(call.due for call in self._calls.values()))
+
+
+def unanswered(who: str, method: Method, timeout_s: float) -> DeadlineExceeded:
+    """A rank has said nothing in time."""
+    return DeadlineExceeded(f"{who} {method.name}: no answer within {timeout_s:g} s")
+
+
+def _closed(where: str) -> ServiceLost:
+    return ServiceLost(f"{where}: the stream of calls was closed")
+
+
+def _broken(error: grpc.RpcError, where: str) -> RlhfError:
+    """Why a stream broke. One that does so while it begins ends with an error of gRPC's own that names no cause."""
+    if is_silence(error):
+        return ServiceLost(
+            f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"
+        )
+    explained = from_rpc_error(error, where)
+    return ServiceLost(str(explained)) if type(explained) is RlhfError else explained
+
+
+def _unreadable(error: DecodeError, where: str) -> RlhfError:
+    return RlhfError(f"{where}: the answer cannot be read: {error}")

@@ -1,0 +1,1 @@
+"""Prompts: data sets, chat templates, the order in which rows are drawn."""

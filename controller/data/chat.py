@@ -1,0 +1,150 @@
+"""Chat templates and token counts on the controller, from the files of a model directory: without transformers.
+
+Needs jinja2 and tokenizers, of the extra `data`, where a template is rendered or tokens are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from controller.data.readers import required
+from rlhf.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: dictionaries with `role` and `content`."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Chat:
+    """Chat template and special tokens of a tokenizer, applied to conversations and texts.
+
+    Args:
+        directory: Of the model; its chat_template.jinja, tokenizer_config.json and tokenizer.json are read.
+        now_unix_s: What `strftime_now` of templates tells, in UTC: the start of the run, so that a run that goes on
+            another day has the same prompts. Default: the time of this call.
+    """
+
+    def __init__(self, directory: Path, now_unix_s: float | None = None) -> None:
+        self._directory = directory
+        self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
+
+    def render(self, messages: Messages) -> str:
+        """The conversation as the text that a response is to follow: as transformers' `apply_chat_template` with
+        `add_generation_prompt=True`, without the token that the tokenizer puts before every text by itself.
+
+        Raises:
+            ConfigError: There is no template, or it refuses the conversation.
+        """
+        jinja2 = required("jinja2", "chat templates")
+        try:
+            text = self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise ConfigError(f"the chat template of {self._directory} refuses it: {error}") from None
+        begin = self._special.get("bos_token", "")
+        return text.removeprefix(begin) if begin and self._adds_bos else text
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, special tokens included."""
+        return [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(texts))]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        tokenizers = required("tokenizers", "counting tokens")
+        path = self._directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{self._directory} has no tokenizer.json, by which tokens are counted")
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        begin = self._special["bos_token"]
+        return self._tokenizer.encode("").tokens[:1] == [begin]
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        path = self._directory / "tokenizer_config.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+
+    @cached_property
+    def _special(self) -> dict[str, str]:
+        given = {name: self._config.get(name) for name in SPECIAL_TOKENS}
+        # A token is a text, or a table with the text and how it is to be split.
+        texts = {name: x["content"] if isinstance(x, dict) else x for name, x in given.items()}
+        return {name: text for name, text in texts.items() if text}
+
+    @cached_property
+    def _template(self) -> Any:
+        return _compile(self._template_text(), self._now)
+
+    def _template_text(self) -> str:
+        file = self._directory / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        given = self._config.get("chat_template")
+        if isinstance(given, list):
+            given = {entry["name"]: entry["template"] for entry in given}.get("default")
+        if not given:
+            raise ConfigError(
+                f"{self._directory} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json), and a prompt of the data is a list of messages"
+            )
+        return given
+
+
+def _compile(text: str, now: datetime) -> Any:
+    """A template in the environment that transformers compiles them in: sandboxed, with its filters and functions."""
+    jinja2 = required("jinja2", "chat templates")
+    sandbox, extensions = (
+        required("jinja2.sandbox", "chat templates"),
+        required("jinja2.ext", "chat templates"),
+    )
+
+    class Generation(extensions.Extension):
+        """`{% generation %}` marks what the assistant said; it stays as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = now.strftime
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template cannot be read: {error}") from None

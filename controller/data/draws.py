@@ -1,0 +1,196 @@
+"""Rows as a run draws them: in the loader's order, without those that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from controller.config.tables import Config, longest_rows
+from controller.data.chat import Chat
+from controller.data.loader import Loader, NothingKept
+from rlhf.errors import ConfigError
+from rlhf.v1 import worker_pb2
+
+T = TypeVar("T", covariant=True)
+
+NUM_SAMPLED = 1000
+"""Rows counted at the start of a run, to tell how many are too long."""
+
+
+class Data(Protocol[T]):
+    """Rows that are read when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> T: ...
+
+    def where(self, row: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a text may be.
+
+    Attributes:
+        tokens: Most tokens.
+        why: What sets this limit, for messages.
+        count: Tokens of each text.
+        refuses: Whether a longer text is an error; else it is left out.
+    """
+
+    tokens: int
+    why: str
+    count: Callable[[Sequence[str]], Sequence[int]]
+    refuses: bool = False
+
+    def fits(self, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
+        """Which texts are short enough [n] bool.
+
+        Args:
+            where: Where the text of this index stands, for messages.
+
+        Raises:
+            ConfigError: One is longer, and that is an error.
+        """
+        lengths = np.asarray(self.count(texts), np.int64)
+        fits = lengths <= self.tokens
+        if self.refuses and not fits.all():
+            first = int(np.argmin(fits))
+            raise ConfigError(
+                f"{where(first)}: {lengths[first]} tokens are more than the {self.tokens} of {self.why}; data.overlong "
+                'is "error", and "skip" would leave the row out'
+            )
+        return fits
+
+
+def draw(
+    data: Data[T], loader: Loader, count: int, limit: Limit | None, text_of: Callable[[T], str]
+) -> list[T]:
+    """The next rows, without those whose text is too long.
+
+    Raises:
+        ConfigError: A row cannot be read, or is too long and that is an error, or all rows of a source are.
+    """
+    if limit is None:
+        return [data[int(row)] for row in loader.take(count)]
+    found: dict[int, T] = {}
+
+    def keeps(rows: np.ndarray) -> np.ndarray:
+        kept = _read_fitting(data, rows, limit, text_of)
+        found.update(kept)
+        return np.isin(rows, list(kept))
+
+    try:
+        return [found[int(row)] for row in loader.take(count, keeps)]
+    except NothingKept as error:
+        raise ConfigError(f"{error}: more than the {limit.tokens} tokens of {limit.why}") from None
+
+
+def rows_that_fit(data: Data[T], limit: Limit | None, text_of: Callable[[T], str]) -> np.ndarray:
+    """Numbers of the rows that are short enough [n] int64, in order.
+
+    Raises:
+        ConfigError: As `draw`.
+    """
+    rows = np.arange(len(data))
+    if limit is None:
+        return rows
+    parts = [rows[first : first + NUM_SAMPLED] for first in range(0, len(rows), NUM_SAMPLED)]
+    kept = [row for part in parts for row in _read_fitting(data, part, limit, text_of)]
+    if not kept:
+        raise ConfigError(
+            f"{data.where(0)}, and all rows after it: more than the {limit.tokens} tokens of {limit.why}"
+        )
+    return np.asarray(kept)
+
+
+def overlong_share(data: Data[T], limit: Limit, text_of: Callable[[T], str]) -> tuple[int, int]:
+    """How many of a sample of the rows are too long, and the rows of the sample.
+
+    Raises:
+        ConfigError: As `draw`.
+    """
+    sample = _sample(data)
+    return len(sample) - len(_read_fitting(data, sample, limit, text_of)), len(sample)
+
+
+def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
+    """Most tokens that a prompt is expected to have: what the configuration says, or the longest of a sample; 0 where
+    tokens cannot be counted."""
+    if config.data.max_prompt_tokens:
+        return config.data.max_prompt_tokens
+    try:
+        count = _counter(config)
+    except ConfigError:
+        return 0
+    return max(max(count([rows[int(row)].text for row in _sample(rows)])) for rows in data)
+
+
+def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
+    """The limit of prompts; None where there is none, or where tokens cannot be counted and nothing asks for it.
+
+    Args:
+        services: What the services whose rows are prompts and responses say of themselves, by name.
+
+    Raises:
+        ConfigError: The configuration says how long prompts may be, and tokens cannot be counted.
+    """
+    response = config.rollout.max_response_tokens
+    limits = [
+        (most - response, f"services.{name}, {most} less rollout.max_response_tokens")
+        for name, most in _longest(config, services).items()
+    ]
+    if config.data.max_prompt_tokens:
+        limits.append((config.data.max_prompt_tokens, "data.max_prompt_tokens"))
+    return _limit(config, limits, asked_for=bool(config.data.max_prompt_tokens))
+
+
+def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
+    """The limit of the texts of data.pretrain, which end with one token more; see `prompt_limit`."""
+    longest = _longest(config, services).items()
+    return _limit(config, [(most - 1, f"services.{name}, {most} less an end") for name, most in longest])
+
+
+def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, int]:
+    """By service, or key of one, the most tokens that a prompt and its response may have together."""
+    found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
+    for name in services:
+        found |= {f"{name}.{key}": most for key, most in longest_rows(config.services[name]).items()}
+    return found
+
+
+def _limit(config: Config, limits: Sequence[tuple[int, str]], *, asked_for: bool = False) -> Limit | None:
+    if not limits:
+        return None
+    refuses = config.data.overlong == "error"
+    try:
+        count = _counter(config)
+    except ConfigError:
+        if asked_for or refuses:
+            raise
+        return None
+    tokens, why = min(limits)
+    return Limit(tokens, why, count, refuses)
+
+
+def _counter(config: Config) -> Callable[[Sequence[str]], list[int]]:
+    if config.tokenizer is None:
+        raise ConfigError("data.max_prompt_tokens: needs data.tokenizer, or a service with a model")
+    chat = Chat(config.tokenizer)
+    chat.count([""])
+    return chat.count
+
+
+def _sample(data: Data[Any]) -> np.ndarray:
+    """Numbers of at most `NUM_SAMPLED` rows, evenly over the data."""
+    return np.unique(np.linspace(0, len(data) - 1, NUM_SAMPLED).astype(np.int64))
+
+
+def _read_fitting(data: Data[T], rows: np.ndarray, limit: Limit, text_of: Callable[[T], str]) -> dict[int, T]:
+    """Those of these rows that are short enough, by number."""
+    read = [data[int(row)] for row in rows]
+    fits = limit.fits([text_of(each) for each in read], lambda i: data.where(int(rows[i])))
+    return {int(row): each for row, each, is_short in zip(rows, read, fits, strict=True) if is_short}

@@ -1,0 +1,1 @@
+"""Role groups: all ranks of a service called as one, with futures for results."""

@@ -1,0 +1,126 @@
+"""How a run comes by services that are running: they were started as its config says, nobody else has them, and they
+begin from where it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from client.rank import RankClient
+from client.session import Session
+from controller.config.tables import Config
+from controller.role_groups.group import RoleGroup
+from rlhf.config import ServiceTable
+from rlhf.errors import ConfigError, Refused
+from rlhf.v1 import worker_pb2
+
+GONE_WITHIN_S = 15.0
+"""How long to wait for a service whose controller seems to be gone: longer than its ranks wait for that one."""
+POLL_S = 0.2
+WHERE_IT_RUNS = frozenset(
+    {"address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
+)
+"""Keys of a service's table that say where and how it is started and found, not what it computes; the number of ranks
+is compared with those that are there."""
+
+Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
+"""Describes a rank as it is now."""
+
+
+def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
+    """Compares the config with what services say that they were started with.
+
+    Raises:
+        ConfigError: They differ; the text has the keys and both values.
+    """
+    for name, group in groups.items():
+        differences = differing_keys(tables[name], group.description)
+        if differences:
+            raise ConfigError(
+                f"services.{name}: the service at {tables[name].address} was started with another config: "
+                f"{'; '.join(differences)}. Start it again with this config, or leave the settings as they are there"
+            )
+
+
+def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
+    """A config with what services chose by measuring at their start, in place of "auto"."""
+    tables = {
+        name: table.model_copy(update={"matmul": services[name].matmul or table.matmul})
+        for name, table in config.services.items()
+    }
+    return config.model_copy(update={"services": tables})
+
+
+def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse) -> list[str]:
+    """The keys in which a table differs from what the service was started with, with both values. A service that does
+    not tell differs in none."""
+    if not description.table:
+        return []
+    theirs, ours = json.loads(description.table), json.loads(table.model_dump_json())
+    if ours.get("matmul") == description.matmul:
+        theirs["matmul"] = description.matmul  # what "auto" came to there
+    paths = {name for name, value in table if isinstance(value, Path)}
+    return [
+        f"{key} is {_shown(there)} there and {_shown(here)} here"
+        for key, there, here in _differences(theirs, ours)
+        if key not in WHERE_IT_RUNS
+        and not (key in paths and _is_same_path(there, here, description.working_directory))
+    ]
+
+
+def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, theirs, ours) of what differs, keys of tables within tables with dots."""
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        return [] if theirs == ours else [(prefix, theirs, ours)]
+    found = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        found += _differences(theirs.get(key), ours.get(key), f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _is_same_path(theirs: Any, ours: Any, their_directory: str) -> bool:
+    """Whether two paths lead to the same place, each from where it is relative to."""
+    return bool(theirs and ours) and (Path(their_directory) / theirs).resolve() == Path(ours).resolve()
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, describe: Describe) -> None:
+    """Returns once no other run has any rank of the services, and claims a start that they take for younger than all
+    they know: a session may have reached some ranks only. A run whose controller is not connected is waited for, since
+    its services end it soon.
+
+    Args:
+        groups: By service.
+        session: That of the run.
+        describe: Asks a rank.
+
+    Raises:
+        Refused: A run has one of them, and this one is not to take over.
+    """
+    deadline = time.monotonic() + GONE_WITHIN_S
+    clients = [client for group in groups.values() for client in group.clients]
+    for client, first in zip(clients, await asyncio.gather(*map(describe, clients)), strict=True):
+        answer = first
+        while answer.session and not session.take_over:
+            if answer.session_is_connected or time.monotonic() > deadline:
+                raise Refused(
+                    f"services.{client.service} ({client.address}) is in use by run {answer.session}; wait for its "
+                    "end, or end it: --take-over"
+                )
+            await asyncio.sleep(POLL_S)
+            answer = await describe(client)
+        session.claim_after([answer.session_started_unix_ns])
+
+
+def origin(response: worker_pb2.BeginSessionResponse, *, keeps_weights: bool) -> str:
+    """Where a service's weights begin, in words."""
+    if keeps_weights:
+        return f"{response.model}, continued from policy version {response.outcome.policy_version}"
+    return f"{response.model}, fresh"

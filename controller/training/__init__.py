@@ -1,0 +1,1 @@
+"""A run: its steps, rewards and evaluation, and the interface of algorithms."""

@@ -1,0 +1,203 @@
+"""An algorithm: a function of a run, and its declarations. No other module knows an algorithm by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from controller.config.tables import AlgorithmTable, Config
+from controller.training.run import Run
+from rlhf.config import Strict, validate
+from rlhf.errors import ConfigError
+
+SCHEDULE = ("epochs", "mini_batch_size")
+"""Keys of `[algorithm]` that every update reads; those below are read by what they are named after."""
+POLICY = (
+    *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
+    "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
+    "rollout_correction_level", "rollout_correction_low", "rollout_correction_high",
+    "max_log_prob_drift",
+)  # fmt: skip
+CRITIC = ("critic_epochs", "value_clip")
+REWARD = ("on_failed_reward", "reward_retries")
+KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_horizon")
+
+
+class NoOptions(Strict):
+    """Nothing beside what algorithms share."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A function of a run, called as `function(run)`, or as `function(run, options)` where it has options.
+
+    Attributes:
+        function: The algorithm.
+        services: Role by name of the services it works with; None: all that the configuration has.
+        options: Type of `[algorithm.options]`.
+        defaults: Keys of `[algorithm]` with a default of the algorithm's own.
+        compares_groups: Whether it compares the responses to a prompt with each other, and so needs several.
+        quickstart: Name of the bundled configuration that it runs with where it is given none.
+        columns: Texts that every row of its data has to have beside the prompt.
+        trains: Name of the service whose weights are what comes of it.
+        reads: Keys of `[algorithm]` that it has a use for, beside its options; None: all.
+        check: Called with the configuration and the options; raises ConfigError where they do not go together.
+        only_for: Key of `[algorithm]` by name of a service that it needs only where that key is not 0.
+    """
+
+    function: Callable[..., Any]
+    services: Mapping[str, str] | None = None
+    options: type[Strict] = NoOptions
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    compares_groups: bool = False
+    quickstart: str = "quickstart"
+    columns: tuple[str, ...] = ()
+    trains: str = "actor"
+    reads: frozenset[str] | None = None
+    check: Callable[[Config, Any], None] | None = None
+    only_for: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of its function."""
+        return getattr(self.function, "__name__", repr(self.function))
+
+    def __call__(self, run: Run) -> None:
+        """Runs it, on a run whose configuration `configure` has made."""
+        if self.options is NoOptions:
+            self.function(run)
+        else:
+            self.function(run, self.options.model_validate(run.config.algorithm.options))
+
+    def configure(self, config: Config) -> Config:
+        """The configuration of a run of this algorithm: of the services only those it needs, its own defaults where
+        the configuration says nothing, and all of its options.
+
+        Raises:
+            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is given that
+                the algorithm does not read, or the configuration cannot work with it.
+        """
+        given = config.algorithm.model_dump(exclude_unset=True)
+        self._check_keys(given)
+        options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
+        tables = config.model_dump(exclude_unset=True)
+        tables["algorithm"] = {**self.defaults, **given, "options": options.model_dump(mode="json")}
+        tables["services"] = {name: tables["services"][name] for name in self._needed(config)}
+        configured = validate(Config, tables, f"for {self.name}")
+        self._check(configured)
+        if self.check:
+            self.check(configured, options)
+        return configured
+
+    def resolved(self, config: Config) -> dict[str, Any]:
+        """A configuration that `configure` has made, as it goes into a file: with all keys that are read, whether they
+        were given or not, and so that it can be configured again."""
+        return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": self._unread()})
+
+    def _unread(self) -> set[str]:
+        return set() if self.reads is None else AlgorithmTable.model_fields.keys() - self.reads - {"options"}
+
+    def _check_keys(self, given: Iterable[str]) -> None:
+        unread = sorted(self._unread().intersection(given))
+        if unread and self.reads is not None:
+            raise ConfigError(
+                f"{', '.join(f'algorithm.{key}' for key in unread)}: {self.name} has no use for this; of [algorithm] "
+                f"it reads: {', '.join(sorted(self.reads))}"
+            )
+
+    def _needed(self, config: Config) -> Iterable[str]:
+        """Names of the services it needs, in the order of the configuration."""
+        needed = (
+            {name: table.role for name, table in config.services.items()}
+            if self.services is None
+            else _with_parts(self._of_use(self.services, config), config)
+        )
+        hosts = {config.also_served[name] for name in needed if name in config.also_served}
+        for name, role in needed.items():
+            table = config.services.get(name)
+            if table is None and role == name and name in config.also_served:
+                continue
+            if table is None:
+                raise ConfigError(
+                    f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
+                    f"{', '.join(sorted(config.services))}"
+                )
+            if table.role != role:
+                raise ConfigError(
+                    f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
+                )
+        return [name for name in config.services if name in needed or name in hosts]
+
+    def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
+        """Without those that the configuration gives it no use for."""
+        given = config.algorithm.model_dump(exclude_unset=True)
+        table = AlgorithmTable(**{**self.defaults, **given})
+        return {
+            name: role
+            for name, role in services.items()
+            if name not in self.only_for or getattr(table, self.only_for[name])
+        }
+
+    def _check(self, config: Config) -> None:
+        samples = config.rollout.samples_per_prompt
+        if self.compares_groups and samples < 2:
+            raise ConfigError(
+                f"rollout.samples_per_prompt: {self.name} compares the responses to a prompt, so there have to be at "
+                f"least 2 (given: {samples})"
+            )
+        coefficient = config.algorithm.kl_loss_coefficient
+        if coefficient and self.services is not None and "reference" not in self.services.values():
+            raise ConfigError(
+                f"algorithm.kl_loss_coefficient: {self.name} works without a reference policy, so it has to be 0 "
+                f"(given: {coefficient:g})"
+            )
+
+
+def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Role by name of the services, in place of a reward or cost those that it is made of."""
+    parts: dict[str, str] = {}
+    for name, role in services.items():
+        recipes = config.recipes(name).values() if role == "reward" else [{name: 1.0}]
+        parts |= {part: role for recipe in recipes for part in recipe}
+    return parts
+
+
+def algorithm(
+    *,
+    services: Iterable[str] | Mapping[str, str],
+    options: type[Strict] = NoOptions,
+    defaults: Mapping[str, Any] | None = None,
+    compares_groups: bool = False,
+    quickstart: str = "quickstart",
+    columns: tuple[str, ...] = (),
+    trains: str = "actor",
+    reads: Iterable[str] | None = None,
+    check: Callable[[Config, Any], None] | None = None,
+    only_for: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., None]], Algorithm]:
+    """Declares a function to be an algorithm.
+
+    Args:
+        services: Names of the services it needs, where they are those of their roles; else role by name.
+        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for: As in `Algorithm`.
+    """
+    roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
+
+    def declare(function: Callable[..., None]) -> Algorithm:
+        keys = None if reads is None else frozenset(reads)
+        return Algorithm(
+            function,
+            roles,
+            options,
+            defaults or {},
+            compares_groups,
+            quickstart,
+            columns,
+            trains,
+            keys,
+            check,
+            only_for or {},
+        )
+
+    return declare

@@ -1,0 +1,75 @@
+"""Whether the rollout engine samples from the policy that is trained: its log-probabilities against those that the
+training engine recomputes under the same weights. The actor's ranks compare them; only the figures come here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from controller.role_groups.dataflow import CallRecord
+from rlhf.errors import RlhfError
+from rlhf.v1 import actor_pb2
+
+
+def parities(records: Iterable[CallRecord]) -> list[actor_pb2.RolloutParity]:
+    """Parity findings of the ranks that compared something."""
+    answers = [answer for record in records for answer in record.responses]
+    compared = [answer for answer in answers if isinstance(answer, actor_pb2.ComputeLogProbResponse)]
+    return [answer.parity for answer in compared if answer.parity.tokens]
+
+
+def largest(found: Iterable[actor_pb2.RolloutParity]) -> float:
+    """The largest difference of a token's log-probability, in nats; not a number where one is not."""
+    differences = [parity.max_abs for parity in found]
+    return max(differences, key=lambda x: (x != x, x))
+
+
+def parity_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
+    """Figures of a step, in nats, where log-probabilities were compared; else none.
+
+    Returns:
+        `rollout/parity_max_abs` and `rollout/parity_mean_abs`, the largest and mean |difference| of a token's two
+        log-probabilities, and `rollout/kl`, the k3 estimate of KL(rollout || training) per token.
+    """
+    found = parities(records)
+    if not found:
+        return {}
+    tokens = sum(parity.tokens for parity in found)
+    return {
+        "rollout/parity_max_abs": largest(found),
+        "rollout/parity_mean_abs": sum(parity.sum_abs for parity in found) / tokens,
+        "rollout/kl": sum(parity.sum_kl for parity in found) / tokens,
+    }
+
+
+@dataclass(frozen=True)
+class DriftCheck:
+    """Refuses calls of compute_log_prob that found the two engines too far apart.
+
+    Attributes:
+        step: Of the run.
+        limit: Largest difference allowed, in nats.
+    """
+
+    step: int
+    limit: float
+
+    def __call__(self, record: CallRecord) -> CallRecord:
+        """The record itself.
+
+        Raises:
+            RlhfError: A difference is above the limit or not a number, or the service has compared nothing.
+        """
+        found = parities([record])
+        if not found:
+            raise RlhfError(
+                f"step {self.step}: {record.service} does not say how far the log-probabilities of rollout and "
+                "training are apart, so algorithm.max_log_prob_drift cannot be kept"
+            )
+        drift = largest(found)
+        if not drift <= self.limit:
+            raise RlhfError(
+                f"step {self.step}: log-probabilities of {record.service}'s rollout and training are up to {drift:.3g} "
+                f"apart, more than algorithm.max_log_prob_drift, {self.limit:g}"
+            )
+        return record

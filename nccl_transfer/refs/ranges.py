@@ -1,0 +1,49 @@
+"""Bytes of shards, as transfers name them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from nccl_transfer.refs import checksums
+from nccl_transfer.refs.batch import ELEMENT_BYTES, Shard
+from rlhf.errors import TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`nbytes` bytes of a shard, from byte `start` of the shard on; of which column, element type and row shape, for
+    messages and manifests: empty where they are not known.
+
+    Raises:
+        TransferError: The range reaches beyond the shard.
+    """
+
+    shard: Shard
+    start: int
+    nbytes: int
+    column: str = field(default="", compare=False)
+    dtype: str = field(default="", compare=False)
+    row_shape: tuple[int, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.nbytes < 0 or self.start + self.nbytes > self.shard.nbytes:
+            raise TransferError(
+                f"{self.shard.endpoint}: bytes {self.start} to {self.start + self.nbytes} reach beyond "
+                f"shard {self.shard.id} of {self.shard.nbytes} bytes"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(elements, *row_shape) where the range is known to hold whole elements, else empty."""
+        size = ELEMENT_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
+        if not size or self.start % size or self.nbytes % size:
+            return ()
+        return (self.nbytes // size, *self.row_shape)
+
+    def whole_blocks(self) -> ByteRange:
+        """The range that can be verified: widened to whole blocks where the shard has checksums."""
+        if not self.shard.checksums or not self.nbytes:
+            return self
+        start, nbytes = checksums.whole_blocks(self.start, self.nbytes, self.shard.nbytes)
+        return replace(self, start=start, nbytes=nbytes)

@@ -1,0 +1,95 @@
+"""Transports by name: ours, and those of installed packages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from nccl_transfer.transports.base import Transport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.grpc_stream import GrpcTransport
+from nccl_transfer.transports.memfd import MemfdTransport
+from nccl_transfer.transports.tcp import TcpTransport
+from rlhf.errors import ConfigError
+
+ENTRY_POINTS = "rlhf_cluster.transports"
+"""Group of the entry points under which packages offer transports: NAME = "module:TransportClass"."""
+
+_registry: dict[str, type[Transport]] = {}
+_broken: dict[str, str] = {}
+
+
+def register_transport(transport: type[Transport]) -> None:
+    """Makes a transport known by its name.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if transport.name in _registry:
+        raise ConfigError(f"a transport named {transport.name!r} exists already")
+    _registry[transport.name] = transport
+
+
+for _transport in (MemfdTransport, CudaIpcTransport, NcclTransport, TcpTransport, GrpcTransport):
+    register_transport(_transport)
+
+
+def names() -> list[str]:
+    """All known transports, also those that are not available, in the order in which they are preferred: the ones
+    that move fewest bytes first; tcp and grpc, which reach everyone, last."""
+    _load_plug_ins()
+    last = (TcpTransport.name, GrpcTransport.name)
+    return sorted({**_registry, **_broken}, key=lambda name: last.index(name) if name in last else -1)
+
+
+def unavailable() -> dict[str, str]:
+    """Why transports cannot be used in this process, by name; those that can are not in it."""
+    reasons = {}
+    for name in names():
+        reason = _broken[name] if name in _broken else _registry[name].unavailable()
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def available() -> list[str]:
+    """The transports that can be used in this process, in the order in which they are preferred."""
+    reasons = unavailable()
+    return [name for name in names() if name not in reasons]
+
+
+def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+    """A transport of each name, or of each that is available; the first that reaches a rank is used for it.
+
+    Raises:
+        ConfigError: A name is unknown, and the text lists the known ones; or the transport is not available, and
+            the text says why.
+    """
+    reasons = unavailable()
+    for name in wanted:
+        if name not in names():
+            raise ConfigError(f"unknown transport {name!r}; known: {', '.join(names())}")
+        if name in reasons:
+            raise ConfigError(f"transport {name!r} is not available: {reasons[name]}")
+    return [_registry[name]() for name in wanted or available()]
+
+
+@functools.cache
+def _load_plug_ins() -> None:
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        _load(entry_point)
+
+
+def _load(entry_point: EntryPoint) -> None:
+    """A plug-in that cannot be loaded is an unavailable transport, with the cause for a reason."""
+    try:
+        transport = entry_point.load()
+        if not (isinstance(transport, type) and issubclass(transport, Transport)):
+            raise TypeError("it is no subclass of Transport")
+        if transport.name != entry_point.name:
+            raise TypeError(f"it calls itself {transport.name!r}")
+        register_transport(transport)
+    except Exception as error:  # noqa: BLE001 - shown as the reason, with its cause
+        _broken[entry_point.name] = f"{entry_point.value}: {type(error).__name__}: {error}"

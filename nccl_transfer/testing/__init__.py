@@ -1,0 +1,1 @@
+"""Checks of transports that others can run."""

@@ -1,0 +1,314 @@
+"""Checks the `nccl` transport between two GPUs of this machine: `python -m nccl_transfer.testing.two_gpu_check`.
+
+One process holds rows and serves them, another fetches them:
+
+- sizes from 1 byte to 1 GiB, every element type, and several threads at once, bit by bit;
+- rows of another epoch are refused;
+- a transfer in which one side does not enter the group, and one whose source is stopped, end at their deadline, and the
+  next succeeds under the next communicator;
+- a source that is killed in the middle of a transfer is reported as lost.
+
+Prints a line per check with its time, and ends with 1 at the first that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import grpc.aio
+import numpy as np
+
+from nccl_transfer.fetch import CARRIERS, Fetcher
+from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.device import Cuda, Event, cupy, own_cuda
+from nccl_transfer.transports.gpu.nccl import NcclTransport, own_nccl
+from nccl_transfer.transports.gpu.sources import DeviceSources
+from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
+from rlhf.v1 import common_pb2
+
+SIZES = (1, 4096, 1 << 20, 64 << 20, 1 << 30)
+TYPED_SHAPE = (257, 3)
+"""Of the one row that there is of every element type."""
+
+EPOCH = 2
+TIMEOUT_S = 120.0
+"""For what should succeed."""
+
+FAILING_S = 2.0
+"""Deadline of what should not."""
+
+LATE_S = 1.0
+"""How long after its deadline a failure may be told."""
+
+Devices = Callable[[int], tuple[Nccl, Cuda]]
+"""NCCL and the GPU of this number, which becomes that of the calling process; can be pickled."""
+
+
+class CheckFailed(Exception):
+    """A check that failed, described in one line."""
+
+
+def gpus(number: int) -> tuple[Nccl, Cuda]:
+    """Those of this machine. To be called before anything else of CUDA is used."""
+    reason = why_no_nccl()
+    if reason is not None:
+        raise CheckFailed(reason)
+    runtime = cupy("cuda.runtime")
+    if runtime.getDeviceCount() < 2:
+        raise CheckFailed("two GPUs are needed")
+    runtime.setDevice(number)
+    return own_nccl(), own_cuda()
+
+
+def names(sizes: Sequence[int]) -> list[str]:
+    """The columns: one of bytes per size, one per element type."""
+    return [*map(str, sizes), *ITEM_BYTES]
+
+
+def expected(name: str) -> np.ndarray:
+    """The row of a column: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type; random bits."""
+    shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
+    dtype = np.dtype(CARRIERS[dtype_of(name)])
+    data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
+    if name == "bool":
+        return (np.frombuffer(data, np.uint8) % 2).astype(bool).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def dtype_of(name: str) -> str:
+    return name if name in ITEM_BYTES else "uint8"
+
+
+def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
+    """The source: on GPU 1, until it is killed or the reader has gone. Sends the reader its batch, as a message."""
+    asyncio.run(_serve(*devices(1), sizes, reader))
+    os._exit(0)  # NCCL's threads need not be waited for
+
+
+async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
+    rows = {name: expected(name) for name in names(sizes)}
+    store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
+    sources = DeviceSources(store, cuda, nccl)
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    add_transfer_service(server, sources.handlers())
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    store.endpoint = Endpoint(
+        address,
+        epoch=EPOCH,
+        service="source",
+        device_uuid=sources.device_uuid,
+        nccl_version=sources.nccl_version,
+    )
+    await server.start()
+    lease = Lease("check", 1)
+    columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
+    reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
+    await asyncio.to_thread(reader.poll, None)  # until its end: it says nothing
+    await server.stop(None)
+
+
+class HookedNccl(Nccl):
+    """The reader's NCCL, whose next group can be made to go wrong.
+
+    Attributes:
+        enter: Called before every group; whether to enter it.
+        joined: How many communicators it has made.
+    """
+
+    def __init__(self, nccl: Nccl) -> None:
+        self.version = nccl.version
+        self.enter: Callable[[], bool] = lambda: True
+        self.joined = 0
+        self._nccl = nccl
+
+    def unique_id(self) -> bytes:
+        return self._nccl.unique_id()
+
+    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
+        communicator = _Hooked(self._nccl.join(unique_id, rank, size), self)
+        self.joined += 1
+        return communicator
+
+
+class _Hooked(Communicator):
+    def __init__(self, communicator: Communicator, nccl: HookedNccl) -> None:
+        self._communicator = communicator
+        self._nccl = nccl
+        self._entered = True
+
+    def wait(self, event: Event) -> None:
+        self._communicator.wait(event)
+
+    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._entered = self._nccl.enter()
+        if self._entered:
+            self._communicator.group(sends, receives)
+
+    def done(self) -> bool:
+        return self._entered and self._communicator.done()
+
+    def abort(self) -> None:
+        self._communicator.abort()
+
+
+class Check:
+    """The reader: on GPU 0.
+
+    Args:
+        nccl, cuda: Its NCCL and its GPU.
+        batch: The row of the source, by reference.
+        sizes: Of its columns of bytes, in ascending order.
+        source: The process of the source.
+    """
+
+    def __init__(
+        self, nccl: Nccl, cuda: Cuda, batch: Batch, sizes: Sequence[int], source: BaseProcess
+    ) -> None:
+        self._nccl = HookedNccl(nccl)
+        self._fetcher = Fetcher(host_id(), [NcclTransport(self._nccl, cuda)])
+        self._batch = batch
+        self._sizes = sizes
+        assert source.pid is not None
+        self._source = source.pid
+
+    def run(self) -> None:
+        """All checks; the source does not survive the last.
+
+        Raises:
+            CheckFailed: One failed.
+            RlhfError: A transfer failed that should not have.
+        """
+        for name in names(self._sizes):
+            self._arrives(name)
+            self._arrives(name)
+        middle, largest = str(self._sizes[len(self._sizes) // 2]), str(self._sizes[-1])
+        with futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(self._arrives, [middle] * 8))
+        self._fails("rows of another epoch", Refused, of_epoch(self._batch.select([middle]), EPOCH - 1))
+        self._recovers("a reader that does not enter the group", largest, self._stay_out, self._enter)
+        self._recovers("a source that is stopped", largest, self._stop, self._go_on)
+        self._nccl.enter = self._kill
+        self._fails("a source that is killed", ServiceLost, self._batch.select([largest]))
+
+    def _arrives(self, name: str) -> None:
+        start = time.perf_counter()
+        got = self._fetch(self._batch.select([name]), TIMEOUT_S)
+        seconds, row = time.perf_counter() - start, expected(name)
+        if not isinstance(got, np.ndarray) or got.dtype != row.dtype or got.tobytes() != row.tobytes():
+            raise CheckFailed(f"column {name!r} arrived wrong")
+        say(f"{name}: {row.nbytes:,} bytes in {seconds * 1e3:.2f} ms, {row.nbytes / seconds / 1e9:.2f} GB/s")
+
+    def _recovers(self, what: str, name: str, spoil: Callable[[], None], mend: Callable[[], None]) -> None:
+        before = self._nccl.joined
+        spoil()
+        self._fails(what, DeadlineExceeded, self._batch.select([name]))
+        mend()
+        self._arrives(name)
+        if self._nccl.joined != before + 1:
+            raise CheckFailed(f"{what}: communicator {self._nccl.joined} came after {before}")
+
+    def _fails(self, what: str, kind: type[RlhfError], batch: Batch) -> None:
+        start = time.monotonic()
+        try:
+            self._fetch(batch, FAILING_S)
+        except kind as error:
+            took = time.monotonic() - start
+            if took > FAILING_S + LATE_S:
+                raise CheckFailed(
+                    f"{what}: told after {took:.2f} s, the deadline was {FAILING_S} s"
+                ) from error
+            say(f"{what}: told after {took:.2f} s: {error}")
+        else:
+            raise CheckFailed(f"{what}: the rows arrived all the same")
+
+    def _fetch(self, batch: Batch, within_s: float) -> object:
+        (name,) = batch.columns
+        return self._fetcher.fetch(batch, time.monotonic() + within_s)[name]
+
+    def _stay_out(self) -> None:
+        self._nccl.enter = lambda: False
+
+    def _enter(self) -> None:
+        self._nccl.enter = lambda: True
+
+    def _stop(self) -> None:
+        os.kill(self._source, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._source, os.WSTOPPED)
+
+    def _go_on(self) -> None:
+        os.kill(self._source, signal.SIGCONT)
+
+    def _kill(self) -> bool:
+        os.kill(self._source, signal.SIGKILL)
+        return True
+
+
+def of_epoch(batch: Batch, epoch: int) -> Batch:
+    """The same rows as another epoch of the service would have named them."""
+    message = to_proto(batch)
+    for endpoint in message.endpoints:
+        endpoint.epoch = epoch
+    return from_proto(message)
+
+
+def receive(source: BaseProcess, connection: Connection) -> Batch:
+    """Waits until the source serves; returns its description.
+
+    Raises:
+        CheckFailed: It died, or took too long.
+    """
+    if not connection.poll(TIMEOUT_S):
+        raise CheckFailed(f"the source does not serve after {TIMEOUT_S} s")
+    try:
+        return from_proto(common_pb2.Batch.FromString(connection.recv_bytes()))
+    except EOFError:
+        source.join(TIMEOUT_S)
+        raise CheckFailed(f"the source has died before it served: exit code {source.exitcode}") from None
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
+    """Runs all checks; the exit code."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    source = context.Process(target=serve, args=(devices, sizes, there), daemon=True)
+    try:
+        nccl, cuda = devices(0)
+        source.start()
+        there.close()  # the last other end is the source's, so that its death is heard
+        Check(nccl, cuda, receive(source, here), sizes, source).run()
+    except (CheckFailed, RlhfError) as error:
+        say(f"failed: {error}")
+        return 1
+    except Exception as error:  # noqa: BLE001 - whatever CUDA and NCCL raise ends the check in the same way
+        traceback.print_exc()
+        say(f"failed: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        if source.pid is not None:
+            source.kill()
+    say("all checks passed")
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # NCCL's threads need not be waited for

@@ -1,0 +1,1 @@
+"""Transports between GPUs: CUDA IPC on one device, NCCL between two."""

@@ -1,0 +1,163 @@
+"""The few NCCL calls of the data plane, behind an interface: the transport and its tests never see NCCL itself."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nccl_transfer.transports.gpu.device import INSTALL_HINT, CupyCuda, CupyEvent, Event, cupy, why_no_cuda
+
+UNIQUE_ID_BYTES = 128
+
+
+class CommunicatorError(Exception):
+    """A communicator failed or was aborted; nothing can be sent over it any more. The transport turns it into an
+    error of the contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes of device memory that go to, or come from, a rank of a communicator. Bytes have no element type, so
+    every type travels."""
+
+    peer: int
+    pointer: int
+    nbytes: int
+
+
+class Communicator(ABC):
+    """Ranks that send to each other, each on a private stream of its own."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Groups from now on wait for what a producer has recorded."""
+
+    @abstractmethod
+    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Enqueues all messages as one group. The peer's group must hold the same messages in the same order. May
+        block until the peer enters, when the two meet for the first time.
+
+        Raises:
+            CommunicatorError: It failed, or was aborted by another thread.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether everything enqueued has been carried out.
+
+        Raises:
+            CommunicatorError: It failed, or was aborted.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends everything under way, also in other threads, and frees the communicator. May be called again."""
+
+
+class Nccl(ABC):
+    """The library.
+
+    Attributes:
+        version: As NCCL counts: 2.27.3 is 22703.
+    """
+
+    version: int
+
+    @abstractmethod
+    def unique_id(self) -> bytes:
+        """Name of a new communicator, UNIQUE_ID_BYTES long; made by the rank that will be 0."""
+
+    @abstractmethod
+    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
+        """Returns when all ranks have joined.
+
+        Raises:
+            CommunicatorError: The others did not come.
+        """
+
+
+def version_text(version: int) -> str:
+    """22703 is 2.27.3."""
+    return f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
+
+
+def why_no_nccl() -> str | None:
+    """Why this process cannot use NCCL; None where it can."""
+    reason = why_no_cuda()
+    if reason is None and not cupy("cuda.nccl").available:
+        reason = f"cupy finds no libnccl: {INSTALL_HINT}"
+    return reason
+
+
+class CupyNccl(Nccl):
+    """NCCL through `cupy.cuda.nccl`."""
+
+    def __init__(self, cuda: CupyCuda) -> None:
+        self._nccl = cupy("cuda.nccl")
+        self._cuda = cuda
+        self.version = int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
+        self._cuda.use()
+        try:
+            return _CupyCommunicator(
+                self._cuda, self._nccl, self._nccl.NcclCommunicator(size, unique_id, rank)
+            )
+        except self._nccl.NcclError as error:
+            raise CommunicatorError(f"the communicator could not be made: {error}") from error
+
+
+class _CupyCommunicator(Communicator):
+    """A `cupy.cuda.nccl.NcclCommunicator` and its stream."""
+
+    def __init__(self, cuda: CupyCuda, nccl: Any, communicator: Any) -> None:
+        self._cuda = cuda
+        self._nccl = nccl
+        self._communicator = communicator
+        self._stream = cupy("cuda").Stream(non_blocking=True)
+        self._reached = cupy("cuda").Event(disable_timing=True)
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CupyEvent)
+        self._cuda.use()
+        self._cuda._runtime.streamWaitEvent(self._stream.ptr, event.pointer)
+
+    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._cuda.use()
+        nccl, communicator, stream = self._nccl, self._communicator, self._stream.ptr
+        try:
+            nccl.groupStart()
+            for message in sends:
+                communicator.send(message.pointer, message.nbytes, nccl.NCCL_UINT8, message.peer, stream)
+            for message in receives:
+                communicator.recv(message.pointer, message.nbytes, nccl.NCCL_UINT8, message.peer, stream)
+            nccl.groupEnd()
+            self._reached.record(self._stream)
+        except (nccl.NcclError, self._cuda._runtime.CUDARuntimeError) as error:
+            raise CommunicatorError(f"NCCL: {error}") from error
+
+    def done(self) -> bool:
+        with self._lock:
+            if self._ended:
+                raise CommunicatorError("the communicator was aborted")
+            self._cuda.use()
+            try:
+                self._communicator.check_async_error()
+                return self._reached.done
+            except (self._nccl.NcclError, self._cuda._runtime.CUDARuntimeError) as error:
+                raise CommunicatorError(f"NCCL: {error}") from error
+
+    def abort(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._cuda.use()
+                self._communicator.abort()

@@ -1,0 +1,243 @@
+"""Between processes on the same GPU: the source lends staging memory, which the reader opens once and copies from.
+
+The memory has slots. The reader says which slot is filled next, and so never asks for one whose bytes it still
+needs; with two of them the source fills one while the reader empties the other. An event per slot orders the
+copies on the GPU. A generation before the data of each slot says which request it holds the answer to: the reader
+looks at it before and after its copy, so bytes of another request are an error, never garbage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+
+from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.gpu.arrangement import Arrangement, Arrangements
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
+from nccl_transfer.transports.gpu.tether import Tether, answer, tether_channel
+from rlhf.errors import TransferError
+from rlhf.v1 import transfer_pb2 as pb
+
+HEADER_BYTES = 64
+GENERATION = struct.Struct("<Q")
+"""At the beginning of the header of a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a range, as large as fits into what is left of a slot; `target` is where it goes in the whole."""
+
+    range: ByteRange
+    target: int
+
+
+def fills(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
+    """Cuts ranges into lists of pieces that fill a slot each, but for the last."""
+    offsets, _ = layout(r.nbytes for r in ranges)
+    pieces: list[_Piece] = []
+    room = slot_bytes
+    for offset, r in zip(offsets, ranges, strict=True):
+        done = 0
+        while done < r.nbytes:
+            count = min(r.nbytes - done, room)
+            pieces.append(_Piece(replace(r, start=r.start + done, nbytes=count), offset + done))
+            done, room = done + count, room - count
+            if room == 0:
+                yield pieces
+                pieces, room = [], slot_bytes
+    if pieces:
+        yield pieces
+
+
+class CudaIpcTransport(Transport):
+    """Copies from staging memory of a source on the same GPU.
+
+    Args:
+        cuda: The GPU; this process's own by default.
+        channel: Opens a channel to an address; called anew for a source that was gone.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self, cuda: Cuda | None = None, channel: Callable[[str], grpc.Channel] = tether_channel
+    ) -> None:
+        self._cuda = cuda or own_cuda()
+        self._borrowers = Arrangements(partial(_Borrower, self._cuda), channel)
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return why_no_cuda()
+
+    def why_not(self, source: Endpoint, host_id: str) -> str | None:
+        if not source.device_uuid:
+            return "it has no GPU"
+        if source.device_uuid != self._cuda.uuid:
+            return f"it is on {source.device_uuid}, not on {self._cuda.uuid}"
+        return None
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        offsets, total = layout(r.nbytes for r in ranges)
+        data = np.empty(total, np.uint8).data
+
+        def copy_out(target: int, pointer: int, nbytes: int) -> None:
+            self._cuda.copy_out(data[target : target + nbytes], pointer)
+
+        self._borrowers.of(source).read(source, ranges, copy_out, deadline)
+        return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
+
+    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
+        """The bytes in memory of this process on the GPU, each range where `layout` puts it. Errors as in `read`,
+        and
+
+        Raises:
+            OutOfSpace: The GPU has no room for them.
+        """
+        buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
+
+        def copy(target: int, pointer: int, nbytes: int) -> None:
+            self._cuda.copy(buffer.pointer + target, pointer, nbytes)
+
+        try:
+            self._borrowers.of(source).read(source, ranges, copy, deadline)
+        except BaseException:
+            buffer.free()
+            raise
+        return buffer
+
+    def close(self) -> None:
+        self._borrowers.close()
+
+
+class _Loan:
+    """Staging memory of a source, open in this process."""
+
+    def __init__(self, cuda: Cuda, tether: Tether, lent: pb.OpenStagingResponse) -> None:
+        self.tether = tether
+        self.slot_bytes = lent.slot_bytes
+        self.generations = itertools.count(1)
+        self.events = [cuda.open_event(handle) for handle in lent.event_handles]
+        self._cuda = cuda
+        self._memory = cuda.open(lent.memory_handle)
+
+    def slot(self, number: int) -> int:
+        """Address of a slot's header."""
+        return self._memory + number * (HEADER_BYTES + self.slot_bytes)
+
+    def generation(self, number: int) -> int:
+        """Generation that the header of a slot has now."""
+        header = memoryview(bytearray(GENERATION.size))
+        self._cuda.copy_out(header, self.slot(number))
+        return GENERATION.unpack(header)[0]
+
+    def end(self) -> None:
+        """Lets go of the memory, then tells the source."""
+        self._cuda.synchronize()
+        self._cuda.close(self._memory)
+        for event in self.events:
+            event.close()
+        self.tether.cut()
+
+
+class _Borrower(Arrangement):
+    """This process and one source: at most one loan, and one read at a time."""
+
+    def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
+        super().__init__(channel)
+        self._cuda = cuda
+        self._reader = uuid.uuid4().hex
+        self._loan: _Loan | None = None
+
+    @property
+    def tether(self) -> Tether | None:
+        return self._loan.tether if self._loan is not None else None
+
+    def end(self) -> None:
+        if self._loan is not None:
+            self._loan.end()
+        self._loan = None
+
+    def read(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        copy: Callable[[int, int, int], None],
+        deadline: float,
+    ) -> None:
+        """Hands every piece to `copy(target, pointer, nbytes)`, which puts it at `target` of the whole."""
+        with self.turn(source, str(source), deadline):
+            try:
+                loan = self._borrowed(source, deadline)
+                under_way: deque[tuple[list[_Piece], int, int, Any]] = deque()
+                for number, pieces in enumerate(fills(ranges, loan.slot_bytes)):
+                    slot, generation = number % len(loan.events), next(loan.generations)
+                    if len(under_way) == len(loan.events):
+                        self._empty(source, loan, *under_way.popleft(), copy, deadline)
+                    call = self._fill(source, slot, generation, pieces, deadline)
+                    under_way.append((pieces, slot, generation, call))
+                while under_way:
+                    self._empty(source, loan, *under_way.popleft(), copy, deadline)
+            except BaseException:
+                # What is still under way would fill slots that the next read asks for.
+                self.end()
+                raise
+
+    def _borrowed(self, source: Endpoint, deadline: float) -> _Loan:
+        if self._loan is not None and not self._loan.tether.holds:
+            self.end()
+        if self._loan is None:
+            request = pb.OpenStagingRequest(
+                reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid
+            )
+            tether = Tether(self.stub.OpenStaging(request), self.closed)
+            try:
+                self._loan = _Loan(self._cuda, tether, tether.first(deadline, f"{source}: open staging"))
+            except BaseException:
+                tether.cut()
+                raise
+        return self._loan
+
+    def _fill(
+        self, source: Endpoint, slot: int, generation: int, pieces: Sequence[_Piece], deadline: float
+    ) -> Any:
+        request = pb.StageRequest(reader=self._reader, epoch=source.epoch, slot=slot, generation=generation)
+        for piece in pieces:
+            r = piece.range
+            request.ranges.add(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
+        return self.stub.Stage.future(request, timeout=remaining_s(deadline, source))
+
+    def _empty(
+        self,
+        source: Endpoint,
+        loan: _Loan,
+        pieces: Sequence[_Piece],
+        slot: int,
+        generation: int,
+        call: Any,
+        copy: Callable[[int, int, int], None],
+        deadline: float,
+    ) -> None:
+        answer(call, loan.tether, deadline, f"{source}: slot {slot}")
+        loan.events[slot].wait()
+        self._check_generation(source, loan, slot, generation)
+        pointer = loan.slot(slot) + HEADER_BYTES
+        for piece in pieces:
+            copy(piece.target, pointer, piece.range.nbytes)
+            pointer += piece.range.nbytes
+        self._check_generation(source, loan, slot, generation)
+
+    def _check_generation(self, source: Endpoint, loan: _Loan, slot: int, expected: int) -> None:
+        found = loan.generation(slot)
+        if found != expected:
+            raise TransferError(f"{source}: slot {slot} holds generation {found}, not {expected}")

@@ -1,0 +1,50 @@
+"""Manifest of a two-sided transfer, message by message, which both sides compare before either sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nccl_transfer.refs.batch import ELEMENT_BYTES
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.wire import DTYPES, ELEMENT_TYPES
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2
+from rlhf.v1 import transfer_pb2 as pb
+
+
+def manifest_item(r: ByteRange) -> pb.ManifestItem:
+    """A range as its message of the group: with column, element type and shape as far as they are known."""
+    return pb.ManifestItem(
+        range=pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes),
+        column=r.column,
+        dtype=ELEMENT_TYPES[r.dtype] if r.dtype else common_pb2.ELEMENT_TYPE_UNSPECIFIED,
+        shape=r.shape,
+    )
+
+
+def check_manifest(items: Sequence[pb.ManifestItem], nbytes: int) -> None:
+    """Holds a manifest against itself.
+
+    Args:
+        items: What is sent.
+        nbytes: What it should be in all.
+
+    Raises:
+        InvalidRequest: The bytes do not add up, or an item's are not those of its shape and element type.
+    """
+    total = sum(item.range.nbytes for item in items)
+    if total != nbytes:
+        raise InvalidRequest(f"the items are {total} bytes, not {nbytes}")
+    for item in items:
+        if not item.shape:
+            continue
+        if item.dtype not in DTYPES:
+            raise InvalidRequest(f"column {item.column!r} has a shape and no known element type")
+        dtype, shape = DTYPES[item.dtype], tuple(item.shape)
+        expected = ELEMENT_BYTES[dtype] * math.prod(shape)
+        if item.range.nbytes != expected:
+            raise InvalidRequest(
+                f"column {item.column!r}, shard {item.range.shard}: {item.range.nbytes} bytes are not the {expected} "
+                f"of {dtype} {shape}"
+            )

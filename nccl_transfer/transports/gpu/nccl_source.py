@@ -1,0 +1,238 @@
+"""The sending side of `nccl`: see `nccl_transfer.transports.gpu.nccl`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import check_epoch, layout
+from nccl_transfer.transports.gpu.communicator import (
+    Communicator,
+    CommunicatorError,
+    Message,
+    Nccl,
+    version_text,
+)
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
+from nccl_transfer.transports.gpu.manifest import check_manifest
+from nccl_transfer.transports.gpu.nccl import READER, SOURCE, abort
+from nccl_transfer.transports.gpu.transaction import Phase, Transaction
+from rlhf.errors import Refused, TransferError
+from rlhf.v1 import transfer_pb2 as pb
+
+SEND_PAUSE_S = 1e-4
+"""Between two looks at whether everything was sent."""
+
+GRACE_S = 0.25
+"""Between the deadline of a transfer, at which its reader ends it, and the end that its source puts to it where the
+reader does not: one that ended at the same moment would be blamed for what nobody could do in time."""
+
+
+class _Offer:
+    """The source's side of an attachment: a communicator, the thread in which it is used, and one transaction.
+
+    Everything but what runs in the thread is called from the event loop.
+    """
+
+    def __init__(self, epoch: int, cuda: Cuda, join: Callable[[], Communicator]) -> None:
+        self.epoch = epoch
+        self.transaction: Transaction | None = None
+        self.ended = asyncio.Event()
+        self._cuda = cuda
+        self._produced = cuda.event()
+        self._worker = ThreadPoolExecutor(1, "nccl-source")
+        self._joined: Future[Communicator] = self._worker.submit(join)
+        self._buffer: DeviceBuffer | None = None
+        self._sends: list[Message] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes staged."""
+        return sum(message.nbytes for message in self._sends)
+
+    def begin(self, transaction: Transaction, within_s: float) -> None:
+        """Takes up a transaction; what is not over soon after its deadline ends the offer."""
+        self.transaction = transaction
+        self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
+
+    def rest(self) -> None:
+        """The transaction is over, and the communicator is good for the next."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.ended.is_set():
+            self._worker.submit(self._free)
+
+    def _expire(self) -> None:
+        logging.warning("%s was not done by its deadline, and is aborted", self.transaction)
+        self.end("it was not done by its deadline")
+
+    async def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs work in the thread.
+
+        Raises:
+            Refused: The offer has ended.
+            TransferError: The communicator failed, or was aborted.
+        """
+        if self.ended.is_set():
+            raise Refused(f"{self.transaction}: the communicator has ended")
+        try:
+            await asyncio.wrap_future(self._worker.submit(work, *arguments))
+        except CommunicatorError as error:
+            raise TransferError(f"{self.transaction}: {error}") from error
+
+    def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
+        """In the thread: copies the items to the GPU."""
+        self._joined.result()
+        offsets, total = layout(item.range.nbytes for item in items)
+        self._buffer = buffer = DeviceBuffer(self._cuda, total)
+        self._sends = []
+        for offset, item in zip(offsets, items, strict=True):
+            r, pointer = item.range, buffer.pointer + offset
+            store.copy(r.shard, r.start, r.nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
+            self._sends.append(Message(READER, pointer, r.nbytes))
+        self._produced.record()
+
+    def send(self) -> None:
+        """In the thread: sends what was staged, and returns when it is gone, or when the offer has ended."""
+        communicator = self._joined.result()
+        communicator.wait(self._produced)
+        communicator.group(self._sends, [])
+        while not self.ended.is_set() and not communicator.done():
+            time.sleep(SEND_PAUSE_S)
+
+    def _free(self) -> None:
+        """In the thread: gives the staged bytes back."""
+        if self._buffer is not None:
+            self._buffer.free()
+        self._buffer, self._sends = None, []
+
+    def end(self, reason: str) -> None:
+        """Aborts whatever is under way and frees everything. May be called again."""
+        if self.ended.is_set():
+            return
+        self.rest()
+        self.ended.set()
+        if self.transaction is not None and self.transaction.phase is not Phase.DONE:
+            self.transaction.abort(reason)
+        self._joined.add_done_callback(abort)
+        self._worker.submit(self._produced.close)
+        self._worker.shutdown(wait=False)
+
+
+class NcclSource:
+    """The sending side of a rank. Used from the event loop; works in a thread per reader.
+
+    Args:
+        store: Where the shards are.
+        nccl, cuda: The library and the GPU that the shards are sent from.
+    """
+
+    def __init__(self, store: TensorStore, nccl: Nccl, cuda: Cuda) -> None:
+        self._store = store
+        self._nccl = nccl
+        self._cuda = cuda
+        self._offers: dict[str, _Offer] = {}
+
+    async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
+        """The stream that answers an Attach.
+
+        Raises:
+            Refused: Wrong epoch, another NCCL version, or not a newer communicator epoch.
+        """
+        check_epoch(self._store, request.epoch)
+        if request.nccl_version != self._nccl.version:
+            here, there = version_text(self._nccl.version), version_text(request.nccl_version)
+            raise Refused(f"NCCL is {here} here and {there} at the reader: versions must not be mixed")
+        before = self._offers.get(request.reader)
+        if before is not None and request.communicator_epoch <= before.epoch:
+            raise Refused(f"communicator {request.communicator_epoch} is not newer than {before.epoch}")
+        if before is not None:
+            before.end("the reader made a new communicator")
+        offer = _Offer(
+            request.communicator_epoch, self._cuda, lambda: self._nccl.join(request.unique_id, SOURCE, 2)
+        )
+        self._offers[request.reader] = offer
+        try:
+            yield pb.AttachResponse(nccl_version=self._nccl.version)
+            await offer.ended.wait()
+        finally:
+            offer.end("the reader has gone")
+            if self._offers.get(request.reader) is offer:
+                del self._offers[request.reader]
+
+    async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
+        """The answer to a Prepare.
+
+        Raises:
+            Refused: Wrong epoch or communicator, a plan under way already, or a shard was released.
+            InvalidRequest: The manifest contradicts itself.
+            TransferError: A range reaches beyond its shard.
+            OutOfSpace: The GPU has no room to stage it.
+        """
+        check_epoch(self._store, request.epoch)
+        offer = self._offer(request)
+        if offer.transaction is not None and not offer.transaction.phase.over:
+            raise Refused(f"{offer.transaction} is under way")
+        transaction = Transaction(request.plan, request.communicator_epoch)
+        check_manifest(request.items, request.nbytes)
+        offer.begin(transaction, request.deadline_s)
+        try:
+            await offer.run(offer.stage, self._store, request.items)
+            transaction.prepare()
+        except BaseException as error:
+            if not transaction.phase.over:
+                transaction.abort(str(error))
+            offer.rest()
+            raise
+        return pb.PrepareResponse(nbytes=request.nbytes)
+
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """The answer to a Commit, when everything was sent.
+
+        Raises:
+            Refused: It is not what was prepared, or was given up.
+            TransferError: The communicator failed or was aborted.
+        """
+        offer = self._offer(request)
+        if offer.transaction is None:
+            raise Refused(f"plan {request.plan} was not prepared")
+        transaction = offer.transaction
+        transaction.commit(request.plan, request.communicator_epoch)
+        nbytes = offer.nbytes
+        try:
+            await offer.run(offer.send)
+            transaction.finish()
+        except BaseException as error:
+            offer.end(str(error))
+            raise
+        offer.rest()
+        return pb.CommitResponse(nbytes=nbytes)
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        """The answer to an Abort."""
+        offer = self._offers.get(request.reader)
+        if offer is None or offer.epoch != request.communicator_epoch:
+            return pb.AbortResponse(found=False)
+        logging.warning("plan %s was given up by its reader: %s", request.plan, request.reason)
+        offer.end(request.reason)
+        return pb.AbortResponse(found=True)
+
+    def close(self) -> None:
+        """Ends all communicators."""
+        for offer in self._offers.values():
+            offer.end("the source is shutting down")
+
+    def _offer(self, request: pb.PrepareRequest | pb.CommitRequest) -> _Offer:
+        offer = self._offers.get(request.reader)
+        if offer is None or offer.epoch != request.communicator_epoch:
+            current = offer.epoch if offer is not None else "none"
+            raise Refused(
+                f"plan {request.plan} is for communicator {request.communicator_epoch}, current is {current}"
+            )
+        return offer

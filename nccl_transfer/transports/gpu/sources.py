@@ -1,0 +1,71 @@
+"""Sources that a rank with a GPU serves, for other GPUs to fetch from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.gpu.communicator import Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.device import Cuda, own_cuda, why_no_cuda
+from nccl_transfer.transports.gpu.nccl import own_nccl
+from nccl_transfer.transports.gpu.nccl_source import NcclSource
+from nccl_transfer.transports.gpu.staging import SLOT_BYTES, StagingSource
+from rlhf.errors import Refused
+
+
+class DeviceSources:
+    """The sending sides of `cuda_ipc` and `nccl`, as handlers of TransferService.
+
+    Args:
+        store: Where the shards are.
+        cuda: The GPU; None where there is none, and every request is refused.
+        nccl: The library; None where there is none.
+        slot_bytes: Size of a slot of staging memory.
+
+    Attributes:
+        device_uuid: For `Endpoint.device_uuid`.
+        nccl_version: For `Endpoint.nccl_version`.
+    """
+
+    def __init__(
+        self, store: TensorStore, cuda: Cuda | None, nccl: Nccl | None, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        self.device_uuid = cuda.uuid if cuda is not None else ""
+        self.nccl_version = nccl.version if cuda is not None and nccl is not None else 0
+        self._staging = StagingSource(store, cuda, slot_bytes) if cuda is not None else None
+        self._nccl = NcclSource(store, nccl, cuda) if cuda is not None and nccl is not None else None
+
+    @staticmethod
+    def of_this_process(store: TensorStore) -> DeviceSources:
+        """With what cupy finds here."""
+        cuda = own_cuda() if why_no_cuda() is None else None
+        nccl = own_nccl() if why_no_nccl() is None else None
+        return DeviceSources(store, cuda, nccl)
+
+    def handlers(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """Handlers of grpc.aio by method name."""
+        return {
+            "Attach": lambda request, _: self._nccl_source().attach(request),
+            "Prepare": lambda request, _: self._nccl_source().prepare(request),
+            "Commit": lambda request, _: self._nccl_source().commit(request),
+            "Abort": lambda request, _: self._nccl_source().abort(request),
+            "OpenStaging": lambda request, _: self._staging_source().open_staging(request),
+            "Stage": lambda request, _: self._staging_source().stage(request),
+        }
+
+    def close(self) -> None:
+        """Ends what is lent and attached."""
+        for source in (self._staging, self._nccl):
+            if source is not None:
+                source.close()
+
+    def _nccl_source(self) -> NcclSource:
+        if self._nccl is None:
+            raise Refused(f"nothing is sent by NCCL from here: {why_no_nccl()}")
+        return self._nccl
+
+    def _staging_source(self) -> StagingSource:
+        if self._staging is None:
+            raise Refused(f"nothing is lent from a GPU here: {why_no_cuda()}")
+        return self._staging

@@ -1,0 +1,133 @@
+"""The lending side of `cuda_ipc`: see `nccl_transfer.transports.gpu.cuda_ipc`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import check_epoch
+from nccl_transfer.transports.gpu.cuda_ipc import GENERATION, HEADER_BYTES
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, Event
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import transfer_pb2 as pb
+
+SLOTS = 2
+SLOT_BYTES = 32 << 20
+"""Data in a slot: each reader costs its source SLOTS times as much device memory."""
+
+
+class _Staging:
+    """The source's side of a loan: the memory, and the thread that fills it."""
+
+    def __init__(self, cuda: Cuda, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.ended = asyncio.Event()
+        self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
+        self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
+        self._cuda = cuda
+        self._newest = [0] * SLOTS
+        self._worker = ThreadPoolExecutor(1, "staging")
+
+    def check(self, request: pb.StageRequest) -> None:
+        """Takes a request, or raises InvalidRequest or Refused."""
+        nbytes = sum(r.nbytes for r in request.ranges)
+        if request.slot >= SLOTS or nbytes > self.slot_bytes:
+            raise InvalidRequest(
+                f"{nbytes} bytes in slot {request.slot}: there are {SLOTS} of {self.slot_bytes}"
+            )
+        newest = self._newest[request.slot]  # requests for different slots may overtake each other on the way
+        if request.generation <= newest:
+            raise Refused(f"slot {request.slot}: generation {request.generation} is not newer than {newest}")
+        self._newest[request.slot] = request.generation
+
+    async def fill(self, store: TensorStore, request: pb.StageRequest) -> None:
+        await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
+
+    def end(self) -> None:
+        """Frees everything once the thread has done what it is at. May be called again."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._worker.submit(self._free)
+            self._worker.shutdown(wait=False)
+
+    def _fill(self, store: TensorStore, request: pb.StageRequest) -> None:
+        header = self.memory.pointer + request.slot * (HEADER_BYTES + self.slot_bytes)
+        self._cuda.copy_in(header, memoryview(GENERATION.pack(0)))
+        pointer = header + HEADER_BYTES
+        for r in request.ranges:
+            store.copy(r.shard, r.start, r.nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
+            pointer += r.nbytes
+        self._cuda.copy_in(header, memoryview(GENERATION.pack(request.generation)))
+        self.events[request.slot].record()
+
+    def _free(self) -> None:
+        self._cuda.synchronize()
+        self.memory.free()
+        for event in self.events:
+            event.close()
+
+
+class StagingSource:
+    """The lending side of a rank. Used from the event loop; works in a thread per reader.
+
+    Args:
+        store: Where the shards are.
+        cuda: The GPU they are staged on.
+        slot_bytes: Data in a slot.
+    """
+
+    def __init__(self, store: TensorStore, cuda: Cuda, slot_bytes: int = SLOT_BYTES) -> None:
+        self._store = store
+        self._cuda = cuda
+        self._slot_bytes = slot_bytes
+        self._stagings: dict[str, _Staging] = {}
+
+    async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
+        """The stream that answers an OpenStaging.
+
+        Raises:
+            Refused: Wrong epoch, or the reader is on another GPU.
+            OutOfSpace: The GPU has no room.
+        """
+        check_epoch(self._store, request.epoch)
+        if request.device_uuid != self._cuda.uuid:
+            raise Refused(f"the reader is on {request.device_uuid}, this rank on {self._cuda.uuid}")
+        staging = _Staging(self._cuda, self._slot_bytes)
+        before = self._stagings.get(request.reader)
+        if before is not None:
+            before.end()
+        self._stagings[request.reader] = staging
+        try:
+            yield pb.OpenStagingResponse(
+                memory_handle=self._cuda.share(staging.memory.pointer),
+                event_handles=[event.handle for event in staging.events],
+                slot_bytes=self._slot_bytes,
+            )
+            await staging.ended.wait()
+        finally:
+            staging.end()
+            if self._stagings.get(request.reader) is staging:
+                del self._stagings[request.reader]
+
+    async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
+        """The answer to a Stage, once the copies are under way; the slot's event tells when they are done.
+
+        Raises:
+            Refused: Wrong epoch, no loan, an old generation, or a shard was released.
+            InvalidRequest: There is no such slot, or it is too small.
+            TransferError: A range reaches beyond its shard.
+        """
+        check_epoch(self._store, request.epoch)
+        staging = self._stagings.get(request.reader)
+        if staging is None or staging.ended.is_set():
+            raise Refused("nothing is lent to this reader")
+        staging.check(request)
+        await staging.fill(self._store, request)
+        return pb.StageResponse(generation=request.generation)
+
+    def close(self) -> None:
+        """Ends all loans."""
+        for staging in self._stagings.values():
+            staging.end()

@@ -1,0 +1,1 @@
+"""Computation on micro-batches: packing, output heads, linear layers and norms."""

@@ -1,0 +1,67 @@
+"""Linear layers on CPUs, by the library that `services.compute.matmul` chose: torch's own linear, which is MKL's, or
+oneDNN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from services.compute import matmul
+from services.compute.matmul import onednn_product as _product
+
+
+def uses_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` computes the product through oneDNN."""
+    is_float32 = suits(x) and suits(weight) and not torch.is_autocast_enabled("cpu")
+    return is_float32 and matmul.backend() == "onednn"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `torch.nn.functional.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]."""
+    if not uses_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    # The bias is added in the same way with and without gradients, so that both give the same bits.
+    y = _Product.apply(x, weight) if torch.is_grad_enabled() else _product(x, weight)
+    return y if bias is None else y + bias
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes with `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
+    """Make the linear layers of a model compute as `layer` does; their weights, names and hooks stay."""
+    for module in model.modules():
+        # Only these very classes: others derived from them may compute something else.
+        if type(module) in (nn.Linear, Linear):
+            module.__class__ = layer
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = _product(gradients[0], weight.t()) if ctx.needs_input_grad[0] else None
+        return of_x, _outer(gradients[0], x) if ctx.needs_input_grad[1] else None
+
+
+def _outer(of_y: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight [out, in]. oneDNN lays out anew what comes first, so the narrower of the two does."""
+    of_y_T, x_T = of_y.flatten(0, -2).t(), x.flatten(0, -2).t()
+    return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
+
+
+def suits(x: Tensor) -> bool:
+    """Whether it is of the only kind that has ways of its own on CPUs."""
+    return x.is_cpu and x.dtype == torch.float32

@@ -1,0 +1,181 @@
+"""Log-probabilities and entropy of tokens, without ever holding the logits of more than a few positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from services.compute.linear import linear
+
+MOST_LOGITS = 1 << 25
+"""Logits that a rank computes at a time: 128 MiB of float32, and as much again for what becomes of them."""
+
+CACHED_LOGITS = 1 << 18
+"""On CPUs no more than these, which stay in a core's cache until they are used up, where that is enough for
+`POSITIONS_TOGETHER`: products of fewer are slow."""
+
+POSITIONS_TOGETHER = 256
+
+PADDING_LOGIT = -1e30
+"""Of tokens that do not exist: far below any other, and still finite when multiplied by its probability, 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
+    """Output layer from hidden states to logits, or this rank's part of it.
+
+    Args:
+        weight_VH: One row per token. None: hidden states are the logits themselves.
+        num_tokens: So many of the rows are tokens, the others padding. Default all.
+        first_id: The token of the first row.
+        group: Of ranks that have the other tokens and the same hidden states; each scores all positions, and gets
+            the gradient that its own tokens give the hidden states.
+        compute_dtype: Of matrix products; default as the weight.
+    """
+
+    weight_VH: Tensor | None = None
+    num_tokens: int | None = None
+    first_id: int = 0
+    group: ProcessGroup | None = None
+    compute_dtype: torch.dtype | None = None
+
+    def scores(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability of one token per position, and the entropy there, [N] each, in nats, in float32 or finer.
+
+        Logits are computed for a chunk of positions at a time, and again in the backward pass.
+
+        Args:
+            ids_N: Tokens of the whole vocabulary.
+            temperature: The distribution is softmax(logits / temperature).
+        """
+        return _Scores.apply(hidden_NH, self.weight_VH, ids_N, self, temperature)  # type: ignore[return-value]
+
+    def _operands(self, hidden_NH: Tensor, weight_VH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The operands of the product, in the dtype of the product."""
+        if weight_VH is None:
+            return hidden_NH, None
+        dtype = self.compute_dtype or weight_VH.dtype
+        return hidden_NH.to(dtype), weight_VH.to(dtype)
+
+    def _logits(self, hidden_NH: Tensor, weight_VH: Tensor | None, temperature: float) -> Tensor:
+        """Logits [N, V] of its own tokens, to be written over."""
+        logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
+        logits_NV = at_least_float32(logits_NV)
+        if temperature != 1:
+            logits_NV.div_(temperature)
+        if self.num_tokens is not None:
+            logits_NV[:, self.num_tokens :] = PADDING_LOGIT
+        return logits_NV
+
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(x, operation, group=self.group)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Logits [B, K, V] that are not computed yet.
+
+    Args:
+        hidden_BKH: Hidden states, of which `layer` makes logits.
+    """
+
+    hidden_BKH: Tensor
+    layer: OutputLayer = OutputLayer()
+
+
+class _Scores(torch.autograd.Function):
+    """With p = softmax(z): d log p_i / d z_j = [i = j] - p_j, and d H / d z_j = -p_j (log p_j + H).
+
+    The backward pass needs nothing of the other ranks: it has the normalizer and the entropy from the forward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor | None,
+        ids_N: Tensor,
+        layer: OutputLayer,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        log_probs_N, normalizer_N, entropy_N = at_least_float32(hidden_NH.new_empty(3, len(hidden_NH)))
+        hidden, weight = layer._operands(hidden_NH, weight_VH)
+        for chunk in _chunks(hidden, weight):
+            z_NV = layer._logits(hidden[chunk], weight, temperature)
+            largest_N = layer._reduce(z_NV.amax(dim=-1), dist.ReduceOp.MAX)
+            z_NV -= largest_N[:, None]
+            columns_N, is_ours_N = rows_of(ids_N[chunk], layer.first_id, z_NV.shape[-1])
+            of_token_N = z_NV.gather(-1, columns_N[:, None])[:, 0] * is_ours_N
+            weights_NV = z_NV.exp()
+            total_N = weights_NV.sum(dim=-1)
+            weighted_N = weights_NV.mul_(z_NV).sum(dim=-1)
+            of_token_N, total_N, weighted_N = layer._reduce(torch.stack((of_token_N, total_N, weighted_N)))
+            log_probs_N[chunk] = of_token_N - total_N.log()
+            normalizer_N[chunk] = largest_N + total_N.log()
+            entropy_N[chunk] = total_N.log() - weighted_N / total_N
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_N, normalizer_N, entropy_N)
+        ctx.layer, ctx.temperature = layer, temperature
+        ctx.set_materialize_grads(False)
+        return log_probs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_log_probs_N, of_entropy_N = gradients
+        hidden_NH, weight_VH, ids_N, normalizer_N, entropy_N = ctx.saved_tensors
+        if of_log_probs_N is None:
+            of_log_probs_N = torch.zeros_like(normalizer_N)
+        layer = ctx.layer
+        of_hidden_NH = torch.empty_like(hidden_NH)
+        of_weight_VH = at_least_float32(torch.zeros_like(weight_VH)) if ctx.needs_input_grad[1] else None
+        hidden, weight = layer._operands(hidden_NH, weight_VH)
+        for chunk in _chunks(hidden, weight):
+            log_p_NV = layer._logits(hidden[chunk], weight, ctx.temperature)
+            log_p_NV -= normalizer_N[chunk, None]
+            of_z_NV = log_p_NV.exp()
+            columns_N, is_ours_N = rows_of(ids_N[chunk], layer.first_id, of_z_NV.shape[-1])
+            slope = of_log_probs_N[chunk, None]
+            if of_entropy_N is not None:
+                log_p_NV += entropy_N[chunk, None]
+                slope = log_p_NV.mul_(of_entropy_N[chunk, None]).add_(slope)
+            of_z_NV.mul_(slope).neg_()
+            of_z_NV.scatter_add_(-1, columns_N[:, None], (of_log_probs_N[chunk] * is_ours_N)[:, None])
+            if ctx.temperature != 1:
+                of_z_NV.div_(ctx.temperature)
+            of_z_NV = of_z_NV.to(hidden.dtype)
+            of_hidden_NH[chunk] = of_z_NV if weight is None else linear(of_z_NV, weight.t())
+            if of_weight_VH is not None:
+                of_weight_VH += linear(of_z_NV.t(), hidden[chunk].t())
+        if of_weight_VH is not None:
+            of_weight_VH = of_weight_VH.to(weight_VH.dtype)
+        return of_hidden_NH, of_weight_VH, None, None, None
+
+
+def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
+    """Positions that are computed together."""
+    vocabulary = hidden_NH.shape[-1] if weight_VH is None else len(weight_VH)
+    size = max(1, MOST_LOGITS // vocabulary)
+    if hidden_NH.is_cpu:
+        size = min(size, max(CACHED_LOGITS // vocabulary, POSITIONS_TOGETHER))
+    for first in range(0, len(hidden_NH), size):
+        yield slice(first, first + size)
+
+
+def rows_of(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Where tokens are among the rows of a rank (0 where they are not), and whether they are there."""
+    rows = ids - first_id
+    is_ours = (rows >= 0) & (rows < num_rows)
+    return torch.where(is_ours, rows, 0), is_ours
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

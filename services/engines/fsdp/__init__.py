@@ -1,0 +1,1 @@
+"""The training engine fsdp, and low-rank adapters on it."""

@@ -1,0 +1,247 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by peft, sharded as the model they are in: they alone learn."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.engines.agreement import all_or_none
+from services.engines.base import OptimizerOptions
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fully_shard import whole
+from services.models.weights import cast
+from services.storage.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
+
+ADAPTER_DIRECTORY = "adapter"
+"""Of an export: what peft loads, beside the merged model."""
+ALPHA = "lora.alpha"
+"""Scalar of a checkpoint: the adapters' weight in what they were learned with."""
+_NAME = "default"
+"""Name that peft gives a single adapter."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Each target's weight W [out, in] becomes W + alpha / rank * B A, with B [out, rank] and A [rank, in].
+
+    Args:
+        rank: inner dimension.
+        alpha: above 0.
+        target_modules: names of linear layers, or the ends of them; or "all-linear", which is all but the output layer.
+        seed: of A. B begins at zero, so that a new adapter changes nothing.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: str | Sequence[str] = "all-linear"
+    seed: int = 0
+
+
+class LoRAEngine(FSDPEngine):
+    """A causal language model whose weights stay as they were loaded, and adapters that learn.
+
+    Adapters, their gradients and moments are float32, or of the model's own dtype, if that is finer; so the model may
+    be in the dtype that it is computed in. Snapshots and checkpoints are of adapters and moments alone. Exports and
+    `full_tensors` are of the merged model, by default in its own dtype, and a hash of an export is that of
+    the merged weights.
+
+    Args:
+        model: as of `FSDPEngine`; adapters are put into it.
+        adapters: the same on every rank.
+        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory: as `FSDPEngine`.
+
+    Raises:
+        ValueError: a target is missing, is not linear, or is tied to another weight.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        *,
+        adapters: AdapterOptions,
+        optimizer: OptimizerOptions,
+        compute_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
+        directory: Path | None = None,
+    ) -> None:
+        self._adapters = adapters
+        self._layers = add_adapters(model, adapters)
+        self._base = model.name_or_path
+        super().__init__(
+            model,
+            device,
+            optimizer=optimizer,
+            compute_dtype=compute_dtype,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            directory=directory,
+        )
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Within, inference is that of the model as it was loaded, bit for bit."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
+
+    def load(self, directory: Path) -> Scalars:
+        with all_or_none(f"reading {directory}", self.device):
+            alpha = read_manifest(directory)[1].get(ALPHA)
+            if alpha != self._adapters.alpha:
+                held = "no adapters" if alpha is None else f"adapters with alpha {alpha:g}"
+                raise ValueError(
+                    f"checkpoint {directory} has {held}, expected alpha {self._adapters.alpha:g}"
+                )
+        return {name: value for name, value in super().load(directory).items() if name != ALPHA}
+
+    @torch.no_grad()
+    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+        weights = dict(empty)
+        for name, first in _first_values(self._layers, self._adapters):
+            part = weights.pop(name)
+            part.tensor.copy_(first[part.box])
+        super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
+
+    @torch.no_grad()
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        for name, first in _first_values(self._layers, self._adapters):
+            weights[name].tensor.copy_(first[weights[name].box])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Without adapters, under the names that the checkpoint has."""
+        learned = set(self._trained_names)
+        return dict(
+            sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
+        )
+
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super()._gather(tensors):
+            layer = self._layers.get(name.removesuffix(".weight"))
+            yield name, cast(weight, dtype) if layer is None else _merged(weight, layer, dtype)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Without what never changes."""
+        frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
+        return {name: x for name, x in super()._state().items() if name not in frozen}
+
+    def _resident(self) -> list[Tensor]:
+        return [*super()._resident(), *(x.detach() for x in self._kept.values())]
+
+    def _gather_companions(self) -> Callable[[Path], None]:
+        adapters = ((name, whole(self._parameters[name])) for name in self._trained_names)
+        gathered = {name: x.cpu() for name, x in adapters if self.data_rank == 0}
+        config = _config(self._adapters)
+        config.inference_mode, config.base_model_name_or_path = True, self._base
+        # Given to peft at once, they would become a set, and their order in the file chance.
+        config.target_modules = sorted(self._layers)
+        return lambda directory: _write_adapter(directory / ADAPTER_DIRECTORY, gathered, config)
+
+
+def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
+    """Puts adapters, without values yet, into a model and freezes all else; returns the layers that have one, by name.
+
+    Raises:
+        ValueError: a target is missing, is not linear, or is tied to another weight.
+    """
+    tied = _tied_names(model)
+    inject_adapter_in_model(_config(options), model, _NAME, low_cpu_mem_usage=True)
+    layers = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if not isinstance(layer, Linear) or not isinstance(layer.base_layer, nn.Linear):
+            raise ValueError(f"lora.target_modules: {name} is not a linear layer")
+        if f"{name}.weight" in tied:
+            raise ValueError(f"lora.target_modules: {name} shares its weight, which merging would take apart")
+        layers[name] = layer
+    for layer in layers.values():
+        for adapter in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
+            adapter.to(torch.promote_types(layer.weight.dtype, torch.float32))
+    model.eval()
+    return layers
+
+
+@torch.no_grad()
+def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
+    """Initial values of adapters, one tensor at a time, by name: the numbers that peft draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        for name, layer in layers.items():
+            assert isinstance(layer.base_layer, nn.Linear), "other layers are refused"
+            # Both draw numbers of their own when they are made.
+            a = nn.Linear(layer.base_layer.in_features, options.rank, bias=False)
+            b = nn.Linear(options.rank, layer.base_layer.out_features, bias=False)
+            nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+            yield f"{name}.lora_A.{_NAME}.weight", a.weight.to(layer.weight.dtype)
+            yield f"{name}.lora_B.{_NAME}.weight", torch.zeros_like(b.weight)
+
+
+def _tied_names(model: nn.Module) -> set[str]:
+    """All names of weights that have several."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    times = Counter(id(parameter) for _, parameter in named)
+    return {name for name, parameter in named if times[id(parameter)] > 1}
+
+
+def _config(options: AdapterOptions) -> LoraConfig:
+    targets = options.target_modules
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=options.rank,
+        lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType] - peft takes any number
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+
+
+def _merged(weight: Tensor, layer: Linear, dtype: torch.dtype | None) -> Tensor:
+    """W + alpha / rank * B A, rounded once to `dtype`, by default that of W [out, in]."""
+    a, b = (whole(each.get_parameter(f"{_NAME}.weight")) for each in (layer.lora_A, layer.lora_B))
+    return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(dtype or weight.dtype)
+
+
+def _plain_name(name: str) -> str:
+    """Name in the checkpoint of a weight whose layer has an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def _write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """Writes adapters as `PeftModel.from_pretrained` reads them.
+
+    Args:
+        weights: by their names in the model.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    directory.mkdir()
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": x for name, x in weights.items()}
+    try:
+        save_file(named, directory / SAFETENSORS_WEIGHTS_NAME)
+    except SafetensorError as error:
+        raise OSError(f"adapter in {directory} could not be written: {error}") from error
+    config.save_pretrained(str(directory))

@@ -1,0 +1,282 @@
+"""3D-parallel training (3DParallelWorker of the HybridFlow paper): pipeline stages, tensor parallelism, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nccl_transfer.refs.mesh import Mesh
+from services.compute import matmul
+from services.compute.heads import Head, unread
+from services.compute.microbatch import MicroBatch, blank
+from services.engines.agreement import RunToEnd, all_or_none, new_directory
+from services.engines.base import LossFn, OptimizerOptions
+from services.engines.sharded import ShardedEngine
+from services.engines.tally import Tally
+from services.engines.three_d.groups import MeshGroups
+from services.engines.three_d.over_data import OverData, ReplicatedOverData, ShardedOverData
+from services.engines.three_d.pipeline import run_forward, run_forward_backward
+from services.engines.three_d.stage import ModelStage
+from services.engines.three_d.transition import Kind, Transition
+from services.models.weights import write_weights
+from services.storage.checkpoint import Shard
+
+Output = TypeVar("Output")
+
+CACHED_TOKENS = 2048
+"""With oneDNN, activations of more tokens than these leave the caches of a CPU before they are used again. With MKL one
+pass over all tokens is the fastest (5 % on an Intel Xeon)."""
+
+ROUND_PER_STAGE = 4
+"""Micro-batches per stage that an inference runs before it asks whether to stop: a pipeline drains at each stop, so
+that a fifth of the time is lost at most."""
+
+
+class ThreeDParallelEngine(ShardedEngine):
+    """A model on a p-t-d mesh of all ranks of the default process group (gloo for CPU, nccl for CUDA).
+
+    Each rank keeps its part of one stage's weights, in place, the same on all data ranks; their gradients are summed
+    when all micro-batches are done. Or data ranks keep a shard of it each. Hidden states are the same on all ranks of
+    a tensor group, and no rank has the logits of the whole vocabulary.
+
+    Args:
+        directory: Hugging Face directory; each rank reads its own part.
+        mesh: p-t-d.
+        device: Where this rank computes; the current device, if CUDA.
+        dtype: Of the weights and of what is computed. Weights of less than 32 bits that learn are rounded copies of
+            float32 ones, which have the gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
+        optimizer: None for a model that is never trained.
+        with_value_head: Whether it is a value model.
+        transition: How ranks come by the weights that they generate with, on the mesh's generation part; None for a
+            model that does not generate.
+        generates_in_place: Whether the weights of training are a part of those of generation, in memory; else
+            `rollout_weights` copies. For `hybridflow` only.
+        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
+        shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2). Not where it
+            generates in place.
+
+    Attributes:
+        transition: As above.
+
+    Raises:
+        ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        optimizer: OptimizerOptions | None = None,
+        with_value_head: bool = False,
+        transition: Kind | None = None,
+        generates_in_place: bool = True,
+        activation_checkpointing: bool = False,
+        shards_over_data: bool = False,
+    ) -> None:
+        learns_in = torch.promote_types(dtype, torch.float32) if optimizer is not None else dtype
+        self._kept_dtype = learns_in
+        self._groups = MeshGroups(mesh)
+        self._stage = ModelStage(
+            directory,
+            self._groups,
+            device=device,
+            dtype=dtype,
+            with_value_head=with_value_head,
+            activation_checkpointing=activation_checkpointing,
+        )
+        layouts = self._stage.layouts
+        self.transition = (
+            Transition(layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place)
+            if transition is not None
+            else None
+        )
+        memory = self.transition.training_memory() if self.transition and generates_in_place else None
+        assert not (memory and shards_over_data), "shards are no part of what generation reads"
+        self.data_rank, self.data_size = self._groups.data_index, mesh.data
+        self.sees_outputs, self.packs = self._groups.is_last_stage, True
+        # Where each micro-batch gathers weights, fewer of them are worth more.
+        is_cached = device.type == "cpu" and not shards_over_data and matmul.backend() == "onednn"
+        self.cached_tokens = CACHED_TOKENS if is_cached else None
+        self.config = self._stage.config
+        self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in layouts.values())
+        self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
+        self._over_data: OverData = (
+            ShardedOverData(self._stage, self._groups, learns_in)
+            if shards_over_data
+            else ReplicatedOverData(self._stage, self._groups, learns_in, memory=memory)
+        )
+        self._stage.module.register_forward_hook(lambda *_: self.progressed())
+        kept = self._over_data.kept
+        super().__init__(device, kept, list(kept), optimizer)
+
+    @torch.no_grad()
+    def infer(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int], None] = lambda num_done: None,
+    ) -> list[Output]:
+        self.check_onloaded()
+        num_stages = self._groups.mesh.pipeline
+        per_round = 1 if num_stages == 1 else ROUND_PER_STAGE * num_stages
+        evened = self._evened(micro_batches)
+        outputs, num_done = [], 0
+
+        def read(raw: Any, micro_batch: MicroBatch) -> Output | Tensor:
+            return (unread if micro_batch.is_blank else head)(raw, micro_batch)
+
+        with self._over_data.computing():
+            for first in range(0, self._most(len(evened)), per_round):
+                self._stop_together(should_stop())
+                ours = [each.to(self.device) for each in evened[first : first + per_round]]
+                results = run_forward(self._stage, self._groups, ours, read, self._like_hidden)
+                for micro_batch, output in zip(ours, results, strict=True):
+                    if micro_batch.is_blank:
+                        continue
+                    num_done += 1
+                    progress(num_done)
+                    if self.sees_outputs:
+                        outputs.append(output)
+        return outputs
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self.check_onloaded()
+        names = [*self._stage.layouts, *self._stage.aliases]
+        yield from self._gather(self._over_data.weights, names, self._stage.dtype)
+
+    def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.check_onloaded()
+        if self.transition is None:
+            return self.full_tensors()
+        return self.transition.gather(self._over_data.parts(self._over_data.weights, self._stage.dtype))
+
+    def export(
+        self,
+        directory: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        self.check_onloaded()
+        dtype = dtype or self._kept_dtype
+        kept = self._gather(self._over_data.kept, self._stage.layouts, self._kept_dtype)
+        gathered, sha256 = RunToEnd(kept, self.progressed), ""
+        with new_directory(directory, self.device, self.progressed, gathered) as partial:
+            if dist.get_rank() == 0:
+                sha256 = self._write(partial, gathered, tokenizer, dtype)
+        return self._from_rank_0(sha256)
+
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        self._stage.load(weights)
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> tuple[float, dict[str, Tensor]]:
+        tally = Tally(self.device)
+        failures: list[Exception] = []
+
+        def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
+            if not micro_batch.is_blank and not failures:
+                try:
+                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
+                except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
+                    failures.append(error)
+                else:
+                    tally.add(loss, counts)
+                    return loss
+            return unread(raw, micro_batch) * 0
+
+        evened = [each.to(self.device) for each in self._evened(micro_batches)]
+        with self._over_data.computing():
+            run_forward_backward(self._stage, self._groups, evened, loss_head, self._like_hidden)
+        with all_or_none("the loss", self.device):
+            for error in failures:
+                raise error
+        self._sum_gradients()
+        return tally.over_ranks(counts=self.sees_outputs and self._groups.tensor_index == 0)
+
+    def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches, and blank ones where data ranks must run equally many."""
+        missing = self._over_data.num_passes(len(micro_batches)) - len(micro_batches)
+        return [*micro_batches, *(blank() for _ in range(missing))]
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Add up the gradients of all ranks that keep the same weight and saw different parts of its gradient."""
+        self._over_data.sum_gradients()
+        tied = set(self._stage.aliases.values())
+        for name, x in self._kept.items():
+            if self._stage.layouts[name].partial_gradient:
+                dist.all_reduce(x.grad, group=self._groups.tensor)
+            if name in tied:
+                dist.all_reduce(x.grad, group=self._groups.ends)
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._over_data.drop_gradients()
+
+    def _weights_changed(self) -> None:
+        self._over_data.weights_changed()
+
+    def _resident(self) -> list[Tensor]:
+        # With masters, the weights that are computed with are others.
+        computing = [x.detach() for x in self._over_data.weights.values()]
+        return [*super()._resident(), *computing, *(self.transition.resident() if self.transition else ())]
+
+    def _shard(self, name: str, kept: Tensor) -> Shard:
+        return self._stage.shard(name, kept, self._over_data.first_row(name))
+
+    def _counts(self, name: str) -> bool:
+        return self._over_data.counts and not self._stage.is_replica(name)
+
+    def _gather(
+        self, kept: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of one type that lie as the weights, whole on every rank, one at a time in the order of names.
+        Collective.
+
+        Args:
+            dtype: theirs; where weights are sharded over data ranks, also a coarser one.
+        """
+        groups, parts = self._groups, self._over_data.parts(kept, dtype)
+        for name in sorted(names):
+            first_name = self._stage.aliases.get(name, name)
+            layout = self._stage.layouts[first_name]
+            gathered = self._like_hidden.new_empty(layout.gathered_shape, dtype=dtype)
+            if layout.stage == groups.stage:
+                own = parts[first_name].detach()
+                if layout.is_cut:
+                    dist.all_gather(list(gathered.chunk(layout.parts)), own, group=groups.tensor)
+                else:
+                    gathered.copy_(own)
+            if groups.mesh.pipeline > 1:
+                dist.broadcast(gathered, group=groups.pipeline, group_src=layout.stage)
+            yield name, layout.whole(gathered)
+
+    @torch.no_grad()
+    def _write(
+        self,
+        directory: Path,
+        gathered: Iterator[tuple[str, Tensor]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        dtype: torch.dtype,
+    ) -> str:
+        """Write the weights, as they are gathered, as a Hugging Face directory; returns their sha256."""
+        layouts = self._stage.layouts
+        sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in layouts.items()}
+        sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
+        self._stage.write_config(directory, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        return sha256

@@ -1,0 +1,50 @@
+"""The process groups of a rank on a mesh."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from nccl_transfer.refs.mesh import Mesh
+from services.runtime.process_groups import own_group
+
+
+class MeshGroups:
+    """Whom a rank meets along each axis of the training mesh. All ranks of the default process group make it together.
+
+    The order of a group is that of its axis, whatever the numbers of its ranks: a gather along an axis puts the parts
+    in their places. (A `DeviceMesh` made from rank numbers sorts them, which on a permuted mesh puts parts in wrong
+    places without a word.)
+
+    Attributes:
+        mesh: Sizes of the axes.
+        stage, tensor_index, data_index: This rank's position.
+        pipeline, tensor, data: The group along each axis.
+        ends: First and last stage at this rank's tensor and data index, in that order; of the stages between, each
+            is in a group with nobody else.
+
+    Raises:
+        ValueError: The mesh has another size than the default process group.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        if mesh.size != dist.get_world_size():
+            raise ValueError(f"mesh {mesh} has {mesh.size} ranks, and there are {dist.get_world_size()}")
+        self.mesh = mesh
+        self.stage, self.tensor_index, self.data_index = mesh.position(dist.get_rank())
+        stages, tensors, datas = range(mesh.pipeline), range(mesh.tensor), range(mesh.data)
+        self.pipeline = own_group([[mesh.rank(p, t, d) for p in stages] for t in tensors for d in datas])
+        self.tensor = own_group([[mesh.rank(p, t, d) for t in tensors] for p in stages for d in datas])
+        self.data = own_group([[mesh.rank(p, t, d) for d in datas] for p in stages for t in tensors])
+        first, *between, last = stages if mesh.pipeline > 1 else (0, 0)
+        ends = [
+            list(dict.fromkeys(mesh.rank(p, t, d) for p in (first, last))) for t in tensors for d in datas
+        ]
+        self.ends = own_group(ends + [[mesh.rank(p, t, d)] for p in between for t in tensors for d in datas])
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.mesh.pipeline - 1

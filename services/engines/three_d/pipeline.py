@@ -1,0 +1,120 @@
+"""Micro-batches through the stages of a pipeline: forwards only, or forwards and backwards (1F1B).
+
+All stages of a pipeline have the same micro-batches, so only hidden states and their gradients travel. Between two
+stages all of a call have one shape, [N, H] with N tokens of the largest, because the schedule allocates its buffers
+once; a stage computes on the real ones alone, in the micro-batch's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+
+from services.compute.heads import Head
+from services.compute.microbatch import MicroBatch, blank
+from services.engines.three_d.groups import MeshGroups
+from services.engines.three_d.stage import ModelStage
+
+Output = TypeVar("Output")
+
+
+def run_forward(
+    stage: ModelStage,
+    groups: MeshGroups,
+    micro_batches: Sequence[MicroBatch],
+    head: Head[Output],
+    like: Tensor,
+) -> Iterator[Tensor | Output]:
+    """Outputs of this stage for each micro-batch, in order: hidden states [B, T, H], which are sent to the next stage,
+    or, on the last, what the head reads.
+
+    Args:
+        like: A tensor of the type, device and last dimension of hidden states.
+    """
+    for micro_batch in micro_batches:
+        incoming = None
+        if not groups.is_first_stage:
+            incoming = like.new_empty((*micro_batch.input_ids_BT.shape, like.shape[-1]))
+            dist.recv(incoming, group=groups.pipeline, group_src=groups.stage - 1)
+        output = stage.forward(incoming, micro_batch, head)
+        if not groups.is_last_stage:
+            assert isinstance(output, Tensor)
+            dist.send(output.contiguous(), group=groups.pipeline, group_dst=groups.stage + 1)
+        yield output
+
+
+def run_forward_backward(
+    stage: ModelStage,
+    groups: MeshGroups,
+    micro_batches: Sequence[MicroBatch],
+    loss_head: Head[Tensor],
+    like: Tensor,
+) -> None:
+    """Add the gradient of the sum of all losses to `.grad` of this stage's parameters.
+
+    Args:
+        loss_head: Reads the loss of a micro-batch, a scalar. Called on the last stage only, in order, and also for
+            blank micro-batches.
+        like: As in `run_forward`.
+    """
+    num_stages = groups.mesh.pipeline
+    if num_stages == 1:
+        for micro_batch in micro_batches:
+            stage.forward(None, micro_batch, loss_head).backward()
+        return
+    # With fewer micro-batches than stages 1F1B does not run.
+    missing = max(num_stages - len(micro_batches), 0)
+    every = [*micro_batches, *(blank().to(like.device) for _ in range(missing))]
+    wired = _Wired(stage, groups, every, loss_head)
+    numbers = torch.arange(len(every), device=like.device)
+    wire = like.new_empty((wired.num_tokens, like.shape[-1]), requires_grad=True)
+    first_input = (numbers[:1],) if groups.is_first_stage else (wire,)
+    last_output = like.new_empty((), dtype=torch.float64, requires_grad=True)
+    output = (last_output,) if groups.is_last_stage else (wire,)
+    pipeline_stage = PipelineStage(
+        wired, groups.stage, num_stages, like.device, first_input, output, group=groups.pipeline
+    )
+    schedule = Schedule1F1B(
+        pipeline_stage, len(numbers), loss_fn=lambda loss, number: loss, scale_grads=False
+    )
+    # The schedule cuts its inputs into micro-batches itself: it gets their numbers.
+    arguments = (numbers,) if groups.is_first_stage else ()
+    target = numbers if groups.is_last_stage else None
+    schedule.step(*arguments, target=target, return_outputs=False, number=numbers)
+
+
+class _Wired(nn.Module):
+    """A stage between two wires; the last one ends in the loss."""
+
+    def __init__(
+        self,
+        stage: ModelStage,
+        groups: MeshGroups,
+        micro_batches: list[MicroBatch],
+        loss_head: Head[Tensor],
+    ) -> None:
+        super().__init__()
+        self._stage, self._groups, self._loss_head = stage, groups, loss_head
+        self._micro_batches = micro_batches
+        self.num_tokens = max(micro_batch.input_ids_BT.numel() for micro_batch in micro_batches)
+
+    def forward(self, wire_NH: Tensor, number: Tensor) -> Tensor:
+        micro_batch = self._micro_batches[int(number)]
+        incoming = None if self._groups.is_first_stage else _unpacked(wire_NH, micro_batch)
+        output = self._stage.forward(incoming, micro_batch, self._loss_head)
+        if self._groups.is_last_stage:
+            # In one type, whatever the loss is computed in.
+            return output.double()
+        hidden_NH = output.flatten(0, 1)
+        return F.pad(hidden_NH, (0, 0, 0, self.num_tokens - len(hidden_NH)))
+
+
+def _unpacked(wire_NH: Tensor, micro_batch: MicroBatch) -> Tensor:
+    shape_BT = micro_batch.input_ids_BT.shape
+    return wire_NH[: shape_BT.numel()].unflatten(0, shape_BT)

@@ -1,0 +1,291 @@
+"""The part of a transformer that one rank of a mesh has: some of the layers, and of each of their weights a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from rlhf import meshes
+from services.compute.heads import Head
+from services.compute.microbatch import MicroBatch
+from services.compute.norms import speed_up_norms
+from services.compute.packing import ATTENTION, finish_what_is_read
+from services.compute.recompute import recompute_in_backward
+from services.engines.three_d.groups import MeshGroups
+from services.engines.three_d.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    fan_out_input,
+)
+from services.models.families import FAMILIES, ValueModel, save_config
+from services.models.weights import WeightsReader
+from services.storage.checkpoint import Shard
+from services.storage.layout import Layout, layouts_of, style_of
+
+_BACKBONE = "backbone."
+
+Output = TypeVar("Output")
+Memory = Callable[[str], Tensor]
+"""Gives a tensor of this rank its memory, in the shape its layout keeps it in."""
+
+
+class ModelStage:
+    """One rank's part of a causal language model or value model of a Hugging Face directory. Its parameters have
+    shapes and no memory before `allocate`, and no values before `load`, which reads only what the rank keeps.
+
+    The model's own transformers classes compute; its linear layers are replaced by their parallel forms, and the
+    layers of other stages are taken away.
+
+    Args:
+        directory: Of a model of one of the `FAMILIES`.
+        groups: The rank's place in the mesh.
+        device: Where this rank computes.
+        dtype: Of the weights and of what is computed.
+        with_value_head: Whether each position gets a value instead of logits.
+        layouts: Of every tensor on these groups; default as the mesh cuts them.
+        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
+
+    Attributes:
+        device, dtype: As above.
+        config: Of the model.
+        layouts: Of every tensor of the model, by its name in the checkpoint; a tied one only by its first name.
+        aliases: Further names of tied tensors, and their first name.
+        parameters: What this rank keeps, by name. The last stage keeps a replica of a tied embedding.
+        module: All that computes, as one forward pass.
+        layers: Those of the model's layers that are in it.
+
+    Raises:
+        ValueError: The model is of another kind, does not divide, or is not in the directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        groups: MeshGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        with_value_head: bool = False,
+        layouts: Mapping[str, Layout] | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self._directory, self._groups = directory, groups
+        self.device, self.dtype = device, dtype
+        self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if self.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"{directory} is a {self.config.model_type}, engine 3d knows {', '.join(FAMILIES)}"
+            )
+        mesh = groups.mesh
+        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
+        whole, backbone = _on_meta(directory, dtype, with_value_head)
+        speed_up_norms(backbone)
+        self.config.architectures = [type(backbone if with_value_head else whole).__name__]
+        self.config.dtype = dtype
+        self._generation_config = _generation_config(directory) if not with_value_head else None
+        tied = bool(self.config.tie_word_embeddings) and not with_value_head
+        self.layouts = layouts or layouts_of(
+            whole, backbone, tied=tied, pipeline=mesh.pipeline, tensor=mesh.tensor
+        )
+        prefix = _BACKBONE if with_value_head else f"{whole.base_model_prefix}."
+        self._embedding_name = f"{prefix}embed_tokens.weight"
+        self.aliases = {"lm_head.weight": self._embedding_name} if tied else {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._keep_own_layers(backbone, prefix)
+        self._embedding, self._head = self._keep_ends(whole, backbone, prefix, with_value_head)
+        self._backbone, self.layers = backbone.eval(), list(backbone.layers)
+        self.module = _Pass(self._embedding, backbone, self._head)
+        if activation_checkpointing:
+            recompute_in_backward(backbone.layers)
+
+    def allocate(self, memory: Memory | None = None) -> None:
+        """Give the parameters memory; default memory of their own."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        self.parameters = {name: nn.Parameter((memory or self._own_memory)(name)) for name in self.parameters}
+        for path, parameter in list(self.module.named_parameters(remove_duplicate=False)):
+            owner, _, attribute = path.rpartition(".")
+            replacement = self.parameters[names[parameter]]
+            self.module.get_submodule(owner).register_parameter(attribute, replacement)
+
+    @torch.no_grad()
+    def load(self, shards: Mapping[str, Shard]) -> None:
+        """Read boxes of the weights, by name.
+
+        Raises:
+            ValueError: The directory lacks some, or has them in other shapes.
+        """
+        with WeightsReader(self._directory) as reader:
+            for name, shard in shards.items():
+                reader.fill(name, shard)
+
+    def forward(
+        self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, head: Head[Output]
+    ) -> Tensor | Output:
+        """Hidden states [B, T, H] after this stage's layers; on the last stage, what the head reads off them.
+
+        Args:
+            incoming_BTH: What the previous stage gives; None on the first.
+        """
+        return self.module(incoming_BTH, micro_batch, head)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty KV cache for this stage's layers."""
+        return DynamicCache(config=self._backbone.config)
+
+    def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+        """Append tokens to a KV cache of this stage's layers; returns their hidden states [B, T, H] after these.
+
+        Args:
+            incoming: Token ids [B, T] on the first stage, on others what the previous one gives.
+            padding: Attention mask and position ids, where rows are padded.
+        """
+        hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
+        output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
+        return output.last_hidden_state
+
+    def next_logits(self, hidden_BTH: Tensor) -> Tensor:
+        """Logits [B, V] over the whole vocabulary, of the token after the last position. On the last stage only."""
+        assert isinstance(self._head, VocabularyParallelHead), "a value model generates nothing"
+        return self._head.logits(hidden_BTH[:, -1])
+
+    def shard(self, name: str, kept: Tensor, first_row: int = 0) -> Shard:
+        """This rank's part of a tensor, as a box of the checkpoint's tensor; as `Layout.shard`."""
+        return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
+
+    def write_config(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write what a Hugging Face directory with weights in `dtype` has beside weights and tokenizer.
+
+        Raises:
+            OSError: A file could not be written.
+        """
+        save_config(self.config, directory, dtype)
+        if self._generation_config is not None:
+            self._generation_config.save_pretrained(directory)
+
+    def is_replica(self, name: str) -> bool:
+        """Whether another rank of the same data index keeps the same and counts for it, where something is counted or
+        written once."""
+        layout, groups = self.layouts[name], self._groups
+        return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
+
+    def _keep_own_layers(self, backbone: Any, prefix: str) -> None:
+        num_layers = len(backbone.layers) // self._groups.mesh.pipeline
+        first = self._groups.stage * num_layers
+        backbone.layers = backbone.layers[first : first + num_layers]
+        for number, layer in enumerate(backbone.layers, first):
+            # By which the layer finds its part of a KV cache, which has those of this stage only.
+            layer.self_attn.layer_idx -= first
+            self._cut(layer, backbone)
+            self._keep(layer, f"{prefix}layers.{number}.")
+        # The transformer goes over as many layers as its configuration says, and looks up the type of each.
+        backbone.config.num_hidden_layers = num_layers
+        if getattr(backbone.config, "layer_types", None):
+            backbone.config.layer_types = backbone.config.layer_types[first : first + num_layers]
+        # What it knows of positions is computed, and not in the checkpoint.
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
+
+    def _cut(self, layer: nn.Module, backbone: Any) -> None:
+        """Put the parallel form of each linear layer that the plan cuts in its place."""
+        group, fanned_out = self._groups.tensor, set()
+        for path, module in list(layer.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue
+            match style_of(backbone, path):
+                case "colwise":
+                    layer.set_submodule(path, ColumnParallelLinear(module, group))
+                    fanned_out.add(path.rpartition(".")[0])
+                case "rowwise":
+                    layer.set_submodule(path, RowParallelLinear(module, group))
+        for path in fanned_out:
+            fan_out_input(layer.get_submodule(path), group)
+
+    def _keep(self, module: nn.Module, prefix: str) -> None:
+        """Note the module's weights under their names."""
+        self.parameters |= {f"{prefix}{path}": parameter for path, parameter in module.named_parameters()}
+
+    def _own_memory(self, name: str) -> Tensor:
+        return torch.empty(self.layouts[name].kept_shape, dtype=self.dtype, device=self.device)
+
+    def _keep_ends(
+        self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
+    ) -> tuple[nn.Module | None, nn.Module | None]:
+        """Keeps the modules before the first layer and after the last, on the ranks that have them."""
+        groups, embedding, head = self._groups, None, None
+        if groups.is_first_stage:
+            num_rows = self.layouts[self._embedding_name].kept_shape[0]
+            embedding = VocabularyParallelEmbedding(backbone.embed_tokens, num_rows, groups.tensor)
+            self._keep(embedding, f"{prefix}embed_tokens.")
+        backbone.embed_tokens = None
+        if groups.is_last_stage:
+            finish_what_is_read(backbone.layers[-1])
+            self._keep(backbone.norm, f"{prefix}norm.")
+            head = self._keep_head(whole, with_value_head)
+        else:
+            backbone.norm = nn.Identity()
+        return embedding, head
+
+    def _keep_head(self, whole: Any, with_value_head: bool) -> nn.Module:
+        if with_value_head:
+            self._keep(whole.value_head, "value_head.")
+            return whole.value_head
+        name = self.aliases.get("lm_head.weight", "lm_head.weight")
+        if name not in self.parameters:
+            shape = self.layouts[name].kept_shape
+            self.parameters[name] = nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"))
+        return VocabularyParallelHead(self.parameters[name], self.config.vocab_size, self._groups.tensor)
+
+
+class _Pass(nn.Module):
+    """A stage, and what is read off the last one, as one forward pass: its weights need not be there for longer.
+
+    Args:
+        embedding: On the first stage.
+        head: What values or logits come out of, on the last.
+    """
+
+    def __init__(self, embedding: nn.Module | None, backbone: nn.Module, head: nn.Module | None) -> None:
+        super().__init__()
+        self.embedding, self.backbone, self.head = embedding, backbone, head
+
+    def forward(
+        self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, read: Head[Output]
+    ) -> Tensor | Output:
+        if self.embedding is not None:
+            incoming_BTH = self.embedding(micro_batch.input_ids_BT)
+        output = self.backbone(inputs_embeds=incoming_BTH, use_cache=False, **micro_batch.arguments())
+        if self.head is None:
+            return output.last_hidden_state
+        raw = self.head(output.last_hidden_state[:, -micro_batch.num_scored :])
+        return read(raw[..., 0] if isinstance(raw, Tensor) else raw, micro_batch)
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return None
+    return GenerationConfig.from_pretrained(directory, local_files_only=True)
+
+
+def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tuple[Any, Any]:
+    """The whole model without memory, and its transformer."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        if with_value_head:
+            backbone = AutoModel.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            return ValueModel(backbone), backbone
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        return whole, whole.base_model

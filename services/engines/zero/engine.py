@@ -1,0 +1,231 @@
+"""Data-parallel training on DeepSpeed ZeRO (Rajbhandari et al. 2020): ranks share out optimizer state, gradients
+and weights."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from services.compute.heads import Head
+from services.compute.microbatch import MicroBatch
+from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
+from services.engines.data_parallel import DataParallelEngine
+from services.engines.zero import partitions
+from services.engines.zero.flat import boxes
+from services.engines.zero.modules import Pass, nothing
+from services.engines.zero.partitions import Partitions, TrainedPartitions
+from services.models.families import ValueModel, load_causal_lm, load_value_model
+from services.models.loading import Model, read_first_values, read_parts
+from services.models.weights import cast
+from services.runtime.ranks import known_to_all
+from services.storage.checkpoint import PART, Shard
+
+Output = TypeVar("Output")
+
+
+class ZeROEngine(DataParallelEngine):
+    """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
+
+    What a rank keeps of a weight is an interval of its elements in row-major order. A box of it, at most three for a
+    matrix, is what the optimizer's state, snapshots and checkpoints know.
+
+    Args:
+        directory: Hugging Face directory.
+        stage: 1 cuts the optimizer's state, 2 gradients too, 3 weights too.
+        device: Where this rank computes; the current device, if CUDA.
+        dtype: Of the weights, their gradients and moments: float32 where they are trained.
+        compute_dtype: Of matrix products, by autocast; default as the weights.
+        optimizer: None for a model that is never trained.
+        offloads: Whether the weights that learn and the optimizer's state are in host memory, and it works there.
+        with_value_head: Whether it is a value model.
+
+    Raises:
+        ValueError: The directory holds another kind of model, or not all of its weights.
+    """
+
+    step_is_atomic = False
+    """DeepSpeed allocates, and gathers weights from all ranks, after it has moved them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        stage: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+        optimizer: OptimizerOptions | None = None,
+        offloads: bool = False,
+        with_value_head: bool = False,
+    ) -> None:
+        partitions.prepare()
+        casts = compute_dtype not in (None, dtype)
+        self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
+        self._directory, self._dtype = directory, dtype
+        self._load = load_value_model if with_value_head else load_causal_lm
+        model, empty = partitions.load(self._load, directory, stage, device, dtype)
+        self._pass = Pass(model, compute_dtype)
+        self.config = (model.backbone if isinstance(model, ValueModel) else model).config
+        self._partitions = self._share_out(model, stage, optimizer, offloads)
+        self._is_published = True
+        self._boxes = {
+            f"{name}{PART}{number}" if number else name: (name, box)
+            for name, piece in self._partitions.pieces.items()
+            for number, box in enumerate(boxes(self._partitions.shapes[name], piece.first, piece.last))
+        }
+        self.num_parameters = sum(math.prod(shape) for shape in self._partitions.shapes.values())
+        kept = self._as_boxes(self._partitions.kept)
+        super().__init__(model, device, kept, list(kept) if optimizer else [], optimizer)
+        if empty:
+            self._fill(empty, directory)
+
+    def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
+        """Read what this rank has of tensors that have no values yet. Collective."""
+        has_all = self._partitions.has_all
+        kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
+        parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
+        wholes = [
+            (name, Shard.of_whole(x))
+            for name, x in empty.items()
+            if has_all or not isinstance(x, nn.Parameter)
+        ]
+        read_parts(directory, [*parts, *wholes])
+        self._is_published = has_all
+        self._publish()
+
+    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        boxes_by_name = ((self._boxes[key][0], shard) for key, shard in weights.items())
+        read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        super().restore(snapshot)
+        # Later, all ranks together: one whose call fails alone restores alone, and must not wait for others.
+        self._is_published = False
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Have the model compute with what is kept, where that was restored. Collective."""
+        if not self._is_published and isinstance(self._partitions, TrainedPartitions):
+            self._partitions.publish()
+        self._is_published = True
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._publish()
+        try:
+            yield
+        finally:
+            self._partitions.release()
+
+    def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        assert micro_batch.packing is None, "this engine does not pack"
+        with self._autocast():
+            raw = self._pass.read(micro_batch)
+        return head(raw, micro_batch)
+
+    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
+        return self._read(micro_batch, nothing)
+
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self._learning.backward(loss, is_last=is_last)
+
+    def _hand_over_gradients(self) -> None:
+        gradients = self._learning.cut(self._learning.gradient())
+        for name, gradient in self._as_boxes(gradients).items():
+            self._kept[name].grad = gradient
+
+    @torch.no_grad()
+    def _gather(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._publish()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                yield name, cast(tensor, dtype)
+                continue
+            with self._partitions.whole(tensor) as whole:
+                yield name, cast(whole, dtype)
+
+    def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        return self._partitions.shapes.get(name, tuple(tensor.shape))
+
+    def _share_out(
+        self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
+    ) -> Partitions:
+        model = model.requires_grad_(optimizer is not None)
+        if optimizer is None:
+            return partitions.FrozenStage3(model, self._pass) if stage == 3 else partitions.Replicas(model)
+        adamw = torch.optim.AdamW(
+            model.parameters(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        if stage == 3:
+            return partitions.Stage3Partitions(model, self._pass, adamw, offloads)
+        return partitions.Stage12Partitions(model, adamw, stage, offloads)
+
+    def _take_step(self, lr: float) -> None:
+        zero = self._learning.zero
+        zero.set_lr(lr)
+        zero.step()
+        if zero.overflow:
+            raise known_to_all(
+                NonFiniteGradient(f"DeepSpeed finds the gradient not finite at step {self._num_steps}")
+            )
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._learning.drop_gradient()
+
+    def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
+        adamw, flat = self._learning.zero.optimizer, self._learning.parameter
+        adamw.state[flat] = {
+            "step": torch.zeros((), device=flat.device),
+            "exp_avg": torch.zeros_like(flat),
+            "exp_avg_sq": torch.zeros_like(flat),
+        }
+        return adamw
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {f"weight.{name}": x for name, x in self._kept.items()}
+        if self._adamw is not None:
+            moments = self._adamw.state[self._learning.parameter]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                parts = self._as_boxes(self._learning.cut(moments[moment]))
+                state |= {f"{moment}.{name}": x for name, x in parts.items()}
+        return state
+
+    def _resident(self) -> list[Tensor]:
+        return [x for x in (*self._state().values(), *self._partitions.resident()) if x.device == self.device]
+
+    def _shard(self, name: str, kept: Tensor) -> Shard:
+        weight, (offsets, _) = self._boxes[name]
+        return Shard(kept, offsets, self._partitions.shapes[weight])
+
+    def _counts(self, name: str) -> bool:
+        return self._partitions.is_cut or self.data_rank == 0
+
+    def _as_boxes(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The boxes of pieces of weights, as views."""
+        views, used = {}, defaultdict(int)
+        for key, (name, (_, sizes)) in self._boxes.items():
+            numel = math.prod(sizes)
+            views[key] = pieces[name][used[name] :][:numel].view(sizes)
+            used[name] += numel
+        return views
+
+    @property
+    def _learning(self) -> TrainedPartitions:
+        assert isinstance(self._partitions, TrainedPartitions), "the engine has an optimizer"
+        return self._partitions

@@ -1,0 +1,195 @@
+"""Boxes of tensors from and to Hugging Face directories, never more of a model in memory than is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.models.families import VALUE_HEAD_FILE, tensors_sha256
+from services.storage.checkpoint import Shard
+
+WHOLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_FILE_BYTES = 2 << 30
+_VALUE_HEAD = "value_head."
+_BACKBONE = "backbone."
+
+
+class WeightsReader:
+    """The tensors of a Hugging Face directory, by their names in the model. Use it as a context.
+
+    A value model finds its backbone in a directory of its own or in one of a causal language model; a value head
+    that is not there is zero.
+
+    Raises:
+        ValueError: There are no safetensors files, or they are damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open_files = ExitStack()
+
+    def __enter__(self) -> WeightsReader:
+        try:
+            self._tensors = dict(self._found())
+        except (SafetensorError, FileNotFoundError) as error:
+            self._open_files.close()
+            raise ValueError(
+                f"{self._directory} has no safetensors files that can be read: {error}"
+            ) from error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open_files.close()
+
+    def holds(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is such a tensor."""
+        stored = self._stored(name)
+        return stored is not None and tuple(stored.get_shape()) == shape
+
+    @torch.no_grad()
+    def fill(self, name: str, shard: Shard) -> None:
+        """Read the box of a tensor that `shard` is, in the type of its tensor.
+
+        Raises:
+            ValueError: The directory lacks the tensor, or has it in another shape.
+        """
+        stored = self._stored(name)
+        if stored is None and name.startswith(_VALUE_HEAD):
+            shard.tensor.zero_()
+            return
+        if stored is None:
+            raise ValueError(f"{self._directory} lacks weights of its model, one is {name}")
+        if tuple(stored.get_shape()) != shard.whole:
+            raise ValueError(
+                f"{self._directory} holds {name} as {stored.get_shape()}, expected {[*shard.whole]}"
+            )
+        shard.tensor.copy_(stored[shard.box])
+
+    def _stored(self, name: str) -> Any:
+        return next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        index = self._directory / INDEX_FILE
+        files = {WHOLE_FILE}
+        if index.is_file():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        for name in sorted(files):
+            file = self._open_files.enter_context(safe_open(self._directory / name, framework="pt"))
+            yield from ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - no mapping
+        if (self._directory / VALUE_HEAD_FILE).is_file():
+            head = self._open_files.enter_context(
+                safe_open(self._directory / VALUE_HEAD_FILE, framework="pt")
+            )
+            yield from ((_VALUE_HEAD + key, head.get_slice(key)) for key in head.keys())  # noqa: SIM118
+
+
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A floating-point tensor in `dtype`; any other, and where there is none, as it is."""
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+
+class WeightsWriter:
+    """Writes tensors, given one at a time, as the safetensors files of a Hugging Face directory.
+
+    Args:
+        sizes: Bytes of every tensor that will be given, in that order; of a value model, backbone and value head.
+        max_file_bytes: A file is written when its tensors are complete; at most so much is held in memory, or one
+            tensor where that is larger.
+    """
+
+    def __init__(
+        self, directory: Path, sizes: Mapping[str, int], max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        self._directory = directory
+        self._total_bytes = sum(size for name, size in sizes.items() if not name.startswith(_VALUE_HEAD))
+        self._files = _file_of(sizes, max_file_bytes)
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises OSError where a file could not be written."""
+        file = self._files[name]
+        waiting = self._waiting.setdefault(file, {})
+        waiting[_file_key(name)] = tensor.detach().to("cpu", copy=True).contiguous()
+        if len(waiting) == sum(other == file for other in self._files.values()):
+            try:
+                save_file(self._waiting.pop(file), self._directory / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{self._directory / file} could not be written: {error}") from error
+
+    def finish(self) -> None:
+        """Write the index, where there are several files.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        assert not self._waiting, "every tensor was given"
+        weight_map = {_file_key(name): file for name, file in self._files.items() if file != VALUE_HEAD_FILE}
+        if set(weight_map.values()) != {WHOLE_FILE}:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
+    """Write whole tensors as the safetensors files of a Hugging Face directory; returns their sha256, as
+    `services.models.families.tensors_sha256`.
+
+    Args:
+        sizes: As of `WeightsWriter`.
+        gathered: The tensors, in that order.
+
+    Raises:
+        OSError: A file could not be written.
+    """
+    writer = WeightsWriter(directory, sizes, MAX_FILE_BYTES)
+
+    def written() -> Iterator[tuple[str, Tensor]]:
+        for name, whole in gathered:
+            writer.add(name, whole)
+            yield name, whole
+
+    sha256 = tensors_sha256(written())
+    writer.finish()
+    return sha256
+
+
+def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
+    """The file of each tensor: in order, as many to a file as fit; the value head has one of its own."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if name.startswith(_VALUE_HEAD):
+            continue
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    count = len(groups)
+    files = (
+        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if count > 1
+        else [WHOLE_FILE]
+    )
+    of_backbone = {name: file for group, file in zip(groups, files, strict=True) for name in group}
+    return of_backbone | {name: VALUE_HEAD_FILE for name in sizes if name.startswith(_VALUE_HEAD)}
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """Under which names a file may hold a tensor of the model."""
+    if not name.startswith(_BACKBONE):
+        return (name,)
+    path = name.removeprefix(_BACKBONE)
+    return (path, f"model.{path}")
+
+
+def _file_key(name: str) -> str:
+    return name.removeprefix(_BACKBONE).removeprefix(_VALUE_HEAD)

@@ -1,0 +1,1 @@
+"""The worker that roles with a model share."""

@@ -1,0 +1,127 @@
+"""Calls over one stream, on the side of the rank: begun as they come, answered as they end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc.aio
+from google.rpc import status_pb2
+
+from rlhf.contract import SERVICES, Method
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import worker_pb2
+from services.runtime.execution import CallQueue, time_to_answer
+from services.runtime.sessions import MAX_NAME, check_name
+from services.runtime.worker import Registration
+
+DISPATCH = SERVICES["worker"]["Dispatch"]
+
+StatusOf = Callable[[Exception, str, str], status_pb2.Status]
+"""The status of an error, by the names of its method and its call."""
+
+
+class DispatchStream:
+    """One stream of WorkerService.Dispatch.
+
+    Args:
+        queue: Runs the calls.
+        methods: What may be called, by path.
+        status_of: Tells what became of a call that failed.
+        context: gRPC's, of the stream.
+    """
+
+    def __init__(
+        self,
+        queue: CallQueue,
+        methods: Mapping[str, tuple[Method, Registration]],
+        status_of: StatusOf,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        self._queue = queue
+        self._methods = methods
+        self._status_of = status_of
+        self._context = context
+        self._writing = asyncio.Lock()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._sessions: set[str] = set()
+
+    async def serve(self) -> None:
+        """Serves until the caller is done and all is answered, or the connection is lost."""
+        try:
+            await self._context.send_initial_metadata(())
+            while isinstance(message := await self._context.read(), bytes):
+                await self._take(DISPATCH.parse(message))
+            await asyncio.gather(*self._answering)
+        finally:
+            for answer in self._answering:
+                answer.cancel()
+            for session in self._sessions:
+                self._queue.session.closed_stream(session)
+
+    async def _take(self, message: worker_pb2.DispatchRequest) -> None:
+        """Begins a call. One that is over at once is answered at once, where nothing else is being written."""
+        if message.session and message.session not in self._sessions:
+            check_name("session", message.session)
+            if self._sessions:
+                raise InvalidRequest("Dispatch: a stream tells of one session, and this one of two")
+            self._sessions.add(message.session)
+            self._queue.session.opened_stream(message.session)
+        if not message.method:
+            return
+        response, call_id = self._start(message)
+        if response.done() and not self._writing.locked():
+            await self._answer(message, response, call_id)
+        else:
+            answer = asyncio.create_task(self._answer(message, response, call_id))
+            self._answering.add(answer)
+            answer.add_done_callback(self._answering.discard)
+
+    def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
+        """The response to be, and the name of the call, as far as it has one."""
+        call_id = ""
+        try:
+            if message.method not in self._methods:
+                raise InvalidRequest(
+                    f"Dispatch has no method {message.method[:MAX_NAME]!r}; it has {sorted(self._methods)}"
+                )
+            if not 0 < message.timeout_s < math.inf:
+                raise InvalidRequest(
+                    f"{message.method}: timeout_s is {message.timeout_s:g}; it must be above 0 and finite"
+                )
+            method, registration = self._methods[message.method]
+            request = method.parse(message.request)
+            check_name("call.call_id", request.call.call_id)
+            call_id = request.call.call_id
+            if message.only_known and not self._queue.knows(call_id):
+                raise Refused(f"{method.name}: there is no call {call_id!r}")
+            return self._queue.start(
+                method, registration, request, time_to_answer(message.timeout_s)
+            ), call_id
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            refused = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused, call_id
+
+    async def _answer(
+        self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
+    ) -> None:
+        answer = worker_pb2.DispatchResponse(number=message.number)
+        try:
+            answer.response = (await self._ended(message, response, call_id)).SerializeToString()
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            method = message.method.rpartition("/")[2]
+            answer.status = self._status_of(error, method, call_id).SerializeToString()
+        async with self._writing:
+            await self._context.write(answer)
+
+    async def _ended(
+        self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
+    ) -> Any:
+        if response.done():
+            return response.result()
+        if message.only_known:
+            return await self._queue.outcome(call_id, response, time_to_answer(message.timeout_s))
+        return await self._queue.wait(call_id, response, hold=bool(self._sessions))

@@ -1,0 +1,87 @@
+"""Which other ranks this one may connect to: those of its own service, and those that a session has introduced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.wire import endpoint_from_proto
+from rlhf.addresses import check_address
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2
+
+MOST_ENDPOINTS = 1 << 16
+"""Of a session, on one rank."""
+MOST_BYTES = 1024
+"""Of one endpoint, as it is serialized; those of ranks have some 200."""
+
+MEMFD_SOCKET = re.compile(r"rlhf-[0-9a-f]{32}")
+DATA_KEY = re.compile(r"[0-9a-f]{32}")
+
+
+class Introductions:
+    """Ranks by session, one per address. What was introduced last at an address is what is there now.
+
+    Args:
+        own: Gives the ranks of this rank's service, as they have told each other, and it among them.
+    """
+
+    def __init__(self, own: Callable[[], Iterable[Endpoint | None]]) -> None:
+        self._own = own
+        self._sessions: dict[str, dict[str, Endpoint]] = {}
+
+    def add(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
+        """Introduces all of these endpoints, or none.
+
+        Raises:
+            InvalidRequest: One of them cannot be one, or they are too many; the text says which and why.
+        """
+        known = self._sessions.get(session, {})
+        added = {endpoint.address: endpoint for endpoint in endpoints}
+        if (count := len(known.keys() | added)) > MOST_ENDPOINTS:
+            raise InvalidRequest(
+                f"session {session!r} has {count} endpoints with these; at most {MOST_ENDPOINTS} are allowed"
+            )
+        for endpoint in added.values():
+            _check(endpoint)
+        self._sessions[session] = known | {
+            address: endpoint_from_proto(endpoint) for address, endpoint in added.items()
+        }
+
+    def forget(self, session: str) -> None:
+        """The session has ended."""
+        self._sessions.pop(session, None)
+
+    def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
+        """Raises InvalidRequest where a call of a session may not name these endpoints; the text has the first such."""
+        known = self._sessions.get(session, {})
+        strangers = [e for e in map(endpoint_from_proto, endpoints) if known.get(e.address) != e]
+        own = {e.address: e for e in self._own() if e is not None} if strangers else {}
+        for stranger in strangers:
+            if own.get(stranger.address) != stranger:
+                is_known = stranger.address in {**known, **own}
+                as_said = ", as it is given here," if is_known else ""
+                raise InvalidRequest(
+                    f"batch: the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
+                    "rank (WorkerService.Introduce)"
+                )
+
+
+def _check(endpoint: common_pb2.Endpoint) -> None:
+    """Raises InvalidRequest where an endpoint is none that a rank can have told."""
+    where = f"endpoint {endpoint.address[:100]!r}"
+    if endpoint.ByteSize() > MOST_BYTES:
+        raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")
+    try:
+        check_address(endpoint.address)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: address: {error}") from None
+    if endpoint.memfd_socket and not MEMFD_SOCKET.fullmatch(endpoint.memfd_socket):
+        raise InvalidRequest(
+            f"{where}: memfd_socket: {endpoint.memfd_socket!r} is no name that a rank gives one"
+        )
+    if endpoint.data_port > 65535:
+        raise InvalidRequest(f"{where}: data_port: {endpoint.data_port} is not a port from 1 to 65535, or 0")
+    if endpoint.data_port and not DATA_KEY.fullmatch(endpoint.data_key):
+        raise InvalidRequest(f"{where}: data_key: not 32 hexadecimal digits, as every data port has")

@@ -1,0 +1,208 @@
+"""`python -m services.ROLE`, one rank of a service: checks the configuration, joins its peers, loads, serves."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import uvloop
+
+from nccl_transfer.refs.mesh import Mesh
+from rlhf import addresses, meshes
+from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service, output_roots
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.rendezvous import VARIABLE
+from services.runtime.hosts import network_interfaces, place
+from services.runtime.ranks import Ranks
+from services.runtime.server import RankServer
+from services.runtime.worker import Worker
+
+PR_SET_PDEATHSIG = 1
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+"""Of glibc's mallopt."""
+
+LEAVE_WITHIN_S = 10.0
+
+KEPT_BYTES = 512 << 20
+"""Most freed memory that a rank on a CPU keeps for its next call."""
+
+
+def run(role: str, worker_path: str) -> None:
+    """Entry point of a role.
+
+    Args:
+        role: Role of the service.
+        worker_path: "module:class" of its worker, imported only once the configuration has been checked,
+            because importing torch takes seconds.
+    """
+
+    @click.command(
+        help=f"Serves one rank of the {role} role. rlhf-deploy starts all of a service's ranks, and so does torchrun "
+        "--rdzv-backend rlhf --nproc-per-node RANKS -m ..."
+    )
+    @click.version_option(package_name="rlhf-cluster", prog_name=f"services.{role}")
+    @click.option(
+        "--config",
+        "config",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="TOML file with the services' tables.",
+    )
+    @click.option("--name", default=role, show_default=True, help="Table [services.NAME] to serve.")
+    @click.option(
+        "--set", "settings", multiple=True, metavar="KEY.PATH=VALUE", help="Changes a value of the config."
+    )
+    def main(config: Path, name: str, settings: tuple[str, ...]) -> None:
+        logging.basicConfig(
+            level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"
+        )
+        try:
+            _die_with_launcher()
+            _leave_torchruns_files()
+            _warn_of_an_open_store()
+            table = load_service(config, name, settings)
+            _check(table, role, name)
+            _serve(table, name, worker_path, output_roots(config, table, settings))
+        except (RlhfError, OSError) as error:
+            print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+            os._exit(2)
+
+    main()
+
+
+def _die_with_launcher() -> None:
+    """Asks the kernel to kill this rank with the process that started it, however that ends."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _leave_torchruns_files() -> None:
+    """Removes the directories that torchrun makes for logs of its own, unless something is in them: it leaves them
+    behind, and no rank of ours writes there."""
+    for top in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
+        if top.name.startswith("torchelastic_"):
+            # A peer may be doing the same, also while this rank lists them.
+            with contextlib.suppress(FileNotFoundError):
+                for directory in (*sorted(top.rglob("*"), reverse=True), top):
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
+
+
+def _warn_of_an_open_store() -> None:
+    """Where torchrun runs with a rendezvous of its own, its store listens on every interface."""
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+        and not os.environ.get(VARIABLE)
+        and os.environ["LOCAL_RANK"] == "0"
+    ):
+        logging.warning(
+            "warning: the store of this torchrun listens on every interface, and with --standalone or c10d any "
+            "client of it runs code here; start ranks with --rdzv-backend rlhf, or with rlhf-deploy (docs/transfer.md)"
+        )
+
+
+def _check(table: ServiceTable, role: str, name: str) -> None:
+    """Checks what can be known before torch is imported: role, ranks, model directory, port."""
+    if table.role != role:  # type: ignore[attr-defined]
+        raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != table.ranks:
+        raise ConfigError(f"services.{name}.ranks is {table.ranks}, but {started} were started")
+    model = getattr(table, "model", None)
+    if model is not None and not (model / "config.json").is_file():
+        what = "has no config.json" if model.is_dir() else "does not exist"
+        raise ConfigError(f"services.{name}.model: directory {model} {what}")
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            addresses.probe(table.bind_address)
+        except OSError as error:
+            raise ConfigError(
+                f"services.{name}.{table.bind_key}: {table.bind_address}: {error.strerror}"
+            ) from None
+
+
+def _serve(table: ServiceTable, name: str, worker_path: str, roots: tuple[Path, ...]) -> None:
+    # Logs are read by people and by the launcher: no progress bars in them.
+    os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
+    # Without it, cuBLAS may choose other kernels for the same product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
+    os.environ.update(network_interfaces(place(table), os.environ))
+    module, _, class_name = worker_path.partition(":")
+    try:
+        with _all_is_kept():
+            worker_class = getattr(importlib.import_module(module), class_name).for_table(table)
+    except ImportError as error:
+        raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+    ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
+    worker = worker_class(table, ranks)
+    worker.output_roots = roots
+    torch = sys.modules.get("torch")
+    if torch and not torch.cuda.is_available():
+        keep_freed_memory()
+    uvloop.run(_run(worker, name))
+    ranks.leave()
+    logging.info("left")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of gRPC and torch may still wind down; nothing of ours is left to do.
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _all_is_kept() -> Iterator[None]:
+    """For imports: what they make stays, so nothing need look for garbage in it, then or later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def keep_freed_memory() -> None:
+    """Has malloc keep what is freed, up to a bound. glibc would give what tensors leave behind back to the kernel,
+    which clears it again, page by page, for the next call (docs/engines.md says what that costs). On GPUs tensors have
+    an allocator that keeps it.
+
+    What the environment says of malloc counts; other C libraries do as they do.
+    """
+    libc = ctypes.CDLL(None)
+    if any(name.startswith("MALLOC_") for name in os.environ) or not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+    libc.mallopt(M_TOP_PAD, KEPT_BYTES // 8)
+    # The arenas of threads are cut into pieces that are smaller than some tensors.
+    libc.mallopt(M_ARENA_MAX, 1)
+
+
+def _model_mesh(table: ServiceTable) -> Mesh | None:
+    if not isinstance(table, ModelTable) or not table.mesh:
+        return None
+    if not isinstance(table, ActorTable):
+        return Mesh(*meshes.parse(table.mesh))
+    generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
+    return Mesh(*meshes.parse(table.mesh), *generation, usual_order=table.transition != "hybridflow")
+
+
+async def _run(worker: Worker, name: str) -> None:
+    await RankServer(worker, name).serve(drained=leave_in_time)
+
+
+def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
+    """Ends this process if it has not ended by itself by then, and says where its threads were."""
+    faulthandler.dump_traceback_later(within_s, exit=True)

@@ -1,0 +1,263 @@
+"""The ranks of one service: who they are, and the few small collectives the control plane needs.
+
+torch.distributed is only imported where there is more than one rank or an engine asks for a mesh, so that a
+reward service of one rank runs without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import OutOfStep, PeerFailed
+from rlhf.rendezvous import TCP, VARIABLE
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+    from services.runtime.rounds import Round
+
+E = TypeVar("E", bound=BaseException)
+
+ALONE_S = 5.0
+"""How long a rank that failed in the middle of a call waits for its peers to end the call too. They may be in a
+collective that needs this rank, and then only its leaving can free them."""
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+class FailedAlone(RuntimeError):
+    """This rank failed in a collective that others wait in, so that there is nothing to agree on any more."""
+
+
+def known_to_all(error: E) -> E:
+    """Notes that every rank of the group has heard of an error, so that none waits for another."""
+    error.known_to_all = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known_to_all(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, was noted by `known_to_all`."""
+    while error is not None:
+        if getattr(error, "known_to_all", False):
+            return True
+        error = error.__cause__
+    return False
+
+
+@dataclass
+class Ranks:
+    """This rank and its peers.
+
+    Attributes:
+        rank: Rank within the service.
+        size: Number of ranks.
+        epoch: Incarnation of the service: milliseconds of Unix time at which rank 0 started, so that it grows
+            at each restart. The same on every rank.
+        store: torch.distributed store of the service; None where there is one rank without torch.
+        endpoints: Where each rank serves, in rank order; filled in by `exchange`.
+        model_mesh: As in `join`.
+        group: Of all ranks, for rounds alone; None where there is one rank.
+        round: The last one begun.
+        rounds: Number of rounds begun.
+    """
+
+    rank: int
+    size: int
+    epoch: int
+    store: Store | None = None
+    endpoints: list[Endpoint] = field(default_factory=list)
+    model_mesh: Mesh | None = None
+    group: ProcessGroup | None = None
+    round: Round | None = None
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.store is not None and self.size > 1:
+            from services.runtime.rounds import make_group  # needs torch
+
+            self.group = make_group(self.size)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Shape of the training mesh; without model parallelism, all ranks are data ranks."""
+        return self.model_mesh or Mesh(data=self.size)
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """Whether this rank is the one, of those that have the same rows, that counts in sums over rows."""
+        pipeline, tensor, _ = self.mesh.position(self.rank)
+        return (pipeline, tensor) == (0, 0)
+
+    @staticmethod
+    def join(needs_torch: bool, model_mesh: Mesh | None = None) -> Ranks:
+        """Joins the ranks that were started together, as the environment names them (`rlhf.rendezvous`).
+
+        Args:
+            needs_torch: Make a process group also where there is only one rank.
+            model_mesh: Training mesh of a model that is spread over several ranks for the same rows.
+
+        Raises:
+            OutOfStep: A rank did not come.
+        """
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        epoch = time.time_ns() // 1_000_000
+        if size == 1 and not needs_torch:
+            return Ranks(rank, size, epoch, model_mesh=model_mesh)
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+        from services.runtime.process_groups import COLLECTIVE_TIMEOUT
+
+        base = _open_store(rank, size)
+        store = PrefixStore("rlhf-cluster", base)
+        epoch = _meet(store, rank, size, epoch)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("default", base),
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        return Ranks(rank, size, epoch, store, model_mesh=model_mesh)
+
+    def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tells every rank where this one serves; returns each rank's details in rank order."""
+        if self.size == 1 or self.store is None:
+            self.endpoints = [own]
+            return [details]
+        self.store.set(f"rank/{self.rank}", json.dumps({"endpoint": asdict(own), "details": details}))
+        answers = [json.loads(self.store.get(f"rank/{rank}")) for rank in range(self.size)]
+        self.endpoints = [Endpoint(**answer["endpoint"]) for answer in answers]
+        return [answer["details"] for answer in answers]
+
+    def begin_round(self, note: Sequence[float]) -> Round:
+        """A round with the other ranks, see `Round`. Every rank begins the same rounds, in the same order."""
+        from services.runtime.rounds import Round  # needs torch
+
+        assert self.group is not None, "there are other ranks"
+        self.rounds += 1
+        self.round = Round(self.group, note)
+        return self.round
+
+    def total(self, values: Sequence[float], until: float) -> list[float]:
+        """Sums over all ranks, in float64, of at most 7 values. Collective.
+
+        Args:
+            values: This rank's values; the same number on every rank.
+            until: `time.monotonic()` until which the peers may take.
+
+        Raises:
+            PeerFailed: A peer has failed since the last agreement.
+            OutOfStep: A peer did not come, or died.
+        """
+        if self.size == 1:
+            return list(values)
+        notes = self.begin_round([0, *values]).wait(until)
+        self._check_well(notes)
+        return [sum(note[1 + i] for note in notes) for i in range(len(values))]
+
+    def agree(self, mine: Exception | None, until: float) -> None:
+        """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed.
+        Collective.
+
+        A rank that fails goes to its next agreement at once, wherever its peers are, so that they learn of it at
+        theirs.
+
+        Raises:
+            OutOfStep: A peer did not come, or died.
+        """
+        if self.size == 1:
+            if mine is not None:
+                raise mine
+            return
+        notes = self.begin_round([mine is not None]).wait(until)
+        if mine is not None:
+            raise known_to_all(mine)
+        self._check_well(notes)
+
+    def _check_well(self, notes: Sequence[Sequence[float]]) -> None:
+        failed = [str(rank) for rank, note in enumerate(notes) if note[0]]
+        if failed:
+            raise known_to_all(
+                PeerFailed(f"rank {self.rank} stopped, because rank {', '.join(failed)} failed")
+            )
+
+    @contextmanager
+    def together(self, until: float) -> Iterator[None]:
+        """A block without collectives after which every rank goes on, or none does; see `agree`. So a row that
+        only one rank has cannot leave the others waiting in a collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except (FailedAlone, OutOfStep):
+            raise
+        except Exception as caught:  # noqa: BLE001 - raised by agree
+            error = caught
+        self.agree(error, until)
+
+    def leave(self) -> None:
+        """Ends the process group; ranks that leave together leave cleanly."""
+        if self.store is None or (self.round is not None and not self.round.is_over):
+            return  # a group cannot be ended while a rank waits in it for peers that will not come
+        import torch.distributed as dist
+
+        try:
+            work = dist.barrier(async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=5))
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            logging.warning("left without the other ranks: %s", error)
+
+
+def _meet(store: Store, rank: int, size: int, epoch: int) -> int:
+    """Waits for every rank, which a process group would do for as long as its collectives may take; returns rank 0's
+    epoch.
+
+    Raises:
+        OutOfStep: A rank did not come.
+    """
+    store.set(f"epoch/{rank}", str(epoch))
+    try:
+        store.wait([f"epoch/{peer}" for peer in range(size)], timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
+    except RuntimeError:
+        missing = [peer for peer in range(size) if not store.check([f"epoch/{peer}"])]
+        raise OutOfStep(
+            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:g} s for its peers; missing: {missing}"
+        ) from None
+    return int(store.get("epoch/0"))
+
+
+def _open_store(rank: int, size: int) -> Store:
+    """The store of a service, at the place that the environment names."""
+    from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.rendezvous import rendezvous
+
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    place = os.environ.get(VARIABLE, "")
+    if size == 1:
+        store = HashStore()
+    elif place.startswith(TCP):
+        host, _, port = place.removeprefix(TCP).rpartition(":")
+        store = TCPStore(
+            host.strip("[]"), int(port), is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    elif place:
+        store = FileStore(place, size)
+    else:
+        store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timeout)))
+    store.set_timeout(timeout)
+    return store

@@ -1,0 +1,1 @@
+"""Checkpoints and layouts of sharded weights."""

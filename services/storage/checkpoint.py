@@ -1,0 +1,164 @@
+"""Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing that could be pickled.
+
+A shard is a box of a global tensor. Each file says in its header where its boxes lie, so a reader takes whatever
+overlaps the boxes it needs, and the number of ranks may change between writing and reading. A rank that has several
+boxes of a tensor names the further ones NAME#1, NAME#2 and so on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.storage.publish import settle, sync
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_BOXES = "boxes"
+PART = "#"
+"""Between the name of a tensor and the number of a further box of it."""
+
+Scalars = Mapping[str, int | float]
+NO_SCALARS: Scalars = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A box of a global tensor of shape `whole`: `tensor` begins at `offsets`, one per dimension."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Self:
+        """A box that is all of its tensor."""
+        return cls(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where it lies in the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> None:
+    """Write the shards of one rank into an existing directory.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
+    boxes = json.dumps({name: [shard.offsets, shard.whole] for name, shard in shards.items()})
+    path = directory / _file_name(rank)
+    try:
+        save_file(tensors, path, metadata={_BOXES: boxes})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    sync(path)  # by the rank that wrote it: on a shared file system the others could not
+
+
+def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
+    """Write what belongs to no tensor; once per checkpoint, beside the shards of `num_ranks` ranks."""
+    manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(directory: Path) -> tuple[int, Scalars]:
+    """The number of ranks that wrote a checkpoint, and its scalars.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in the directory.
+        ValueError: it has a format that is not ours.
+    """
+    settle(directory)
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no checkpoint in {directory}: there is no {MANIFEST}") from None
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(f"checkpoint {directory} has format {manifest.get('format')}, expected {_FORMAT}")
+    return manifest["num_ranks"], manifest["scalars"]
+
+
+def read_shards(
+    directory: Path,
+    num_ranks: int,
+    shards: Mapping[str, Shard],
+    progressed: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `shards` from whatever parts of the checkpoint overlap them.
+
+    Args:
+        progressed: called after each box.
+
+    Raises:
+        FileNotFoundError: the file of a rank is missing.
+        ValueError: a file is damaged, or the checkpoint lacks a part of a shard, or holds a tensor in another
+            shape or dtype.
+    """
+    missing = {name: shard.tensor.numel() for name, shard in shards.items()}
+    for rank in range(num_ranks):
+        path = directory / _file_name(rank)
+        try:
+            with safe_open(path, framework="pt") as file:
+                boxes = json.loads(file.metadata()[_BOXES])
+                for name, stored_name in _same_tensor(shards, boxes):
+                    offsets, whole = boxes[stored_name]
+                    if tuple(whole) != shards[name].whole:
+                        raise ValueError(
+                            f"checkpoint holds {name} as {whole}, expected {[*shards[name].whole]}"
+                        )
+                    missing[name] -= _copy_overlap(shards[name], file.get_slice(stored_name), offsets, name)
+                    progressed()
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint file {path} is damaged: {error}") from error
+    incomplete = sorted(name for name, numel in missing.items() if numel)
+    if incomplete:
+        raise ValueError(
+            f"checkpoint {directory} lacks {len(incomplete)} tensors, the first is {incomplete[0]}"
+        )
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names that mean boxes of one tensor."""
+    stored: dict[str, list[str]] = {}
+    for stored_name in stored_names:
+        stored.setdefault(stored_name.partition(PART)[0], []).append(stored_name)
+    for name in names:
+        yield from ((name, stored_name) for stored_name in stored.get(name.partition(PART)[0], ()))
+
+
+def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) -> int:
+    """Copy what a stored box and `shard` have in common; returns the number of elements."""
+    begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
+    ends = [
+        min(mine + size, theirs + stored_size)
+        for mine, size, theirs, stored_size in zip(
+            shard.offsets, shard.tensor.shape, stored_offsets, stored.get_shape(), strict=True
+        )
+    ]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return 0
+    values = stored[_box(begins, ends, stored_offsets)]
+    if values.dtype != shard.tensor.dtype:
+        raise ValueError(f"checkpoint holds {name} as {values.dtype}, expected {shard.tensor.dtype}")
+    with torch.no_grad():
+        shard.tensor[_box(begins, ends, shard.offsets)] = values
+    return values.numel()
+
+
+def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
+    return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))

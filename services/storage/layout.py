@@ -1,0 +1,166 @@
+"""How the tensors of a model lie on the ranks of a mesh: which stage, which part, in which shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from services.storage.checkpoint import Shard
+
+VOCABULARY_MULTIPLE = 64
+"""Vocabularies are padded to a multiple of this, as vLLM does it, so that training shards nest in its own."""
+
+STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+"""In which ways a plan may cut the modules of a layer."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks keep a tensor of the checkpoint.
+
+    A tensor is kept whole on all ranks of its stage or cut into equal parts; always along the first dimension of
+    what is kept, so that a gather of the parts is one contiguous copy.
+
+    Args:
+        shape: Of the tensor in the checkpoint.
+        stage: Pipeline stage that has it.
+        parts: Into how many parts it is cut; 0: every rank of the stage keeps it whole.
+        transposed: Kept as its transpose.
+        padding: Rows of zeros at the end, which the checkpoint does not have.
+        partial_gradient: Kept whole, but each rank of the tensor group sees only a part of its gradient.
+        tied: The last stage keeps it too, as output weights.
+
+    Raises:
+        ValueError: It cannot be cut into equal parts.
+    """
+
+    shape: tuple[int, ...]
+    stage: int
+    parts: int = 0
+    transposed: bool = False
+    padding: int = 0
+    partial_gradient: bool = False
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_cut and self.gathered_shape[0] % self.parts:
+            raise ValueError(
+                f"a tensor of {self.gathered_shape[0]} rows cannot be cut into {self.parts} parts"
+            )
+
+    @property
+    def is_cut(self) -> bool:
+        return self.parts > 0
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """Of all parts end to end."""
+        first, *rest = reversed(self.shape) if self.transposed else self.shape
+        return (first + self.padding, *rest)
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of what one rank keeps."""
+        first, *rest = self.gathered_shape
+        return (first // max(self.parts, 1), *rest)
+
+    def gathered_bytes(self, bytes_each: int) -> int:
+        """Of all parts end to end."""
+        return math.prod(self.gathered_shape) * bytes_each
+
+    def merged(self, stages: int, parts: int) -> Self:
+        """How ranks keep it of which each has what so many stages have, and so many parts of it."""
+        return replace(self, stage=self.stage // stages, parts=self.parts // parts)
+
+    def whole(self, gathered: Tensor) -> Tensor:
+        """All parts, end to end, as the tensor of the checkpoint, sharing memory."""
+        real = gathered[: len(gathered) - self.padding]
+        return real.t() if self.transposed else real
+
+    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> Shard:
+        """View of a rank's part as a box of the checkpoint's tensor.
+
+        Args:
+            part: Number of the rank's part.
+            first_row: Of the part, with which `kept` begins.
+        """
+        num_real = self.gathered_shape[0] - self.padding
+        begin = min((part * self.kept_shape[0] if self.is_cut else 0) + first_row, num_real)
+        real = kept[: num_real - begin]
+        offsets = [0] * len(self.shape)
+        offsets[-1 if self.transposed else 0] = begin
+        return Shard(real.t() if self.transposed else real, tuple(offsets), self.shape)
+
+
+def layouts_of(
+    model: nn.Module, backbone: Any, *, tied: bool, pipeline: int, tensor: int
+) -> dict[str, Layout]:
+    """The layout of every tensor of a model, by its name in `model.state_dict()`; a tied one only by its first name.
+
+    Layers are cut by the model's own `base_model_tp_plan`, embedding and output layer by tokens.
+
+    Args:
+        model: Whole; its weights may be on the meta device.
+        backbone: Its transformer: `embed_tokens`, `layers`, `norm`.
+        tied: Whether the output layer is the embedding.
+
+    Raises:
+        ValueError: The model has no plan, or one with styles that are not known, or its sizes do not divide.
+    """
+    plan: Mapping[str, str] = backbone.config.base_model_tp_plan or {}
+    for path, style in plan.items():
+        if path.startswith("layers.") and style not in STYLES:
+            raise ValueError(f"the plan of {type(backbone).__name__} cuts {path} {style!r}; known: {STYLES}")
+    if not plan:
+        raise ValueError(f"{type(backbone).__name__} has no plan for tensor parallelism")
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is backbone)
+    num_layers = len(backbone.layers)
+    if num_layers % pipeline:
+        raise ValueError(f"{num_layers} layers cannot be dealt out to {pipeline} stages")
+    layouts = {}
+    for name, parameter in model.named_parameters():
+        path = name.removeprefix(prefix)
+        shape = tuple(parameter.shape)
+        match path.split("."):
+            case ["layers", number, *rest]:
+                stage = int(number) // (num_layers // pipeline)
+                style = style_of(backbone, ".".join(rest[:-1]))
+                layouts[name] = _layer_layout(style, rest[-1], shape, stage, tensor)
+            case ["embed_tokens", _]:
+                layouts[name] = replace(_vocabulary_layout(shape, 0, tensor), tied=tied)
+            case ["lm_head", "weight"]:
+                if not tied:
+                    layouts[name] = _vocabulary_layout(shape, pipeline - 1, tensor)
+            case ["norm" | "value_head", _]:
+                layouts[name] = Layout(shape, pipeline - 1)
+            case _:
+                raise ValueError(
+                    f"{type(backbone).__name__} has a weight {name} that engine 3d does not know"
+                )
+    return dict(sorted(layouts.items()))
+
+
+def style_of(backbone: Any, path: str) -> str:
+    """How the model's plan cuts the module at `path` of each layer; "replicated" where the plan does not name it."""
+    return backbone.config.base_model_tp_plan.get(f"layers.*.{path}", "replicated")
+
+
+def _layer_layout(style: str, kind: str, shape: tuple[int, ...], stage: int, tensor: int) -> Layout:
+    match style, kind:
+        case "colwise", _:
+            return Layout(shape, stage, parts=tensor)
+        case "rowwise", "weight":
+            return Layout(shape, stage, parts=tensor, transposed=True)
+        case "replicated_with_grad_allreduce", _:
+            return Layout(shape, stage, partial_gradient=True)
+        case _:
+            return Layout(shape, stage)
+
+
+def _vocabulary_layout(shape: tuple[int, ...], stage: int, tensor: int) -> Layout:
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)
+    return Layout(shape, stage, parts=tensor, padding=-shape[0] % multiple)
