@@ -100,7 +100,10 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(start_hf, id="hf"), pytest.param(start_vllm, id="vllm", marks=needs_vllm)],
+    params=[
+        pytest.param(start_hf, id="hf"),
+        pytest.param(start_vllm, id="vllm", marks=[needs_vllm, pytest.mark.slow]),
+    ],
 )
 def started(request: pytest.FixtureRequest, directory: Path, process_group: None) -> RolloutEngine:
     return request.param(directory, request)

@@ -257,6 +257,7 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
     assert len(read_samples(launched.path)) == 2 * launched.controller.config.run.samples
 
 
+@pytest.mark.slow
 def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
     launched: Finished, config: Config, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ from integration.ranks import launch
 from services.models.families import ValueModel, write_model
 from services.models.weights import INDEX_FILE, WHOLE_FILE
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
