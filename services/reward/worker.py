@@ -16,7 +16,7 @@ from services.reward.processes import ProcessScorer
 from services.reward.sandbox.scorer import SandboxScorer
 from services.reward.scorers.base import Scorer, gave_up_metrics, score_request
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 
@@ -112,14 +112,18 @@ class RewardWorker(Worker):
 
     @register("DP_PROTO", collective=False)
     def compute_reward(
-        self, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
+    ) -> CallResult:
         return score_request(self.scorer, rows, request, call)
 
     @register("DP_PROTO", collective=False)
-    def compare_pairs(self, rows: Rows, request: reward_pb2.ComparePairsRequest, call: CallContext) -> Result:
+    def compare_pairs(
+        self, rows: CallRows, request: reward_pb2.ComparePairsRequest, call: CallContext
+    ) -> CallResult:
         raise InvalidRequest(DOES_NOT_LEARN)
 
     @register("DP_PROTO", collective=False)
-    def update_reward(self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext) -> Result:
+    def update_reward(
+        self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
+    ) -> CallResult:
         raise InvalidRequest(DOES_NOT_LEARN)

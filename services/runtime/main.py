@@ -22,7 +22,7 @@ from rlhf import addresses, meshes
 from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service, output_roots
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.rendezvous import VARIABLE
-from services.runtime.hosts import network_interfaces, place
+from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.runtime.worker import Worker
@@ -140,7 +140,7 @@ def _serve(table: ServiceTable, name: str, worker_path: str, roots: tuple[Path, 
     # Without it, cuBLAS may choose other kernels for the same product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
-    os.environ.update(network_interfaces(place(table), os.environ))
+    os.environ.update(network_interfaces(host_addresses(table), os.environ))
     module, _, class_name = worker_path.partition(":")
     try:
         with _all_is_kept():

@@ -21,7 +21,7 @@ from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
 from services.runtime.main import run
-from services.runtime.worker import Result, Worker
+from services.runtime.worker import CallResult, Worker
 
 FAULTS = "CHAOS_FAULTS"
 OURS = str(Path(sys.modules["services.runtime.worker"].__file__ or "").parent.parent)
@@ -34,7 +34,7 @@ class Failing(Worker):
     def for_table(cls, table: ServiceTable) -> type[Worker]:
         return cls
 
-    def around(self, run: Callable[[], Result]) -> Result:
+    def around(self, run: Callable[[], CallResult]) -> CallResult:
         directory, name = Path(os.environ[FAULTS]), f"rank-{self.ranks.rank}"
         fault = directory / f"{name}.fault"
         if not fault.exists():
