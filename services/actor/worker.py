@@ -30,7 +30,7 @@ from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 
 
 class ActorWorker(ModelWorker):
@@ -44,15 +44,6 @@ class ActorWorker(ModelWorker):
         self.rollout = _rollout_engine(table, self.engine, ranks.mesh, self.torch_device)
         # None yet: the weights come before the first generation, and after each change.
         self._rollout_version = -1
-
-    @classmethod
-    def for_table(cls, table: ActorTable) -> type[Worker]:
-        if table.lora is None:
-            return cls
-        # It is one of these, and needs peft, which most actors do without.
-        from services.actor.lora import LoRAActorWorker
-
-        return LoRAActorWorker
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()

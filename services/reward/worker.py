@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.config import RewardTable, ServiceTable
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.reward.functions import find_function, score_range, score_row, truth_reader
 from services.reward.judge import JudgeScorer
@@ -69,19 +69,6 @@ class RewardWorker(Worker):
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         super().__init__(table, ranks)
         self.scorer = make_scorer(table)
-
-    @classmethod
-    def for_table(cls, table: ServiceTable) -> type[Worker]:
-        if not (isinstance(table, RewardTable) and table.optimizer):
-            return cls
-        if table.kind != "model":
-            raise ConfigError(
-                f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has"
-            )
-        # Only a model needs torch.
-        from services.reward.model import LearningRewardWorker
-
-        return LearningRewardWorker
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:

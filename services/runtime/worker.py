@@ -171,11 +171,6 @@ class Worker:
         """`time.monotonic()` of the newest sign that the running method gets on."""
 
     @classmethod
-    def for_table(cls, table: ServiceTable) -> type[Worker]:
-        """The worker that serves a table of this role."""
-        return cls
-
-    @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         """Whether this service computes with torch, and so needs a process group."""
         return False

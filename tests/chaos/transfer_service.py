@@ -50,4 +50,5 @@ class Reader(Worker):
 
 
 if __name__ == "__main__":
-    run("reference", f"transfer_service:{sys.argv.pop(1)}")
+    worker = {"Maker": Maker, "Reader": Reader}[sys.argv.pop(1)]
+    run("reference", lambda table: worker)
