@@ -37,6 +37,7 @@ from services.storage.checkpoint import (
     write_manifest,
     write_shards,
 )
+from services.storage.publish import readable_path
 
 Output = TypeVar("Output")
 
@@ -157,9 +158,10 @@ class ShardedEngine(TrainEngine):
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()
         with all_or_none(f"reading {directory}", self.device):
-            num_ranks, scalars = read_manifest(directory)
+            stored = readable_path(directory)
+            num_ranks, scalars = read_manifest(stored)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
-            read_shards(directory, num_ranks, self._shards(tensors), self.progressed)
+            read_shards(stored, num_ranks, self._shards(tensors), self.progressed)
             loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
         self.restore(loaded)
         return {name: value for name, value in scalars.items() if name != NUM_STEPS}

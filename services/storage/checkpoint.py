@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.storage.publish import settle, sync
+from services.storage.publish import sync
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -79,7 +79,6 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
         FileNotFoundError: there is no checkpoint in the directory.
         ValueError: it has a format that is not ours.
     """
-    settle(directory)
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import bring_back, copy_to_host, free, num_bytes
 from services.models.families import ValueModel, load_causal_lm, load_value_model, tensors_sha256
+from services.storage import publish
 
 CPU = torch.device("cpu")
 TEMPERATURE = 1.7
@@ -266,6 +268,27 @@ def test_a_checkpoint_that_fails_half_way_leaves_the_older_one(
         engine.save(tmp_path / "checkpoint")
     engine.load(tmp_path / "checkpoint")
     assert same_bits(weights(engine), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoint_is_readable_while_it_is_replaced_and_its_writer_is_left_alone(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where two directories cannot be exchanged, there is a moment without a directory of that name."""
+    monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    directory, rename, read = tmp_path / "checkpoint", os.rename, []
+    engine, reader = make_engine(tiny_llama_dir), make_engine(tiny_llama_dir)
+    engine.save(directory, {"version": 1})
+
+    def rename_and_read(source: Path, target: Path) -> None:
+        rename(source, target)
+        if source == directory:
+            read.append(reader.load(directory)["version"])
+
+    monkeypatch.setattr(os, "rename", rename_and_read)
+    engine.save(directory, {"version": 2})
+    assert read == [1]
+    assert reader.load(directory)["version"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -25,6 +25,7 @@ from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
 from services.models.weights import cast
 from services.storage.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
+from services.storage.publish import readable_path
 
 ADAPTER_DIRECTORY = "adapter"
 """Of an export: what peft loads, beside the merged model."""
@@ -109,7 +110,7 @@ class LoRAEngine(FSDPEngine):
 
     def load(self, directory: Path) -> Scalars:
         with all_or_none(f"reading {directory}", self.device):
-            alpha = read_manifest(directory)[1].get(ALPHA)
+            alpha = read_manifest(readable_path(directory))[1].get(ALPHA)
             if alpha != self._adapters.alpha:
                 held = "no adapters" if alpha is None else f"adapters with alpha {alpha:g}"
                 raise ValueError(
