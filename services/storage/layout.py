@@ -68,10 +68,6 @@ class Layout:
         first, *rest = self.gathered_shape
         return (first // max(self.parts, 1), *rest)
 
-    def gathered_bytes(self, bytes_each: int) -> int:
-        """Of all parts end to end."""
-        return math.prod(self.gathered_shape) * bytes_each
-
     def merged(self, stages: int, parts: int) -> Self:
         """How ranks keep it of which each has what so many stages have, and so many parts of it."""
         return replace(self, stage=self.stage // stages, parts=self.parts // parts)
