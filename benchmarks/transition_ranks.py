@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.config import VllmTable
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.engines.three_d.transition import Kind, Received
+from services.engines.three_d.transition import Kind, ReceivedBytes
 from services.storage.layout import Layout
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def forget_peak() -> None:
 
 
 def loopback_bytes() -> int:
-    """Received over the loopback interface since it is up."""
+    """ReceivedBytes over the loopback interface since it is up."""
     found = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/net/dev").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
@@ -114,7 +114,7 @@ def measure_vllm(model: Path, mesh: Mesh, turns: int) -> dict[str, Any]:
         tensor_parallel=mesh.generation_tensor,
     )
     rollout.load_weights(engine.rollout_weights())
-    transition.received = Received()
+    transition.received = ReceivedBytes()
     seconds = []
     before = memory("VmRSS")
     forget_peak()

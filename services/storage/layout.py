@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, as vLLM does it, so that training shards nest in its own."""
@@ -77,7 +77,7 @@ class Layout:
         real = gathered[: len(gathered) - self.padding]
         return real.t() if self.transposed else real
 
-    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> Shard:
+    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> WeightShard:
         """View of a rank's part as a box of the checkpoint's tensor.
 
         Args:
@@ -89,7 +89,7 @@ class Layout:
         real = kept[: num_real - begin]
         offsets = [0] * len(self.shape)
         offsets[-1 if self.transposed else 0] = begin
-        return Shard(real.t() if self.transposed else real, tuple(offsets), self.shape)
+        return WeightShard(real.t() if self.transposed else real, tuple(offsets), self.shape)
 
 
 def layouts_of(

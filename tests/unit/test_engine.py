@@ -399,12 +399,12 @@ def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
 def test_parked_memory_is_freed_and_comes_back_under_its_views():
     tensor = torch.randn(6)
     view, expected = tensor[2:].view(2, 2), tensor.clone()
-    parked = copy_to_host([tensor, view])
+    offloaded = copy_to_host([tensor, view])
     assert torch.equal(tensor, expected)
-    free(parked)
+    free(offloaded)
     assert tensor.untyped_storage().nbytes() == 0
-    assert num_bytes(parked) == 6 * 4
-    bring_back(parked)
+    assert num_bytes(offloaded) == 6 * 4
+    bring_back(offloaded)
     assert torch.equal(tensor, expected)
     assert torch.equal(view.flatten(), expected[2:])
 

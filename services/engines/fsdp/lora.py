@@ -24,7 +24,7 @@ from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
 from services.models.weights import cast
-from services.storage.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
+from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_manifest
 from services.storage.publish import readable_path
 
 ADAPTER_DIRECTORY = "adapter"
@@ -119,7 +119,7 @@ class LoRAEngine(FSDPEngine):
         return {name: value for name, value in super().load(directory).items() if name != ALPHA}
 
     @torch.no_grad()
-    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
         weights = dict(empty)
         for name, first in _first_values(self._layers, self._adapters):
             part = weights.pop(name)
@@ -127,7 +127,7 @@ class LoRAEngine(FSDPEngine):
         super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
 
     @torch.no_grad()
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         for name, first in _first_values(self._layers, self._adapters):
             weights[name].tensor.copy_(first[weights[name].box])
 
