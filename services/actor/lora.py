@@ -14,7 +14,7 @@ from services.models.families import check_tokenizer
 from services.models.loading import Load, load_on_meta
 from services.roles.frozen import ref_log_probs
 from services.roles.model_worker import optimizer_options
-from services.runtime.worker import CallContext, Result, Rows, register
+from services.runtime.worker import CallContext, CallResult, CallRows, register
 
 
 class LoRAActorWorker(ActorWorker):
@@ -46,8 +46,8 @@ class LoRAActorWorker(ActorWorker):
 
     @register("3D_PROTO")
     def compute_ref_log_prob(
-        self, rows: Rows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
+    ) -> CallResult:
         with self.engine.without_adapters():
             return ref_log_probs(self, rows, request, call)
 

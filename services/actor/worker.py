@@ -30,7 +30,7 @@ from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, Worker, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 
 
 class ActorWorker(ModelWorker):
@@ -45,15 +45,6 @@ class ActorWorker(ModelWorker):
         # None yet: the weights come before the first generation, and after each change.
         self._rollout_version = -1
 
-    @classmethod
-    def for_table(cls, table: ActorTable) -> type[Worker]:
-        if table.lora is None:
-            return cls
-        # It is one of these, and needs peft, which most actors do without.
-        from services.actor.lora import LoRAActorWorker
-
-        return LoRAActorWorker
-
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
         answer.engine = f"{answer.engine}, rollout {self.rollout.name}"
@@ -62,8 +53,8 @@ class ActorWorker(ModelWorker):
 
     @register("3D_ALL_MICRO_DP")
     def generate_sequences(
-        self, rows: Rows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
+    ) -> CallResult:
         require(request, "sampling")
         with self.ranks.together(call.peers_deadline):
             self.rollout.check_awake()
@@ -74,7 +65,7 @@ class ActorWorker(ModelWorker):
         with self.ranks.together(call.peers_deadline):
             generation = self._generate(prompts, options, seeds, call) if prompts else None
         if generation is None:
-            return Result()
+            return CallResult()
         columns: dict[str, Any] = {
             "prompt_ids": _token_ids(prompts),
             "response_ids": Jagged(generation.responses.values.int(), generation.responses.lengths),
@@ -83,12 +74,12 @@ class ActorWorker(ModelWorker):
         if request.return_text:
             columns["response"] = self._response_texts(generation.responses, options.stop)
         finished = sum(reason == "stop" for reason in generation.finish_reasons)
-        return Result(columns, {"finished": (finished, rows.count)})
+        return CallResult(columns, {"finished": (finished, rows.count)})
 
     @register("3D_PROTO")
     def compute_log_prob(
-        self, rows: Rows, request: actor_pb2.ComputeLogProbRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: actor_pb2.ComputeLogProbRequest, call: CallContext
+    ) -> CallResult:
         sequences = self.sequences(rows)
         computed = self.forward(sequences, PolicyHead(_temperature(request.temperature)), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
@@ -98,10 +89,12 @@ class ActorWorker(ModelWorker):
         if "rollout_log_probs" in rows and self.engine.sees_outputs:
             rollout = self.column(rows, "rollout_log_probs")
             fields["parity"] = rollout_parity(rollout.values, log_probs.values)
-        return Result({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))}, fields)
+        return CallResult({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))}, fields)
 
     @register("3D_PROTO")
-    def compute_loss(self, rows: Rows, request: actor_pb2.ComputeLossRequest, call: CallContext) -> Result:
+    def compute_loss(
+        self, rows: CallRows, request: actor_pb2.ComputeLossRequest, call: CallContext
+    ) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             sequences = self._pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)
@@ -111,10 +104,14 @@ class ActorWorker(ModelWorker):
             total / max(length, 1) for total, length in zip(totals, log_probs.lengths.tolist(), strict=True)
         ]
         loss = (sum(totals), float(log_probs.lengths.sum()))
-        return Result({"pretrain_loss": torch.tensor(means, dtype=torch.float32)}, {"pretrain_loss": loss})
+        return CallResult(
+            {"pretrain_loss": torch.tensor(means, dtype=torch.float32)}, {"pretrain_loss": loss}
+        )
 
     @register("3D_PROTO")
-    def update_actor(self, rows: Rows, request: actor_pb2.UpdateActorRequest, call: CallContext) -> Result:
+    def update_actor(
+        self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
+    ) -> CallResult:
         require(request, "loss", "schedule")
         config = _loss_config(request.loss)
         old_log_probs, advantages = self.column(rows, "log_probs"), self.token_column(rows, "advantages")
@@ -150,7 +147,7 @@ class ActorWorker(ModelWorker):
         return self.update(rows, request.schedule, call, head, loss_for, *columns, term=term)
 
     @register("3D_PROTO")
-    def tokenize(self, rows: Rows, request: actor_pb2.TokenizeRequest, call: CallContext) -> Result:
+    def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:
         prompts = self.tokenized(rows.texts("prompt"), call)
         responses = self._response_ids(rows.texts("response"), call)
         most = request.max_response_tokens or max(map(len, responses), default=0)
@@ -159,12 +156,12 @@ class ActorWorker(ModelWorker):
             "prompt_ids": _token_ids(prompts),
             "response_ids": _token_ids([row[:most] for row in responses]),
         }
-        return Result(columns, {"cut": (num_cut, len(responses))}) if prompts else Result()
+        return CallResult(columns, {"cut": (num_cut, len(responses))}) if prompts else CallResult()
 
     @register("3D_PROTO")
     def update_supervised(
-        self, rows: Rows, request: actor_pb2.UpdateSupervisedRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: actor_pb2.UpdateSupervisedRequest, call: CallContext
+    ) -> CallResult:
         require(request, "schedule")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
@@ -182,17 +179,17 @@ class ActorWorker(ModelWorker):
         self.rollout.wake()
 
     @register("ONE_TO_ALL")
-    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.ranks.agree(None, call.peers_deadline)
         moved_bytes = self.engine.offload() + self.rollout.sleep()
         if not self.rollout.keeps_weights:
             self._rollout_version = -1
-        return Result(fields={"moved_bytes": moved_bytes})
+        return CallResult(fields={"moved_bytes": moved_bytes})
 
     @register("ONE_TO_ALL")
-    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.ranks.agree(None, call.peers_deadline)
-        return Result(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
+        return CallResult(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
     def load(self, directory: Path) -> None:
         self._rollout_version = -1
@@ -248,7 +245,7 @@ class ActorWorker(ModelWorker):
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def _pretraining(
-        self, rows: Rows, coefficient: float, call: CallContext
+        self, rows: CallRows, coefficient: float, call: CallContext
     ) -> LossTerm[PolicyOutput] | None:
         """The texts of an update, as a term of its loss; None where they do not count."""
         if coefficient < 0:

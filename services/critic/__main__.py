@@ -4,7 +4,8 @@ from rlhf.polling import serve_from_one_thread
 
 serve_from_one_thread()
 
+from services.critic.role import worker_class  # noqa: E402 - imports gRPC
 from services.runtime.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
-    run("critic", "services.critic.worker:CriticWorker")
+    run("critic", worker_class)

@@ -15,7 +15,7 @@ from services.models.families import load_value_model
 from services.roles.losses import aggregate, check_aggregation
 from services.roles.model_worker import ModelWorker, per_token
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 
 
 class CriticWorker(ModelWorker):
@@ -28,14 +28,16 @@ class CriticWorker(ModelWorker):
 
     @register("3D_PROTO")
     def compute_values(
-        self, rows: Rows, request: critic_pb2.ComputeValuesRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: critic_pb2.ComputeValuesRequest, call: CallContext
+    ) -> CallResult:
         sequences = self.sequences(rows)
         computed = self.forward(sequences, value_head, call)
-        return Result({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
+        return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
 
     @register("3D_PROTO")
-    def update_critic(self, rows: Rows, request: critic_pb2.UpdateCriticRequest, call: CallContext) -> Result:
+    def update_critic(
+        self, rows: CallRows, request: critic_pb2.UpdateCriticRequest, call: CallContext
+    ) -> CallResult:
         require(request, "loss", "schedule")
         old_values, returns = self.column(rows, "values"), self.column(rows, "returns")
         options = request.loss

@@ -8,7 +8,7 @@ from services.models.families import load_causal_lm
 from services.roles.frozen import ref_log_probs
 from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, register
+from services.runtime.worker import CallContext, CallResult, CallRows, register
 
 
 class ReferenceWorker(ModelWorker):
@@ -21,6 +21,6 @@ class ReferenceWorker(ModelWorker):
 
     @register("3D_PROTO")
     def compute_ref_log_prob(
-        self, rows: Rows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
+    ) -> CallResult:
         return ref_log_probs(self, rows, request, call)

@@ -4,7 +4,8 @@ from rlhf.polling import serve_from_one_thread
 
 serve_from_one_thread()
 
+from services.reward.role import worker_class  # noqa: E402 - imports gRPC
 from services.runtime.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
-    run("reward", "services.reward.worker:RewardWorker")
+    run("reward", worker_class)

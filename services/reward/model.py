@@ -25,7 +25,7 @@ from services.reward.scorers.base import Scorer, row_score, score_request
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import MiniBatch, ModelWorker, rank_device
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 
 
 class ModelScorer(Scorer):
@@ -65,7 +65,7 @@ class ModelScorer(Scorer):
         texts = [row.prompt + row.response for row in rows]
         return self._scores(self._scorer.tokenizer(texts)["input_ids"] if texts else [])
 
-    def score_tokens(self, rows: Rows, call: CallContext) -> list[reward_pb2.RowScore]:
+    def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
         if self.input_form == worker_pb2.INPUT_FORM_TEXT:
             return super().score_tokens(rows, call)
         prompts, responses = _id_rows(rows, "prompt_ids"), _id_rows(rows, "response_ids")
@@ -113,23 +113,27 @@ class LearningRewardWorker(ModelWorker):
 
     @register("DP_PROTO", collective=False)
     def compute_reward(
-        self, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
+    ) -> CallResult:
         return score_request(self.scorer, rows, request, call)
 
     @register("DP_PROTO")
-    def compare_pairs(self, rows: Rows, request: reward_pb2.ComparePairsRequest, call: CallContext) -> Result:
+    def compare_pairs(
+        self, rows: CallRows, request: reward_pb2.ComparePairsRequest, call: CallContext
+    ) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             micro_batches = self._pair_batches(self._pair_ids(rows, request.max_response_tokens))
         outputs = self.engine.infer(micro_batches, last_score, should_stop=lambda: call.stopping)
         if not outputs:
-            return Result()
+            return CallResult()
         scores = torch.empty(2 * rows.count)
         scores[np.concatenate([each.rows for each in micro_batches])] = torch.cat(outputs).cpu()
-        return Result({"chosen_scores": scores[::2].clone(), "rejected_scores": scores[1::2].clone()})
+        return CallResult({"chosen_scores": scores[::2].clone(), "rejected_scores": scores[1::2].clone()})
 
     @register("DP_PROTO")
-    def update_reward(self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext) -> Result:
+    def update_reward(
+        self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
+    ) -> CallResult:
         require(request, "loss", "epochs", "mini_batches")
         if request.loss not in LOSSES:
             raise InvalidRequest(f"loss {request.loss!r} is none of: {', '.join(LOSSES)}")
@@ -174,7 +178,7 @@ class LearningRewardWorker(ModelWorker):
             raise
 
     def _deal(
-        self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext
+        self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order; its tokens are its pairs."""
         check_schedule(request.epochs, request.mini_batches)
@@ -186,7 +190,7 @@ class LearningRewardWorker(ModelWorker):
                 parts.append(MiniBatch(self._pair_batches(ids, pairs), len(pairs), len(pairs), 0))
         return parts
 
-    def _pair_ids(self, rows: Rows, most: int) -> Jagged[Tensor]:
+    def _pair_ids(self, rows: CallRows, most: int) -> Jagged[Tensor]:
         """The chosen and the rejected text of every pair, one after the other, as they are scored."""
         prompts = rows.texts("prompt")
         answers = zip(rows.texts("chosen"), rows.texts("rejected"), strict=True)
@@ -250,7 +254,7 @@ def pair_loss(
     return loss_B.sum() / num_pairs, stats
 
 
-def _signs(rows: Rows) -> Tensor:
+def _signs(rows: CallRows) -> Tensor:
     """Columns chosen_sign and rejected_sign, side by side [2 rows]."""
     both = np.stack([np.asarray(rows[name]) for name in ("chosen_sign", "rejected_sign")], axis=1)
     if not np.all(np.abs(both) == 1):
@@ -270,7 +274,7 @@ def _jagged(rows: list[list[int]]) -> Jagged[Tensor]:
     return Jagged(values, np.asarray([len(row) for row in rows], np.int64))
 
 
-def _id_rows(rows: Rows, name: str) -> list[list[int]]:
+def _id_rows(rows: CallRows, name: str) -> list[list[int]]:
     column = rows[name]
     if not isinstance(column, Jagged):
         raise InvalidRequest(f"column {name!r} is not jagged")

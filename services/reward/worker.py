@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.config import RewardTable, ServiceTable
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.reward.functions import find_function, score_range, score_row, truth_reader
 from services.reward.judge import JudgeScorer
@@ -16,7 +16,7 @@ from services.reward.processes import ProcessScorer
 from services.reward.sandbox.scorer import SandboxScorer
 from services.reward.scorers.base import Scorer, gave_up_metrics, score_request
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 
@@ -71,19 +71,6 @@ class RewardWorker(Worker):
         self.scorer = make_scorer(table)
 
     @classmethod
-    def for_table(cls, table: ServiceTable) -> type[Worker]:
-        if not (isinstance(table, RewardTable) and table.optimizer):
-            return cls
-        if table.kind != "model":
-            raise ConfigError(
-                f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has"
-            )
-        # Only a model needs torch.
-        from services.reward.model import LearningRewardWorker
-
-        return LearningRewardWorker
-
-    @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         return isinstance(table, RewardTable) and table.kind == "model"
 
@@ -112,14 +99,18 @@ class RewardWorker(Worker):
 
     @register("DP_PROTO", collective=False)
     def compute_reward(
-        self, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
-    ) -> Result:
+        self, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
+    ) -> CallResult:
         return score_request(self.scorer, rows, request, call)
 
     @register("DP_PROTO", collective=False)
-    def compare_pairs(self, rows: Rows, request: reward_pb2.ComparePairsRequest, call: CallContext) -> Result:
+    def compare_pairs(
+        self, rows: CallRows, request: reward_pb2.ComparePairsRequest, call: CallContext
+    ) -> CallResult:
         raise InvalidRequest(DOES_NOT_LEARN)
 
     @register("DP_PROTO", collective=False)
-    def update_reward(self, rows: Rows, request: reward_pb2.UpdateRewardRequest, call: CallContext) -> Result:
+    def update_reward(
+        self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
+    ) -> CallResult:
         raise InvalidRequest(DOES_NOT_LEARN)

@@ -8,16 +8,16 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import reference_pb2
 from services.compute.heads import PolicyHead
 from services.roles.model_worker import ModelWorker, per_token
-from services.runtime.worker import CallContext, Result, Rows
+from services.runtime.worker import CallContext, CallResult, CallRows
 
 
 def ref_log_probs(
-    worker: ModelWorker, rows: Rows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
-) -> Result:
+    worker: ModelWorker, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
+) -> CallResult:
     """Log-probabilities of the response tokens under the weights that the worker's engine computes with."""
     if not 0 < request.temperature < math.inf:
         raise InvalidRequest(f"temperature must be above 0 and finite (given: {request.temperature})")
     sequences = worker.sequences(rows)
     computed = worker.forward(sequences, PolicyHead(request.temperature), call)
     log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
-    return Result({"ref_log_probs": log_probs})
+    return CallResult({"ref_log_probs": log_probs})

@@ -55,7 +55,7 @@ from services.roles.minibatch import check_schedule, deal
 from services.roles.traces import Traces
 from services.rollout.base import GenerationStopped
 from services.runtime.ranks import Ranks, known_to_all
-from services.runtime.worker import CallContext, Result, Rows, Worker, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
 from services.storage.publish import check_writable
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class ModelWorker(Worker):
         table = self.table
         return f"zero, stage {table.zero.stage}" if table.engine == "zero" else table.engine
 
-    def around(self, run: Callable[[], Result]) -> Result:
+    def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Errors of engines become errors of the tree; a profile may be taken."""
         try:
             with self._device_in_use(), self._traces.around():
@@ -298,21 +298,21 @@ class ModelWorker(Worker):
             if self.table.pool:
                 torch.cuda.empty_cache()
 
-    def sequences(self, rows: Rows) -> Sequences:
+    def sequences(self, rows: CallRows) -> Sequences:
         """Columns "prompt_ids" and "response_ids" as tensors, int64 as torch wants them."""
         prompts, responses = self.column(rows, "prompt_ids"), self.column(rows, "response_ids")
         return Jagged(prompts.values.long(), prompts.lengths), Jagged(
             responses.values.long(), responses.lengths
         )
 
-    def column(self, rows: Rows, name: str) -> Jagged[Tensor]:
+    def column(self, rows: CallRows, name: str) -> Jagged[Tensor]:
         """A jagged column as tensors."""
         column = rows[name]
         if not isinstance(column, Jagged):
             raise InvalidRequest(f"column {name!r} is not jagged")
         return to_torch(column, rows.fetched.dtypes[name])
 
-    def token_column(self, rows: Rows, name: str) -> Jagged[Tensor]:
+    def token_column(self, rows: CallRows, name: str) -> Jagged[Tensor]:
         """A column with a number for each response token, or one for each row, which all its tokens have."""
         values, responses = rows[name], rows["response_ids"]
         if not isinstance(values, np.ndarray) or not isinstance(responses, Jagged):
@@ -383,14 +383,14 @@ class ModelWorker(Worker):
 
     def update(
         self,
-        rows: Rows,
+        rows: CallRows,
         schedule: actor_pb2.Schedule,
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
         *columns: Jagged[Tensor],
         term: LossTerm[Any] | None = None,
-    ) -> Result:
+    ) -> CallResult:
         """All epochs and mini-batches, or nothing: whatever fails, weights and optimizer are as before.
 
         Args:
@@ -404,13 +404,13 @@ class ModelWorker(Worker):
 
     def apply(
         self,
-        rows: Rows,
+        rows: CallRows,
         mini_batches: list[MiniBatch],
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
         term: LossTerm[Any] | None = None,
-    ) -> Result:
+    ) -> CallResult:
         """An optimizer step for each mini-batch, or nothing; as `update`.
 
         A single step whose engine moves weights on all ranks or on none is confirmed before it moves them. Any other
@@ -437,7 +437,7 @@ class ModelWorker(Worker):
                 self.engine.restore(before)
                 raise
         self.policy_version += 1
-        return Result(metrics=metrics, verified=True)
+        return CallResult(metrics=metrics, verified=True)
 
     def copy_weights(self) -> None:
         """Take over new weights into whatever copies of them the role has, on every rank or on none. Collective; a role
@@ -445,7 +445,7 @@ class ModelWorker(Worker):
 
     def _mini_batches(
         self,
-        rows: Rows,
+        rows: CallRows,
         schedule: actor_pb2.Schedule,
         call: CallContext,
         columns: Sequence[Jagged[Tensor]],
@@ -487,7 +487,7 @@ class ModelWorker(Worker):
     ) -> dict[str, tuple[float, float]]:
         sums: dict[str, float] = {}
         for done, mine in enumerate(mini_batches):
-            counts_here = self.ranks.speaks_for_rows
+            counts_here = self.ranks.is_row_owner
             share = [count * counts_here for count in (mine.tokens, mine.rows, mine.term_tokens)]
             totals = self.ranks.total([*share, call.stopping], call.peers_deadline)
             num_tokens, num_rows, term_tokens, stopping = totals
@@ -530,36 +530,38 @@ class ModelWorker(Worker):
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")
-    def begin_session(self, rows: Rows, request: worker_pb2.BeginSessionRequest, call: CallContext) -> Result:
+    def begin_session(
+        self, rows: CallRows, request: worker_pb2.BeginSessionRequest, call: CallContext
+    ) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             for directory in map(self.output_path, request.directories):
                 if self.ranks.rank == 0:  # which makes directories for all
                     check_writable(directory)
         if not request.keep_weights:
             self.start_over()
-        return Result(fields={"model": str(self.table.model)})
+        return CallResult(fields={"model": str(self.table.model)})
 
     @register("ONE_TO_ALL")
-    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.ranks.agree(None, call.peers_deadline)
-        return Result(fields={"moved_bytes": self.engine.offload()})
+        return CallResult(fields={"moved_bytes": self.engine.offload()})
 
     @register("ONE_TO_ALL")
-    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.ranks.agree(None, call.peers_deadline)
-        return Result(fields={"moved_bytes": self.engine.onload()})
+        return CallResult(fields={"moved_bytes": self.engine.onload()})
 
     @register("ONE_TO_ALL", collective=False)
-    def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         require(request, "directory", "calls")
         if request.calls > MAX_TRACED_CALLS:
             raise InvalidRequest(f"profile: calls is {request.calls}; at most {MAX_TRACED_CALLS} are traced")
-        return Result(
+        return CallResult(
             fields={"path": str(self._traces.arm(self.output_path(request.directory), request.calls))}
         )
 
     @register("ONE_TO_ALL")
-    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             require(request, "directory", "format")
             directory = self.output_path(request.directory)
@@ -568,21 +570,21 @@ class ModelWorker(Worker):
             case worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE:
                 dtype = getattr(torch, self.table.export_dtype)
                 sha256 = self.engine.export(directory, self.tokenizer, dtype)
-                return Result(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
+                return CallResult(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
             case worker_pb2.CHECKPOINT_FORMAT_SHARDED:
                 self.engine.save(directory, {"policy_version": self.policy_version})
-                return Result()
+                return CallResult()
             case _:
                 raise InvalidRequest("save_checkpoint: format must be SHARDED or HUGGING_FACE")
 
     @register("ONE_TO_ALL")
-    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             require(request, "directory")
             directory = self.output_path(request.directory)
             self.engine.check_onloaded()
         self.load(directory)
-        return Result()
+        return CallResult()
 
 
 def per_token(

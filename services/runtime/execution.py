@@ -41,7 +41,7 @@ from services.runtime.introductions import Introductions
 from services.runtime.meetings import Meetings
 from services.runtime.ranks import ALONE_S, is_known_to_all
 from services.runtime.sessions import CurrentSession, check_name
-from services.runtime.worker import NO_ROWS, CallContext, Registration, Result, Rows, Worker
+from services.runtime.worker import NO_ROWS, CallContext, CallResult, CallRows, Registration, Worker
 
 REMEMBERED_CALLS = 256
 """Results kept for retries; far more than a controller has in flight."""
@@ -78,7 +78,7 @@ class Running:
     method: Method
     context: CallContext
     timing: common_pb2.Timing
-    fetch: asyncio.Future[Rows] | None = None
+    fetch: asyncio.Future[CallRows] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     callers: int = 0
     is_held: bool = False
@@ -420,7 +420,7 @@ class CallQueue:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _fetched(self, known: Running) -> tuple[Rows, Exception | None]:
+    async def _fetched(self, known: Running) -> tuple[CallRows, Exception | None]:
         """The rows, or why there are none: they could not be fetched, or nobody waits for them any more."""
         if known.fetch is None:
             return NO_ROWS, None
@@ -436,7 +436,7 @@ class CallQueue:
         known.timing.fetched_bytes = rows.fetched.fetched_bytes
         return rows, None
 
-    def _fetch(self, message: common_pb2.Batch, context: CallContext, timing: common_pb2.Timing) -> Rows:
+    def _fetch(self, message: common_pb2.Batch, context: CallContext, timing: common_pb2.Timing) -> CallRows:
         batch = wire.from_proto(message)
         inline = (column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
         timing.inline_bytes = sum(inline)
@@ -446,7 +446,7 @@ class CallQueue:
         errand = Errand(call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message))
         before = self.fetcher.traffic()
         fetched = self.fetcher.fetch(batch, deadline, errand, writable=self.worker.writes_to_rows)
-        rows = Rows(fetched, wire.row_numbers(message))
+        rows = CallRows(fetched, wire.row_numbers(message))
         # One thread fetches, one call after the other: what was moved meanwhile was moved for this call.
         for name, moved in traffic_to_proto(traffic_since(self.fetcher.traffic(), before)).items():
             timing.traffic[name].CopyFrom(moved)
@@ -465,12 +465,17 @@ class CallQueue:
         )
 
     def _execute(
-        self, known: Running, registration: Registration, request: Any, rows: Rows, failure: Exception | None
+        self,
+        known: Running,
+        registration: Registration,
+        request: Any,
+        rows: CallRows,
+        failure: Exception | None,
     ) -> Any:
         """On the compute thread."""
         started, context = time.monotonic(), known.context
 
-        def run() -> Result:
+        def run() -> CallResult:
             if failure is not None:
                 raise failure
             if context.stopping:
@@ -486,7 +491,7 @@ class CallQueue:
         known.timing.peak_device_bytes = self.worker.peak_device_memory()
         return self._respond(known, result)
 
-    def _run_together(self, known: Running, run: Callable[[], Result]) -> Result:
+    def _run_together(self, known: Running, run: Callable[[], CallResult]) -> CallResult:
         """Runs a method that all ranks are in. It ends in an agreement, so that a failure fails the call on all.
 
         Before its first agreement a method meets no other rank, so there a rank that fails can wait for its peers.
@@ -513,10 +518,10 @@ class CallQueue:
         assert result is not None, "a failure was raised"
         return result
 
-    def _call(self, known: Running, rows: Rows, request: Any) -> Result:
+    def _call(self, known: Running, rows: CallRows, request: Any) -> CallResult:
         return getattr(self.worker, known.method.snake_name)(rows, request, known.context)
 
-    def _respond(self, known: Running, result: Result) -> Any:
+    def _respond(self, known: Running, result: CallResult) -> Any:
         started, ranks = time.monotonic(), self.worker.ranks
         response = known.method.response(**result.fields)
         protocol = get_protocol(known.method.spec.transfer_protocol)  # type: ignore[union-attr]

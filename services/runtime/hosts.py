@@ -21,16 +21,16 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostAddresses:
     """Hosts without a port, as in addresses: a name, an IPv4 address, or an IPv6 address in brackets.
 
     Attributes:
         listen: Where the ranks here listen.
-        reached: Where others find them.
+        advertised: Where others find them.
     """
 
     listen: str
-    reached: str
+    advertised: str
 
 
 def cpu_name() -> str:
@@ -43,7 +43,7 @@ def cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def place(table: ServiceTable) -> Place:
+def host_addresses(table: ServiceTable) -> HostAddresses:
     """The place of this host's ranks.
 
     Hosts are numbered (GROUP_RANK), and rank 0 is on the first. Ranks there are at the host of the service's address;
@@ -54,7 +54,7 @@ def place(table: ServiceTable) -> Place:
     """
     first = table.address.rpartition(":")[0]
     own = first if os.environ.get("GROUP_RANK", "0") == "0" else source_host(first)
-    return Place(table.bind_host or own, table.advertise_host or own)
+    return HostAddresses(table.bind_host or own, table.advertise_host or own)
 
 
 def source_host(target: str) -> str:
@@ -84,7 +84,7 @@ def interface_of(host: str) -> str | None:
     return next((name for name, has in interfaces if address in {each.address for each in has}), None)
 
 
-def network_interfaces(here: Place, environment: Mapping[str, str]) -> dict[str, str]:
+def network_interfaces(here: HostAddresses, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that keep gloo and NCCL on the interfaces that the config names; left alone, they take one that
     they choose. Ranks that are all on one host have no need of gloo beyond it. NCCL also carries rows between services,
     which may be on others.
@@ -92,7 +92,7 @@ def network_interfaces(here: Place, environment: Mapping[str, str]) -> dict[str,
     Args:
         environment: Of the rank. What it says already stays.
     """
-    own = interface_of(here.reached) or interface_of(here.listen)
+    own = interface_of(here.advertised) or interface_of(here.listen)
     gloo = interface_of(LOOPBACK) if is_on_one_host(environment) else own
     wanted = {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": f"={own}" if own else None}
     return {name: value for name, value in wanted.items() if value and name not in environment}

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import uvloop
@@ -22,7 +22,7 @@ from rlhf import addresses, meshes
 from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service, output_roots
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.rendezvous import VARIABLE
-from services.runtime.hosts import network_interfaces, place
+from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.runtime.worker import Worker
@@ -38,13 +38,13 @@ KEPT_BYTES = 512 << 20
 """Most freed memory that a rank on a CPU keeps for its next call."""
 
 
-def run(role: str, worker_path: str) -> None:
+def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
     """Entry point of a role.
 
     Args:
         role: Role of the service.
-        worker_path: "module:class" of its worker, imported only once the configuration has been checked,
-            because importing torch takes seconds.
+        worker_class: The worker for a table of the role. Called once the configuration has been checked, and imports
+            the worker only then, because importing torch takes seconds.
     """
 
     @click.command(
@@ -73,7 +73,7 @@ def run(role: str, worker_path: str) -> None:
             _warn_of_an_open_store()
             table = load_service(config, name, settings)
             _check(table, role, name)
-            _serve(table, name, worker_path, output_roots(config, table, settings))
+            _serve(table, name, worker_class, output_roots(config, table, settings))
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -134,21 +134,22 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
             ) from None
 
 
-def _serve(table: ServiceTable, name: str, worker_path: str, roots: tuple[Path, ...]) -> None:
+def _serve(
+    table: ServiceTable, name: str, worker_class: Callable[[Any], type[Worker]], roots: tuple[Path, ...]
+) -> None:
     # Logs are read by people and by the launcher: no progress bars in them.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     # Without it, cuBLAS may choose other kernels for the same product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
-    os.environ.update(network_interfaces(place(table), os.environ))
-    module, _, class_name = worker_path.partition(":")
+    os.environ.update(network_interfaces(host_addresses(table), os.environ))
     try:
         with _all_is_kept():
-            worker_class = getattr(importlib.import_module(module), class_name).for_table(table)
+            chosen = worker_class(table)
     except ImportError as error:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
-    ranks = Ranks.join(needs_torch=worker_class.uses_torch(table), model_mesh=_model_mesh(table))
-    worker = worker_class(table, ranks)
+    ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
+    worker = chosen(table, ranks)
     worker.output_roots = roots
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():

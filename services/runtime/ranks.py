@@ -94,7 +94,7 @@ class Ranks:
         return self.model_mesh or Mesh(data=self.size)
 
     @property
-    def speaks_for_rows(self) -> bool:
+    def is_row_owner(self) -> bool:
         """Whether this rank is the one, of those that have the same rows, that counts in sums over rows."""
         pipeline, tensor, _ = self.mesh.position(self.rank)
         return (pipeline, tensor) == (0, 0)

@@ -56,7 +56,7 @@ from rlhf.errors import (
 from rlhf.v1 import transfer_pb2, worker_pb2
 from services.runtime.dispatch import DispatchStream
 from services.runtime.execution import LONGEST_S, CallQueue, time_to_answer
-from services.runtime.hosts import check_reachable, cpu_name, place
+from services.runtime.hosts import check_reachable, cpu_name, host_addresses
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration, Worker, registered_methods
 
@@ -94,7 +94,7 @@ class RankServer:
         self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
         self.sources = DeviceSources.of_this_process(self.store)
         self.unavailable = unavailable()
-        self._place = place(table)
+        self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._process = psutil.Process()
@@ -114,7 +114,7 @@ class RankServer:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         self.port = self._bind(server, self.worker.table)
         arena = ArenaServer(self.store)
-        stream = ByteServer(self.store, self._place.listen.strip("[]"))
+        stream = ByteServer(self.store, self._hosts.listen.strip("[]"))
         try:
             self._meet_peers(self.port, arena, stream)
             # Not before: the loop could not hear of a signal while ranks wait for one that has failed.
@@ -151,10 +151,10 @@ class RankServer:
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
-            print(f"ready: {self.name} at {self._place.reached}:{self.port}, {ranks}", flush=True)
+            print(f"ready: {self.name} at {self._hosts.advertised}:{self.port}, {ranks}", flush=True)
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
-        address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._place.listen}:0"
+        address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
         key = f"services.{self.name}.{table.bind_key}"
         try:
             port = server.add_insecure_port(address)
@@ -167,7 +167,7 @@ class RankServer:
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> None:
         ranks = self.worker.ranks
         own = Endpoint(
-            f"{self._place.reached}:{port}",
+            f"{self._hosts.advertised}:{port}",
             host_id(),
             arena.name,
             ranks.epoch,
@@ -180,7 +180,7 @@ class RankServer:
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
-        check_reachable(ranks.endpoints, self._place.listen)
+        check_reachable(ranks.endpoints, self._hosts.listen)
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
             pipeline, tensor, data = ranks.mesh.position(rank)
             self._ranks_info.append(

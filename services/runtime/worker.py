@@ -55,7 +55,7 @@ def register(protocol: str, *, collective: bool = True, instant: bool = False) -
 
 
 @dataclass(frozen=True)
-class Rows:
+class CallRows:
     """The rows of a call on this rank.
 
     Attributes:
@@ -87,7 +87,7 @@ class Rows:
         return self.fetched.rows
 
 
-NO_ROWS = Rows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass
@@ -132,7 +132,7 @@ class CallContext:
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """Return value of a method.
 
     Attributes:
@@ -171,11 +171,6 @@ class Worker:
         """`time.monotonic()` of the newest sign that the running method gets on."""
 
     @classmethod
-    def for_table(cls, table: ServiceTable) -> type[Worker]:
-        """The worker that serves a table of this role."""
-        return cls
-
-    @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         """Whether this service computes with torch, and so needs a process group."""
         return False
@@ -203,36 +198,36 @@ class Worker:
         return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
 
     @register("ONE_TO_ALL", collective=False, instant=True)
-    def synchronize(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result()
+    def synchronize(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult()
 
     @register("ONE_TO_ALL", collective=False)
-    def begin_session(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def begin_session(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         if request.directories:
             raise InvalidRequest(f"{self.role} has no weights to save")
-        return Result()
+        return CallResult()
 
     @register("ONE_TO_ALL")
-    def offload(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(fields={"moved_bytes": 0})
+    def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL")
-    def onload(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(fields={"moved_bytes": 0})
+    def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL", collective=False)
-    def profile(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         raise InvalidRequest(f"{self.role} computes without torch, so there is nothing to profile")
 
     @register("ONE_TO_ALL")
-    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         raise InvalidRequest(f"{self.role} has no weights to save")
 
     @register("ONE_TO_ALL")
-    def load_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         raise InvalidRequest(f"{self.role} has no weights to load")
 
-    def around(self, run: Callable[[], Result]) -> Result:
+    def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Runs a method; a role may wrap it, for example in a profiler."""
         return run()
 

@@ -7,6 +7,7 @@ calls of functions its method made to `rank-N.calls`.
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import os
 import sys
@@ -15,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhf.config import ServiceTable
 from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
 from services.runtime.main import run
-from services.runtime.worker import Result, Worker
+from services.runtime.worker import CallResult, Worker
 
 FAULTS = "CHAOS_FAULTS"
 OURS = str(Path(sys.modules["services.runtime.worker"].__file__ or "").parent.parent)
@@ -30,11 +30,7 @@ OURS = str(Path(sys.modules["services.runtime.worker"].__file__ or "").parent.pa
 class Failing(Worker):
     """Runs methods as its base does, until it is told to fail."""
 
-    @classmethod
-    def for_table(cls, table: ServiceTable) -> type[Worker]:
-        return cls
-
-    def around(self, run: Callable[[], Result]) -> Result:
+    def around(self, run: Callable[[], CallResult]) -> CallResult:
         directory, name = Path(os.environ[FAULTS]), f"rank-{self.ranks.rank}"
         fault = directory / f"{name}.fault"
         if not fault.exists():
@@ -97,11 +93,30 @@ class FailingReward(Failing, LearningRewardWorker):
     """The reward model."""
 
 
+FAILING = {
+    "actor": FailingActor,
+    "critic": FailingCritic,
+    "reference": FailingReference,
+    "reward": FailingReward,
+}
+
+
 def serve(
-    role: str, rank: int, num_ranks: int, port: int, faults: Path, config: Path, log: Path, worker: str = ""
+    role: str,
+    rank: int,
+    num_ranks: int,
+    port: int,
+    faults: Path,
+    config: Path,
+    log: Path,
+    *,
+    can_fail: bool = True,
 ) -> None:
-    """Serves one rank in this process, which has imported all this already; by a worker that can be told to fail,
-    unless another is named."""
+    """Serves one rank in this process, which has imported all this already.
+
+    Args:
+        can_fail: Serves by a worker that can be told to fail; False: by the worker of the role's own entry point.
+    """
     with log.open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -110,4 +125,8 @@ def serve(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHAOS_FAULTS=str(faults),
     )  # fmt: skip
     sys.argv = [role, "--config", str(config)]
-    run(role, worker or f"chaos.failing_workers:Failing{role.capitalize()}")
+    run(role, lambda table: FAILING[role] if can_fail else usual_worker_class(role, table))
+
+
+def usual_worker_class(role: str, table: Any) -> type[Worker]:
+    return importlib.import_module(f"services.{role}.role").worker_class(table)

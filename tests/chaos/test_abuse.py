@@ -176,11 +176,11 @@ class Target:
         config = directory / f"{role}.toml"
         config.write_text(tomli_w.dumps({"services": {role: self.table}}))
         self.log, port = directory / f"{role}.log", int(store.rpartition(":")[2])
-        worker = f"services.{role}.worker:{role.capitalize()}Worker"
         self.ranks: list[BaseProcess] = [
             context.Process(
                 target=failing_workers.serve,
-                args=(role, rank, num_ranks, port, directory, config, self.log, worker),
+                args=(role, rank, num_ranks, port, directory, config, self.log),
+                kwargs={"can_fail": False},
             )
             for rank in range(num_ranks)
         ]

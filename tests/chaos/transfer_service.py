@@ -12,7 +12,7 @@ import numpy as np
 
 from nccl_transfer.refs.columns import Jagged
 from services.runtime.main import run
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 
 def made(start: int, count: int) -> np.ndarray:
@@ -20,7 +20,7 @@ def made(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.float64)
 
 
-def numbers(rows: Rows, name: str) -> np.ndarray:
+def numbers(rows: CallRows, name: str) -> np.ndarray:
     """All entries of a column of lists, end to end."""
     column = rows[name]
     assert isinstance(column, Jagged)
@@ -33,10 +33,10 @@ class Maker(Worker):
     role = "reference"
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         starts, counts = numbers(rows, "prompt_ids"), numbers(rows, "response_ids")
         values = [made(int(start), int(count)) for start, count in zip(starts, counts, strict=True)]
-        return Result({"ref_log_probs": Jagged(np.concatenate(values), counts)})
+        return CallResult({"ref_log_probs": Jagged(np.concatenate(values), counts)})
 
 
 class Reader(Worker):
@@ -45,9 +45,10 @@ class Reader(Worker):
     role = "reference"
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(metrics={"sum": (float(numbers(rows, "response_ids").sum()), rows.count)})
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult(metrics={"sum": (float(numbers(rows, "response_ids").sum()), rows.count)})
 
 
 if __name__ == "__main__":
-    run("reference", f"transfer_service:{sys.argv.pop(1)}")
+    worker = {"Maker": Maker, "Reader": Reader}[sys.argv.pop(1)]
+    run("reference", lambda table: worker)

@@ -14,7 +14,7 @@ from rlhf.errors import CallCancelled, DeadlineExceeded, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 STUCK_S = 0.4
 TIMEOUT_S = 0.2
@@ -32,12 +32,12 @@ class Slow(Worker):
         """Notes that a piece is done."""
 
     @register("ONE_TO_ALL")
-    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.runs += 1
         for _ in range(12):
             time.sleep(STUCK_S / 4)
             self.tell(call)
-        return Result()
+        return CallResult()
 
 
 class Telling(Slow):

@@ -18,7 +18,7 @@ from services.reward.worker import RewardWorker
 from services.runtime import execution, sessions
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 NOTHING = cast(Any, None)
 TABLE = RewardTable(role="reward", address="127.0.0.1:1")
@@ -40,11 +40,11 @@ class Waiting(Worker):
     role = "reward"
 
     @register("ONE_TO_ALL")
-    def save_checkpoint(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         while not call.stopping:
             time.sleep(0.01)
         call.check()
-        return Result()
+        return CallResult()
 
 
 async def drain(worker: Worker) -> None:

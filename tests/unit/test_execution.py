@@ -33,7 +33,7 @@ from services.runtime import execution
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
 
@@ -46,11 +46,11 @@ class Reference(Worker):
     role = "reference"
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         values = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
         if values.min() < 0:
             raise InvalidRequest("a negative number")
-        return Result(metrics={"sum": (float(values.sum()), 1.0)})
+        return CallResult(metrics={"sum": (float(values.sum()), 1.0)})
 
 
 class Talkative(Worker):
@@ -59,8 +59,8 @@ class Talkative(Worker):
     role = "reference"
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
-        return Result(metrics={"x" * (100 << 10): (1.0, 1.0)})
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult(metrics={"x" * (100 << 10): (1.0, 1.0)})
 
 
 class Writer(Worker):
@@ -70,10 +70,10 @@ class Writer(Worker):
     writes_to_rows = True
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         values = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
         values += 1
-        return Result(metrics={"sum": (float(values.sum()), 1.0)})
+        return CallResult(metrics={"sum": (float(values.sum()), 1.0)})
 
 
 class ReadingWriter(Writer):
@@ -96,7 +96,7 @@ class OffloadedReference(ModelWorker):
         """As it is."""
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         raise EngineOffloaded("the engine is offloaded; bring it back first")
 
 
@@ -104,10 +104,10 @@ class TensorReference(OffloadedReference):
     """Tells whether tensors are the memory that rows were mapped to."""
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         array = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
         tensor = self.column(rows, "prompt_ids").values
-        return Result(metrics={"same memory": (float(tensor.data_ptr() == array.ctypes.data), 1.0)})
+        return CallResult(metrics={"same memory": (float(tensor.data_ptr() == array.ctypes.data), 1.0)})
 
 
 class EchoedRound:

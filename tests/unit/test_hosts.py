@@ -11,7 +11,13 @@ import pytest
 from nccl_transfer.refs.batch import Endpoint
 from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
-from services.runtime.hosts import Place, check_reachable, interface_of, network_interfaces, place
+from services.runtime.hosts import (
+    HostAddresses,
+    check_reachable,
+    host_addresses,
+    interface_of,
+    network_interfaces,
+)
 
 ELSEWHERE = "192.0.2.1"
 """An address for documents: no host has it."""
@@ -24,29 +30,29 @@ def endpoint(rank: int, address: str, host_id: str) -> Endpoint:
 @pytest.mark.parametrize(
     ("group", "keys", "expected"),
     [
-        (None, {}, Place(ELSEWHERE, ELSEWHERE)),
-        ("0", {}, Place(ELSEWHERE, ELSEWHERE)),
-        ("0", {"bind_host": "0.0.0.0"}, Place("0.0.0.0", ELSEWHERE)),
-        ("0", {"advertise_host": "node0"}, Place(ELSEWHERE, "node0")),
-        ("1", {"address": "127.0.0.1:1"}, Place("127.0.0.1", "127.0.0.1")),
-        ("1", {"address": "[::1]:1"}, Place("[::1]", "[::1]")),
-        ("1", {"address": "127.0.0.1:1", "bind_host": "0.0.0.0"}, Place("0.0.0.0", "127.0.0.1")),
-        ("1", {"address": "127.0.0.1:1", "advertise_host": "node1"}, Place("127.0.0.1", "node1")),
+        (None, {}, HostAddresses(ELSEWHERE, ELSEWHERE)),
+        ("0", {}, HostAddresses(ELSEWHERE, ELSEWHERE)),
+        ("0", {"bind_host": "0.0.0.0"}, HostAddresses("0.0.0.0", ELSEWHERE)),
+        ("0", {"advertise_host": "node0"}, HostAddresses(ELSEWHERE, "node0")),
+        ("1", {"address": "127.0.0.1:1"}, HostAddresses("127.0.0.1", "127.0.0.1")),
+        ("1", {"address": "[::1]:1"}, HostAddresses("[::1]", "[::1]")),
+        ("1", {"address": "127.0.0.1:1", "bind_host": "0.0.0.0"}, HostAddresses("0.0.0.0", "127.0.0.1")),
+        ("1", {"address": "127.0.0.1:1", "advertise_host": "node1"}, HostAddresses("127.0.0.1", "node1")),
     ],
 )
 def test_ranks_beside_rank_0_are_at_its_address_and_others_where_they_reach_it_from(
-    group: str | None, keys: dict[str, str], expected: Place, monkeypatch: pytest.MonkeyPatch
+    group: str | None, keys: dict[str, str], expected: HostAddresses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GROUP_RANK", raising=False)
     if group is not None:
         monkeypatch.setenv("GROUP_RANK", group)
-    assert place(ServiceTable.model_validate({"address": f"{ELSEWHERE}:7101", **keys})) == expected
+    assert host_addresses(ServiceTable.model_validate({"address": f"{ELSEWHERE}:7101", **keys})) == expected
 
 
 def test_a_first_host_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_RANK", "1")
     with pytest.raises(ConfigError, match=r"no way from here to nowhere\.invalid, where rank 0 is"):
-        place(ServiceTable(address="nowhere.invalid:7101"))
+        host_addresses(ServiceTable(address="nowhere.invalid:7101"))
 
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "lo"), ("[::1]", "lo"), (ELSEWHERE, None)])
@@ -69,7 +75,7 @@ def test_gloo_and_nccl_are_kept_on_the_interfaces_that_the_config_names(
     addresses = {name: [SimpleNamespace(address=address)] for name, address in interfaces.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
-    here = Place(ELSEWHERE, ELSEWHERE)
+    here = HostAddresses(ELSEWHERE, ELSEWHERE)
     assert network_interfaces(here, environment) == expected
     said = {**environment, "GLOO_SOCKET_IFNAME": "ib0"}
     assert network_interfaces(here, said) == {"NCCL_SOCKET_IFNAME": "=eth7"}

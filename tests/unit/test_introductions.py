@@ -25,7 +25,7 @@ from rlhf.v1 import common_pb2 as pb
 from services.runtime import introductions
 from services.runtime.execution import CallQueue
 from services.runtime.introductions import Introductions
-from services.runtime.worker import CallContext, Result, Rows, register
+from services.runtime.worker import CallContext, CallResult, CallRows, register
 
 KEY = "0123456789abcdef" * 2
 OTHER = Endpoint("10.0.0.2:7101", "host", "rlhf-" + KEY, 5, "actor", 1, "", 40000, KEY, 22703)
@@ -208,10 +208,10 @@ class Held(Reference):
         self.begun, self.ends = threading.Event(), threading.Event()
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.begun.set()
         assert self.ends.wait(20)
-        return Result()
+        return CallResult()
 
 
 def test_refused_calls_by_the_number_of_the_running_one_and_the_next_hold_up_no_other() -> None:

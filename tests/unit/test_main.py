@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config import OptimizerTable, RewardTable
+from rlhf.errors import ConfigError
+from services.reward.role import worker_class
+from services.reward.worker import RewardWorker
 from services.runtime import main
 
 # The memory of a call: some megabytes at a time, freed in another order, from a thread.
 PROGRAM = """
 import resource, sys, threading
 import numpy as np
-from services.main import keep_freed_memory
+from services.runtime.main import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -88,3 +92,10 @@ def test_ranks_remove_the_directories_of_their_torchrun_at_the_same_time(
         main._leave_torchruns_files()
     main._leave_torchruns_files()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_learns_only_by_a_model() -> None:
+    table = RewardTable(role="reward", address="127.0.0.1:1")
+    assert worker_class(table) is RewardWorker
+    with pytest.raises(ConfigError, match="a reward of kind function has nothing to learn"):
+        worker_class(table.model_copy(update={"optimizer": OptimizerTable()}))

@@ -20,7 +20,7 @@ from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
 from services.critic.worker import CriticWorker
 from services.roles.model_worker import rank_device
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, Result, Rows
+from services.runtime.worker import CallContext, CallResult, CallRows
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -51,7 +51,7 @@ def make_critic(directory: Path, engine: str) -> CriticWorker:
     return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
 
 
-def make_rows(kind: type[fetch.Rows] = fetch.Rows) -> Rows:
+def make_rows(kind: type[fetch.Rows] = fetch.Rows) -> CallRows:
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 6, COUNT)
 
@@ -65,10 +65,10 @@ def make_rows(kind: type[fetch.Rows] = fetch.Rows) -> Rows:
         name: column(lambda n: generator.normal(size=n).astype(np.float32)) for name in ("values", "returns")
     }
     dtypes = {name: str(x.values.dtype) for name, x in values.items()}
-    return Rows(kind(COUNT, values, dtypes, 0), np.arange(COUNT))
+    return CallRows(kind(COUNT, values, dtypes, 0), np.arange(COUNT))
 
 
-def update(worker: CriticWorker, rows: Rows, mini_batches: int = 1) -> Result:
+def update(worker: CriticWorker, rows: CallRows, mini_batches: int = 1) -> CallResult:
     schedule = actor_pb2.Schedule(epochs=1, mini_batches=mini_batches)
     request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(clip=0.5), schedule=schedule)
     call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)

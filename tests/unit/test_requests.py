@@ -34,7 +34,7 @@ from rlhf.config import ReferenceTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
 from services.runtime.server import RankServer
-from services.runtime.worker import CallContext, Result, Rows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 TIMEOUT_S = 30.0
 ROWS, SEED = 16, 3
@@ -49,9 +49,9 @@ class Echo(Worker):
     role = "reference"
 
     @register("3D_PROTO")
-    def compute_ref_log_prob(self, rows: Rows, request: Any, call: CallContext) -> Result:
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         prompts, responses = (cast(Jagged, rows[name]) for name in ("prompt_ids", "response_ids"))
-        return Result({"ref_log_probs": Jagged(prompts.values + responses.values, prompts.lengths)})
+        return CallResult({"ref_log_probs": Jagged(prompts.values + responses.values, prompts.lengths)})
 
 
 class SharedProcess(MetRanks):

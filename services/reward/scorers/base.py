@@ -11,7 +11,7 @@ from google.protobuf import json_format
 
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services.runtime.worker import CallContext, Result, Rows
+from services.runtime.worker import CallContext, CallResult, CallRows
 
 
 class GaveUp(Exception):
@@ -38,7 +38,7 @@ class Scorer(ABC):
         """One verdict per text row."""
         raise InvalidRequest("this reward reads token ids: send a batch with prompt_ids and response_ids")
 
-    def score_tokens(self, rows: Rows, call: CallContext) -> list[reward_pb2.RowScore]:
+    def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
         """One verdict per row of "prompt_ids" and "response_ids"."""
         raise InvalidRequest("this reward reads text: send text_rows")
 
@@ -51,15 +51,15 @@ class Scorer(ABC):
 
 
 def score_request(
-    scorer: Scorer, rows: Rows, request: reward_pb2.ComputeRewardRequest, call: CallContext
-) -> Result:
+    scorer: Scorer, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
+) -> CallResult:
     """Answers ComputeReward: verdicts on its text rows, or on its batch."""
     if not request.HasField("batch"):
         scores = scorer.score_texts(request.text_rows, call)
-        return Result(fields={"scores": scores}, metrics=scorer.metrics)
+        return CallResult(fields={"scores": scores}, metrics=scorer.metrics)
     if request.text_rows:
         raise InvalidRequest("compute_reward: give text_rows or a batch, not both")
-    return Result(fields={"scores": scorer.score_tokens(rows, call)})
+    return CallResult(fields={"scores": scorer.score_tokens(rows, call)})
 
 
 def metadata_of(row: reward_pb2.TextRow) -> dict[str, Any]:

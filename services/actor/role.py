@@ -1,0 +1,18 @@
+"""Chooses the worker that serves a table of the actor role."""
+
+from __future__ import annotations
+
+from rlhf.config import ActorTable
+from services.runtime.worker import Worker
+
+
+def worker_class(table: ActorTable) -> type[Worker]:
+    """The actor's worker: with adapters where the table has `lora`."""
+    # Imported here: torch takes seconds, so the configuration is checked first, and only adapters need peft.
+    if table.lora is None:
+        from services.actor.worker import ActorWorker
+
+        return ActorWorker
+    from services.actor.lora import LoRAActorWorker
+
+    return LoRAActorWorker

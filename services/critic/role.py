@@ -1,0 +1,14 @@
+"""Chooses the worker that serves a table of the critic role."""
+
+from __future__ import annotations
+
+from rlhf.config import CriticTable
+from services.runtime.worker import Worker
+
+
+def worker_class(table: CriticTable) -> type[Worker]:
+    """The critic's worker."""
+    # Imported here: torch takes seconds, so the configuration is checked first.
+    from services.critic.worker import CriticWorker
+
+    return CriticWorker

@@ -1,0 +1,14 @@
+"""Chooses the worker that serves a table of the reference role."""
+
+from __future__ import annotations
+
+from rlhf.config import ReferenceTable
+from services.runtime.worker import Worker
+
+
+def worker_class(table: ReferenceTable) -> type[Worker]:
+    """The reference's worker."""
+    # Imported here: torch takes seconds, so the configuration is checked first.
+    from services.reference.worker import ReferenceWorker
+
+    return ReferenceWorker
