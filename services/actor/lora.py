@@ -11,7 +11,7 @@ from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.families import check_tokenizer
-from services.models.loading import Load, load_to_share
+from services.models.loading import Load, load_on_meta
 from services.roles.frozen import ref_log_probs
 from services.roles.model_worker import optimizer_options
 from services.runtime.worker import CallContext, CallResult, CallRows, register
@@ -28,7 +28,7 @@ class LoRAActorWorker(ActorWorker):
         assert self.table.lora is not None, "an actor without adapters is another worker"
         # What never learns needs no more than the type it is computed in.
         dtype = getattr(torch, self.table.dtype)
-        model: Any = load_to_share(load, self.table.model, dtype)
+        model: Any = load_on_meta(load, self.table.model, dtype)
         check_tokenizer(self.tokenizer, model)
         engine = LoRAEngine(
             model,

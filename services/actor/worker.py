@@ -23,7 +23,7 @@ from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn, TrainEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm
-from services.roles.model_worker import ModelWorker, Sequences, Term, per_token
+from services.roles.model_worker import LossTerm, ModelWorker, Sequences, per_token
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
@@ -246,7 +246,7 @@ class ActorWorker(ModelWorker):
 
     def _pretraining(
         self, rows: CallRows, coefficient: float, call: CallContext
-    ) -> Term[PolicyOutput] | None:
+    ) -> LossTerm[PolicyOutput] | None:
         """The texts of an update, as a term of its loss; None where they do not count."""
         if coefficient < 0:
             raise InvalidRequest(f"loss.pretrain_coefficient must not be negative (given: {coefficient})")
@@ -262,7 +262,7 @@ class ActorWorker(ModelWorker):
 
             return loss
 
-        return Term(sequences, PolicyHead(), loss_for, ("pretrain_loss",))
+        return LossTerm(sequences, PolicyHead(), loss_for, ("pretrain_loss",))
 
     def _pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
         """The first token of a text is given; every later one is predicted. An empty text has only an end."""

@@ -51,7 +51,7 @@ class MicroBatch:
     read_N: Tensor | None = None
 
     @property
-    def is_blank(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether it has no rows, and is there for others that have."""
         return not len(self.rows)
 
@@ -116,7 +116,7 @@ def cut(
         token_budget: upper bound on the tokens of a micro-batch.
         rows: the rows to deal out, default all.
         padded: whether padding counts, so that a micro-batch has rows * longest row tokens.
-        alike: where padding does not count, as `first_alike` of the rows: those that begin alike go together.
+        alike: where padding does not count, `first_with_same_prompt` of the rows: those that begin alike go together.
 
     Returns:
         The rows of each micro-batch, longest first; every row is in exactly one.
@@ -154,7 +154,7 @@ def _filled(lengths: np.ndarray, rows: np.ndarray, token_budget: int, padded: bo
         rows = rows[num_rows:]
 
 
-def first_alike(prompts: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
+def first_with_same_prompt(prompts: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
     """For each of `rows` the first of them that has the same prompt: their places in `rows`, [len(rows)] int64."""
     firsts: dict[bytes, int] = {}
     starts = np.cumsum(prompts.lengths) - prompts.lengths
@@ -208,7 +208,7 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
     device = prompts.values.device
     prompt_lengths, response_lengths = prompts.lengths[rows], responses.lengths[rows]
     read_lengths = np.maximum(response_lengths - 1, 0)
-    owners = first_alike(prompts, rows)
+    owners = first_with_same_prompt(prompts, rows)
     places = Places.of(prompt_lengths + read_lengths, owners, prompt_lengths)
     packing = Packing.of(places).to(device)
     is_owner = owners == np.arange(len(rows))
@@ -257,12 +257,12 @@ def split(
     lengths = prompts.lengths + responses.lengths
     if not packed:
         return [pad(prompts, responses, part, pad_id) for part in cut(lengths, token_budget, rows)]
-    alike = first_alike(prompts, np.arange(prompts.rows) if rows is None else rows)
+    alike = first_with_same_prompt(prompts, np.arange(prompts.rows) if rows is None else rows)
     parts = cut(lengths, token_budget, rows, padded=False, alike=alike)
     return [pack(prompts, responses, part) for part in parts]
 
 
-def blank() -> MicroBatch:
+def dummy_micro_batch() -> MicroBatch:
     """A micro-batch of one token and no response: what a rank computes while others have more to do."""
     return MicroBatch(
         rows=np.empty(0, dtype=np.int64),

@@ -132,7 +132,7 @@ class TrainEngine(ABC):
     cached_tokens: int | None = None
     progressed: Callable[[], None] = staticmethod(lambda: None)
 
-    def tokens_together(self, most: int, longest: int) -> int:
+    def token_budget_for(self, most: int, longest: int) -> int:
         """The token budget of rows of which the longest has so many tokens, where memory has room for `most`."""
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 

@@ -26,17 +26,18 @@ from services.engines.base import (
     StepResult,
     TrainEngine,
 )
-from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
+from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
     Scalars,
-    Shard,
+    WeightShard,
     read_manifest,
     read_shards,
     write_manifest,
     write_shards,
 )
+from services.storage.publish import readable_path
 
 Output = TypeVar("Output")
 
@@ -71,7 +72,7 @@ class ShardedEngine(TrainEngine):
         self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
         self._num_steps = 0
         self._has_first_values = True
-        self._parked: list[Parked] = []
+        self._offloaded: list[OffloadedStorage] = []
 
     @abstractmethod
     def _accumulate_gradients(
@@ -81,11 +82,11 @@ class ShardedEngine(TrainEngine):
         statistics."""
 
     @abstractmethod
-    def _shard(self, name: str, kept: Tensor) -> Shard:
+    def _shard(self, name: str, kept: Tensor) -> WeightShard:
         """The kept part of a weight, or of a tensor with its layout, as a box of the checkpoint's tensor."""
 
     @abstractmethod
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         """Fill boxes of weights that this rank keeps, by name, with the values that a new engine has. Not collective.
 
         Raises:
@@ -98,7 +99,7 @@ class ShardedEngine(TrainEngine):
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
 
-    def _counts(self, name: str) -> bool:
+    def _is_primary(self, name: str) -> bool:
         """Whether this rank's part of a weight counts where each is counted or written once, not as a replica."""
         return True
 
@@ -147,7 +148,7 @@ class ShardedEngine(TrainEngine):
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
-        own = {name: x for name, x in self._state().items() if self._counts(_weight_name(name))}
+        own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
         with new_directory(directory, self.device, self.progressed) as partial:
             write_shards(partial, dist.get_rank(), self._shards(own))
             self.progressed()
@@ -157,9 +158,10 @@ class ShardedEngine(TrainEngine):
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()
         with all_or_none(f"reading {directory}", self.device):
-            num_ranks, scalars = read_manifest(directory)
+            stored = readable_path(directory)
+            num_ranks, scalars = read_manifest(stored)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
-            read_shards(directory, num_ranks, self._shards(tensors), self.progressed)
+            read_shards(stored, num_ranks, self._shards(tensors), self.progressed)
             loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
         self.restore(loaded)
         return {name: value for name, value in scalars.items() if name != NUM_STEPS}
@@ -184,32 +186,32 @@ class ShardedEngine(TrainEngine):
         return 0 if self.device.type == "cpu" else self._leave_device()
 
     def onload(self) -> int:
-        if not self._parked:
+        if not self._offloaded:
             return 0
-        moved_bytes = num_bytes(self._parked)
+        moved_bytes = num_bytes(self._offloaded)
         try:
             with all_or_none("bringing the engine back to the device", _HOST):
-                bring_back(self._parked)
+                bring_back(self._offloaded)
         except BaseException:
-            free(self._parked)
+            free(self._offloaded)
             torch.cuda.empty_cache()
             raise
-        self._parked = []
+        self._offloaded = []
         return moved_bytes
 
     def _leave_device(self) -> int:
         """As `offload`, whatever the device."""
-        if self._parked:
+        if self._offloaded:
             return 0
         with all_or_none("copying the engine to host memory", _HOST):
-            parked = copy_to_host(self._resident())
-        free(parked)
-        self._parked = parked
+            offloaded = copy_to_host(self._resident())
+        free(offloaded)
+        self._offloaded = offloaded
         torch.cuda.empty_cache()
-        return num_bytes(parked)
+        return num_bytes(offloaded)
 
     def check_onloaded(self) -> None:
-        if self._parked:
+        if self._offloaded:
             raise EngineOffloaded("the engine is offloaded; bring it back first")
 
     def _stop_together(self, stop: bool) -> None:
@@ -243,7 +245,7 @@ class ShardedEngine(TrainEngine):
         norms = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).to(self.device)
             for name, gradient in gradients.items()
-            if self._counts(name)
+            if self._is_primary(name)
         ]
         squares = (
             torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=self.device)]).square().sum()
@@ -302,7 +304,7 @@ class ShardedEngine(TrainEngine):
             for moments in self._adamw.state.values():
                 moments["step"].fill_(num_steps)
 
-    def _shards(self, state: Mapping[str, Tensor]) -> dict[str, Shard]:
+    def _shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
 
 

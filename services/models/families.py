@@ -211,10 +211,6 @@ class SequenceScorer:
         for name, tensor in staged.items():
             own[name].copy_(tensor)
 
-    def score_texts(self, texts: Sequence[str]) -> Tensor:
-        """Scores [rows], float32, of texts in the tokenizer's own framing (its special tokens are added)."""
-        return self.score_tokens(self.tokenizer(list(texts))["input_ids"])
-
     @torch.no_grad()
     def score_tokens(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores [rows], float32, on the device of the model.

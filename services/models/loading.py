@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from services.models.families import ValueModel, stored_as_computed
 from services.models.weights import WeightsReader
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 Model = PreTrainedModel | ValueModel
 
@@ -23,7 +23,7 @@ class Load(Protocol):
     def __call__(self, directory: Path, dtype: torch.dtype, /, *, on_meta: bool = False) -> Model: ...
 
 
-def load_to_share(load: Load, directory: Path, dtype: torch.dtype) -> Model:
+def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
     """A model whose weights are on the meta device, all of them in the directory's files as `read_parts` reads them.
     One that only transformers can read, because it stores tensors in another form, comes whole.
 
@@ -41,7 +41,7 @@ def load_to_share(load: Load, directory: Path, dtype: torch.dtype) -> Model:
     return load(directory, dtype)
 
 
-def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Puts tensors with memory and without values in the place of those that are on the meta device, one at a time.
 
     It does so only as far as it is iterated over.
@@ -64,7 +64,7 @@ def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
                     yield f"{path}.{name}" if path else name, made[on_meta]
 
 
-def read_parts(directory: Path, shards: Iterable[tuple[str, Shard]]) -> None:
+def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
     """Reads boxes of the weights of a model, with their names; of a value head that is not there, zeros.
 
     Raises:
@@ -77,15 +77,15 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, Shard]]) -> None:
 
 @torch.no_grad()
 def read_first_values(
-    load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, Shard]]
+    load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters, with their names, with the values that `load_to_share` and `read_parts` give
+    """Fills boxes of a model's parameters, with their names, with the values that `load_on_meta` and `read_parts` give
     them together: parameters that the files lack, such as a new head, and whole models come from `load`.
 
     Raises:
         FileNotFoundError, ValueError: as `load` and `read_parts`.
     """
-    model = load_to_share(load, directory, dtype)
+    model = load_on_meta(load, directory, dtype)
     given = {name: x for name, x in model.named_parameters() if not x.is_meta}
     in_files = []
     for name, shard in shards:

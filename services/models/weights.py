@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.models.families import VALUE_HEAD_FILE, tensors_sha256
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ class WeightsReader:
         return stored is not None and tuple(stored.get_shape()) == shape
 
     @torch.no_grad()
-    def fill(self, name: str, shard: Shard) -> None:
+    def fill(self, name: str, shard: WeightShard) -> None:
         """Read the box of a tensor that `shard` is, in the type of its tensor.
 
         Raises:

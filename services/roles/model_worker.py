@@ -50,7 +50,7 @@ from services.models.families import (
     load_value_model,
     vocabulary_hash,
 )
-from services.models.loading import Load, load_to_share
+from services.models.loading import Load, load_on_meta
 from services.roles.minibatch import check_schedule, deal
 from services.roles.traces import Traces
 from services.rollout.base import GenerationStopped
@@ -94,7 +94,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Term(Generic[Other]):
+class LossTerm(Generic[Other]):
     """A further term of an update's loss, over sequences of its own.
 
     Attributes:
@@ -111,7 +111,7 @@ class Term(Generic[Other]):
 
 
 @dataclass(frozen=True, eq=False)
-class TermBatch(MicroBatch):
+class LossTermBatch(MicroBatch):
     """A micro-batch of a further term."""
 
 
@@ -210,7 +210,7 @@ class ModelWorker(Worker):
             )
             check_vocabulary(self.tokenizer, engine.config.vocab_size, table.model)
             return engine, engine.config
-        model = load_to_share(load, table.model, dtype)
+        model = load_on_meta(load, table.model, dtype)
         check_tokenizer(self.tokenizer, model)
         engine = FSDPEngine(
             model,
@@ -354,7 +354,7 @@ class ModelWorker(Worker):
         return split(
             prompts,
             responses,
-            token_budget=self.engine.tokens_together(self.table.micro_batch_tokens, int(lengths.max())),
+            token_budget=self.engine.token_budget_for(self.table.micro_batch_tokens, int(lengths.max())),
             pad_id=self.pad_id,
             rows=rows,
             packed=self.table.packing and self.engine.packs,
@@ -389,7 +389,7 @@ class ModelWorker(Worker):
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
         *columns: Jagged[Tensor],
-        term: Term[Any] | None = None,
+        term: LossTerm[Any] | None = None,
     ) -> CallResult:
         """All epochs and mini-batches, or nothing: whatever fails, weights and optimizer are as before.
 
@@ -409,7 +409,7 @@ class ModelWorker(Worker):
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
-        term: Term[Any] | None = None,
+        term: LossTerm[Any] | None = None,
     ) -> CallResult:
         """An optimizer step for each mini-batch, or nothing; as `update`.
 
@@ -449,7 +449,7 @@ class ModelWorker(Worker):
         schedule: actor_pb2.Schedule,
         call: CallContext,
         columns: Sequence[Jagged[Tensor]],
-        term: Term[Any] | None,
+        term: LossTerm[Any] | None,
     ) -> list[MiniBatch]:
         """This rank's part of every mini-batch of every epoch, in order."""
         check_schedule(schedule.epochs, schedule.mini_batches)
@@ -469,12 +469,12 @@ class ModelWorker(Worker):
                 parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), more_tokens))
         return parts
 
-    def _term_batches(self, term: Term[Any], rows: np.ndarray) -> tuple[list[TermBatch], int]:
+    def _term_batches(self, term: LossTerm[Any], rows: np.ndarray) -> tuple[list[LossTermBatch], int]:
         """Micro-batches of a term's sequences at these rows, and their tokens."""
         lengths = term.sequences[1].lengths
         filled = rows[lengths[rows] > 0]
         micro_batches = self.micro_batches(term.sequences, filled)
-        return [TermBatch(**vars(each)) for each in micro_batches], int(lengths[filled].sum())
+        return [LossTermBatch(**vars(each)) for each in micro_batches], int(lengths[filled].sum())
 
     def _steps(
         self,
@@ -482,7 +482,7 @@ class ModelWorker(Worker):
         call: CallContext,
         head: Head[Output],
         loss_for: Callable[[int, int], LossFn[Output]],
-        term: Term[Any] | None,
+        term: LossTerm[Any] | None,
         confirm: Callable[[], None] = lambda: None,
     ) -> dict[str, tuple[float, float]]:
         sums: dict[str, float] = {}
@@ -604,10 +604,10 @@ def _joined(
     """One head and one loss for the micro-batches of the rows and of a further term."""
 
     def read(raw: Tensor, micro_batch: MicroBatch) -> Any:
-        return (term_head if isinstance(micro_batch, TermBatch) else head)(raw, micro_batch)
+        return (term_head if isinstance(micro_batch, LossTermBatch) else head)(raw, micro_batch)
 
     def lose(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return (term_loss if isinstance(micro_batch, TermBatch) else loss)(output, micro_batch)
+        return (term_loss if isinstance(micro_batch, LossTermBatch) else loss)(output, micro_batch)
 
     return read, lose
 

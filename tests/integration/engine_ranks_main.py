@@ -156,7 +156,7 @@ def moved_without_memory(engine: FSDPEngine, step: str) -> str:
 def offloaded_without_memory(engine: FSDPEngine) -> dict:
     """What failed moves raise, and whether the engine is where it was after each of them."""
     state = engine.snapshot()
-    report: dict = {"left": moved_without_memory(engine, "_allocate"), "stays": not engine._parked}
+    report: dict = {"left": moved_without_memory(engine, "_allocate"), "stays": not engine._offloaded}
     engine._leave_device()
     report["came back"] = moved_without_memory(engine, "_grow")
     report["stays"] &= not any(x.untyped_storage().nbytes() for x in engine._resident() if x.numel())

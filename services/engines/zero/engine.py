@@ -20,13 +20,13 @@ from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.zero import partitions
 from services.engines.zero.flat import boxes
-from services.engines.zero.modules import Pass, nothing
+from services.engines.zero.modules import ForwardPass, dummy_loss
 from services.engines.zero.partitions import Partitions, TrainedPartitions
 from services.models.families import ValueModel, load_causal_lm, load_value_model
 from services.models.loading import Model, read_first_values, read_parts
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
-from services.storage.checkpoint import PART, Shard
+from services.storage.checkpoint import PART, WeightShard
 
 Output = TypeVar("Output")
 
@@ -72,9 +72,9 @@ class ZeROEngine(DataParallelEngine):
         self._directory, self._dtype = directory, dtype
         self._load = load_value_model if with_value_head else load_causal_lm
         model, empty = partitions.load(self._load, directory, stage, device, dtype)
-        self._pass = Pass(model, compute_dtype)
+        self._pass = ForwardPass(model, compute_dtype)
         self.config = (model.backbone if isinstance(model, ValueModel) else model).config
-        self._partitions = self._share_out(model, stage, optimizer, offloads)
+        self._partitions = self._partition(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
             f"{name}{PART}{number}" if number else name: (name, box)
@@ -93,7 +93,7 @@ class ZeROEngine(DataParallelEngine):
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
         wholes = [
-            (name, Shard.of_whole(x))
+            (name, WeightShard.of_whole(x))
             for name, x in empty.items()
             if has_all or not isinstance(x, nn.Parameter)
         ]
@@ -101,7 +101,7 @@ class ZeROEngine(DataParallelEngine):
         self._is_published = has_all
         self._publish()
 
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         boxes_by_name = ((self._boxes[key][0], shard) for key, shard in weights.items())
         read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
 
@@ -131,13 +131,13 @@ class ZeROEngine(DataParallelEngine):
             raw = self._pass.read(micro_batch)
         return head(raw, micro_batch)
 
-    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
-        return self._read(micro_batch, nothing)
+    def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
+        return self._read(micro_batch, dummy_loss)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._learning.backward(loss, is_last=is_last)
 
-    def _hand_over_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         gradients = self._learning.cut(self._learning.gradient())
         for name, gradient in self._as_boxes(gradients).items():
             self._kept[name].grad = gradient
@@ -157,7 +157,7 @@ class ZeROEngine(DataParallelEngine):
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self._partitions.shapes.get(name, tuple(tensor.shape))
 
-    def _share_out(
+    def _partition(
         self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
     ) -> Partitions:
         model = model.requires_grad_(optimizer is not None)
@@ -209,11 +209,11 @@ class ZeROEngine(DataParallelEngine):
     def _resident(self) -> list[Tensor]:
         return [x for x in (*self._state().values(), *self._partitions.resident()) if x.device == self.device]
 
-    def _shard(self, name: str, kept: Tensor) -> Shard:
+    def _shard(self, name: str, kept: Tensor) -> WeightShard:
         weight, (offsets, _) = self._boxes[name]
-        return Shard(kept, offsets, self._partitions.shapes[weight])
+        return WeightShard(kept, offsets, self._partitions.shapes[weight])
 
-    def _counts(self, name: str) -> bool:
+    def _is_primary(self, name: str) -> bool:
         return self._partitions.is_cut or self.data_rank == 0
 
     def _as_boxes(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:

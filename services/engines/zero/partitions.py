@@ -34,7 +34,7 @@ from deepspeed.utils.timer import NoopTimer
 from services.compute.linear import Linear, linear, speed_up, uses_onednn
 from services.engines.zero.flat import Piece, cut_each, cut_together
 from services.models.families import ValueModel
-from services.models.loading import Load, Model, give_memory, load_to_share
+from services.models.loading import Load, Model, load_on_meta, materialize
 
 BUCKET_NUMEL = 1 << 24
 """Most gradient elements that are reduced at a time, and weights gathered, where a single tensor is not larger."""
@@ -327,15 +327,15 @@ def load(
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
-    model = load_to_share(load_model, directory, dtype)
+    model = load_on_meta(load_model, directory, dtype)
     if stage < 3:
-        empty = dict(give_memory(model, device))
+        empty = dict(materialize(model, device))
         nn.Module.to(model, device)
         return model, empty
     # Weights keep their own type. DeepSpeed accepts float64 here only on CPUs without float16 arithmetic.
     init = deepspeed.zero.Init(config_dict_or_path=_STAGE_3, dtype=torch.float32)
     empty = {}
-    for name, tensor in give_memory(model, device):
+    for name, tensor in materialize(model, device):
         empty[name] = tensor
         if isinstance(tensor, nn.Parameter):
             init._convert_to_zero_parameters([tensor])

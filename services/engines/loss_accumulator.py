@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Tally:
+class LossAccumulator:
     """Loss and statistics, in float64 on the device where they are computed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Tally:
         for name, count in counts.items():
             self._counts[name] += count
 
-    def over_ranks(self, *, counts: bool = True) -> tuple[float, dict[str, Tensor]]:
+    def total(self, *, counts: bool = True) -> tuple[float, dict[str, Tensor]]:
         """The loss of all ranks that count, and this rank's statistics. Collective.
 
         Args:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from services.compute.heads import unread
-from services.compute.microbatch import blank
+from services.compute.heads import dummy_head
+from services.compute.microbatch import dummy_micro_batch
 from services.engines.fully_shard import local_part, shard_modules
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import Memory, ModelStage
 from services.runtime.process_groups import add_up
 
 
-class OverData(ABC):
+class WeightSharding(ABC):
     """A stage's weights on the ranks of `groups.data`, loaded.
 
     Attributes:
@@ -64,7 +64,7 @@ class OverData(ABC):
         """Called when the kept weights have new values."""
 
 
-class ReplicatedOverData(OverData):
+class Replicated(WeightSharding):
     """Each has all of them, in place; gradients are summed when all micro-batches are done.
 
     Args:
@@ -119,7 +119,7 @@ class ReplicatedOverData(OverData):
                 weight.copy_(self.kept[name])
 
 
-class ShardedOverData(OverData):
+class FullySharded(WeightSharding):
     """Each has some rows of each of them, their gradients and moments (FSDP2). A layer's are gathered while it
     computes, and gradients are summed and cut after each micro-batch.
 
@@ -155,7 +155,7 @@ class ShardedOverData(OverData):
             for parameter in stage.module.parameters():
                 parameter.zero_()
             incoming = torch.zeros((1, 1, stage.config.hidden_size), dtype=stage.dtype, device=stage.device)
-            stage.forward(incoming, blank().to(stage.device), unread)
+            stage.forward(incoming, dummy_micro_batch().to(stage.device), dummy_head)
         self._parameters = {
             name: stage.module.get_parameter(paths[x]) for name, x in stage.parameters.items()
         }
@@ -223,11 +223,11 @@ class _Gathered(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def _load(stage: ModelStage, over_data: OverData) -> None:
-    for x in over_data.kept.values():
+def _load(stage: ModelStage, sharding: WeightSharding) -> None:
+    for x in sharding.kept.values():
         x.zero_()
-    stage.load({name: stage.shard(name, x, over_data.first_row(name)) for name, x in over_data.kept.items()})
-    over_data.weights_changed()
+    stage.load({name: stage.shard(name, x, sharding.first_row(name)) for name, x in sharding.kept.items()})
+    sharding.weights_changed()
 
 
 def _masters(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
