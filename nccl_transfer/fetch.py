@@ -196,8 +196,13 @@ class Fetcher:
         if len(jobs) <= 1:
             return [job() for job in jobs]
         futures = [self._pool.submit(job) for job in jobs]
-        for future in as_completed(futures):
-            future.result()  # the first failure ends the fetch; reads still under way end by the deadline
+        try:
+            for future in as_completed(futures):
+                future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
         return [future.result() for future in futures]
 
     def _read(

@@ -81,11 +81,6 @@ class FreeList:
             self._sizes.insert(index, nbytes)
 
     @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of every gap, in order; no two touch."""
-        return list(zip(self._offsets, self._sizes, strict=True))
-
-    @property
     def largest(self) -> int:
         """Bytes of the largest gap."""
         return max(self._sizes, default=0)
