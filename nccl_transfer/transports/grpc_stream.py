@@ -10,7 +10,7 @@ import grpc
 import grpc.experimental
 
 from nccl_transfer.refs.batch import Endpoint, Shard
-from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import (
     Reading,
@@ -136,18 +136,11 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
     """
     check_request(store, request)
     chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
-    pieces: list[bytes] = []
-    room = chunk_bytes
-    for wanted in request.ranges:
-        start, stop = wanted.start, wanted.start + wanted.nbytes
-        while start < stop:
-            count = min(stop - start, room)
-            pieces.append(store.read_bytes(wanted.shard, start, count))
-            start, room = start + count, room - count
-            if room == 0:
-                yield pb.FetchResponse(data=b"".join(pieces))
-                pieces, room = [], chunk_bytes
-    if pieces:
+    ranges = request.ranges
+    for chunk in cut_chunks((r.nbytes for r in ranges), chunk_bytes):
+        pieces = (
+            store.read_bytes(ranges[n].shard, ranges[n].start + start, size) for n, start, size in chunk
+        )
         yield pb.FetchResponse(data=b"".join(pieces))
 
 

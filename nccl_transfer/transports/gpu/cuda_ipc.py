@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 
 from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
 from nccl_transfer.transports.gpu.arrangement import Arrangement, Arrangements
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
@@ -45,19 +45,11 @@ class _Piece:
 def fills(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
     """Cuts ranges into lists of pieces that fill a slot each, but for the last."""
     offsets, _ = layout(r.nbytes for r in ranges)
-    pieces: list[_Piece] = []
-    room = slot_bytes
-    for offset, r in zip(offsets, ranges, strict=True):
-        done = 0
-        while done < r.nbytes:
-            count = min(r.nbytes - done, room)
-            pieces.append(_Piece(replace(r, start=r.start + done, nbytes=count), offset + done))
-            done, room = done + count, room - count
-            if room == 0:
-                yield pieces
-                pieces, room = [], slot_bytes
-    if pieces:
-        yield pieces
+    for chunk in cut_chunks((r.nbytes for r in ranges), slot_bytes):
+        yield [
+            _Piece(replace(ranges[n], start=ranges[n].start + start, nbytes=nbytes), offsets[n] + start)
+            for n, start, nbytes in chunk
+        ]
 
 
 class CudaIpcTransport(Transport):
