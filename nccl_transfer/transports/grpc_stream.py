@@ -28,7 +28,7 @@ from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
-CONDEMN_S = 2.0
+MARK_CORRUPT_S = 2.0
 """How long a rank may take to note that a shard of it is bad."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
@@ -48,13 +48,13 @@ def insecure_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
 
 
-def condemn(shard: Shard, reason: str) -> None:
+def mark_corrupt(shard: Shard, reason: str) -> None:
     """Tells the rank that holds a shard that it was read wrong. Whoever found that knows already: a rank that
     cannot be told is only noted in the log."""
     with insecure_channel(shard.endpoint.address) as channel:
         request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
-            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=CONDEMN_S)
+            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=MARK_CORRUPT_S)
         except grpc.RpcError as error:
             logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))
 
@@ -144,7 +144,7 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
         yield pb.FetchResponse(data=b"".join(pieces))
 
 
-def condemn_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
+def mark_corrupt_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
     """The answer to a Condemn.
 
     Raises:
@@ -152,7 +152,7 @@ def condemn_response(store: TensorStore, request: pb.CondemnRequest) -> pb.Conde
     """
     check_epoch(store, request.epoch)
     logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
-    return pb.CondemnResponse(found=store.condemn(request.shard))
+    return pb.CondemnResponse(found=store.mark_corrupt(request.shard))
 
 
 def stat_response(
