@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, ShardRun
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import needed, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol, get_protocol
@@ -75,7 +75,7 @@ def draw_relay() -> str:
 def held(holder: Endpoint) -> Batch:
     """The rows, a byte each, at a rank."""
     shard = Shard(holder, 1, 0, len(ROWS))
-    return Batch(len(ROWS), {"x": RemoteColumn("uint8", (), None, Run(shard, len(ROWS), 0, len(ROWS)))})
+    return Batch(len(ROWS), {"x": RemoteColumn("uint8", (), None, ShardRun(shard, len(ROWS), 0, len(ROWS)))})
 
 
 def letters(ranges: Sequence[ByteRange]) -> str:

@@ -32,7 +32,7 @@ that a reader would have to be ahead of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RelayRequest:
     """The relays of a call, and under which lease a rank keeps what it reads for others."""
 
     call_id: str
@@ -77,7 +77,11 @@ class RelayBoard:
         self._lock = threading.Lock()
 
     def keep(
-        self, relay: Relay, ranges: Sequence[ByteRange], views: Sequence[memoryview], errand: Errand
+        self,
+        relay: Relay,
+        ranges: Sequence[ByteRange],
+        views: Sequence[memoryview],
+        relay_request: RelayRequest,
     ) -> None:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
 
@@ -85,7 +89,7 @@ class RelayBoard:
             relay: Whose bytes they are.
             ranges: All bytes of the call's rows that the source holds, in order.
             views: The bytes of each range.
-            errand: Of which call, under which lease.
+            relay_request: Of which call, under which lease.
 
         Raises:
             OutOfSpace: They do not fit; those who wait hear of it by `fail`.
@@ -99,13 +103,13 @@ class RelayBoard:
                 start += len(view)
 
         try:
-            shard = self._store.fill(sum(map(len, views)), errand.lease, write)
+            shard = self._store.fill(sum(map(len, views)), relay_request.lease, write)
         except OutOfSpace as error:
             raise OutOfSpace(
                 f"{error}; they are of {relay.source}, kept for other ranks of this host"
             ) from None
         kept = Kept(tuple(ranges), shard)
-        self._settle(errand.call_id, relay.source, lambda future: future.set_result(kept))
+        self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
         """Tells those who wait that the bytes will not come; those that came stay."""

@@ -63,7 +63,7 @@ class Shard:
     checksums: tuple[int, ...] = field(default=(), hash=False, repr=False)
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """`rows` consecutive rows that lie side by side in `shard`: `nbytes` bytes from byte `start` of the shard on."""
 
     shard: Shard
@@ -91,7 +91,7 @@ class Scattered(NamedTuple):
         return len(self.shard)
 
 
-class Span(NamedTuple):
+class JaggedSpan(NamedTuple):
     """Consecutive rows of a jagged column: `lengths` [rows] int64 of them, `before` entries before them, and
     `entries` in them."""
 
@@ -100,9 +100,9 @@ class Span(NamedTuple):
     entries: int
 
     @staticmethod
-    def of(lengths: np.ndarray, start: int, stop: int) -> Span:
+    def of(lengths: np.ndarray, start: int, stop: int) -> JaggedSpan:
         taken = lengths[start:stop]
-        return Span(taken, int(lengths[:start].sum()), int(taken.sum()))
+        return JaggedSpan(taken, int(lengths[:start].sum()), int(taken.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class RemoteColumn:
     dtype: str
     row_shape: tuple[int, ...]
     lengths: np.ndarray | None
-    place: Run | Scattered
+    place: ShardRun | Scattered
 
     @property
     def rows(self) -> int:
@@ -139,7 +139,7 @@ class RemoteColumn:
         """Elements of all rows."""
         if self.lengths is None:
             return self.rows
-        if isinstance(self.place, Run) and self.element_bytes:
+        if isinstance(self.place, ShardRun) and self.element_bytes:
             return self.place.nbytes // self.element_bytes
         return int(self.lengths.sum())
 
@@ -151,11 +151,11 @@ class RemoteColumn:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards the rows are in."""
-        return (self.place.shard,) if isinstance(self.place, Run) else self.place.shards
+        return (self.place.shard,) if isinstance(self.place, ShardRun) else self.place.shards
 
-    def take(self, rows: np.ndarray | slice, span: Span | None = None) -> RemoteColumn:
+    def take(self, rows: np.ndarray | slice, span: JaggedSpan | None = None) -> RemoteColumn:
         """These rows in this order; `span`, where it is known, of consecutive rows of a jagged column."""
-        if isinstance(rows, slice) and isinstance(self.place, Run):
+        if isinstance(rows, slice) and isinstance(self.place, ShardRun):
             start, stop, step = rows.indices(self.rows)
             if step == 1 and start <= stop:
                 return self._between(self.place, start, stop, span)
@@ -165,12 +165,12 @@ class RemoteColumn:
             self.dtype, self.row_shape, lengths, Scattered(shards, shard[rows], element[rows])
         )
 
-    def _between(self, run: Run, start: int, stop: int, span: Span | None) -> RemoteColumn:
+    def _between(self, run: ShardRun, start: int, stop: int, span: JaggedSpan | None) -> RemoteColumn:
         lengths, before, elements = None, start, stop - start
         if self.lengths is not None:
-            lengths, before, elements = span or Span.of(self.lengths, start, stop)
+            lengths, before, elements = span or JaggedSpan.of(self.lengths, start, stop)
         size = self.element_bytes
-        place = Run(run.shard, stop - start, run.start + before * size, elements * size)
+        place = ShardRun(run.shard, stop - start, run.start + before * size, elements * size)
         return RemoteColumn(self.dtype, self.row_shape, lengths, place)
 
     @functools.cached_property
@@ -183,21 +183,21 @@ class RemoteColumn:
         return Scattered((self.place.shard,), shard, elements.cumsum() - elements + first)
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ShardRun, ...]:
         """Maximal runs, in row order. Empty rows join the run they stand in."""
         if self.rows == 0:
             return ()
-        return (self.place,) if isinstance(self.place, Run) else self._found_runs
+        return (self.place,) if isinstance(self.place, ShardRun) else self._found_runs
 
     @functools.cached_property
-    def _found_runs(self) -> tuple[Run, ...]:
+    def _found_runs(self) -> tuple[ShardRun, ...]:
         return tuple(self._find_runs())
 
-    def _find_runs(self) -> Iterator[Run]:
+    def _find_runs(self) -> Iterator[ShardRun]:
         shards, size = self.scattered.shards, self.element_bytes
         totals = np.add.reduceat(self.elements, self._run_starts)
         for (shard, rows, first), total in zip(self.run_places, totals.tolist(), strict=True):
-            yield Run(shards[shard], rows, first * size, total * size)
+            yield ShardRun(shards[shard], rows, first * size, total * size)
 
     @functools.cached_property
     def _run_starts(self) -> np.ndarray:
@@ -213,7 +213,7 @@ class RemoteColumn:
         """Maximal runs, in row order, as `of_runs` takes them: index into `shards`, rows, first element of each."""
         if self.rows == 0:
             return []
-        if isinstance(self.place, Run):
+        if isinstance(self.place, ShardRun):
             return [(0, self.rows, self.place.start // max(self.element_bytes, 1))]
         place, starts = self.scattered, self._run_starts
         rows = np.diff(starts, append=self.rows)
@@ -225,7 +225,7 @@ class RemoteColumn:
         """The ranks that hold bytes of the rows."""
         if not self.nbytes:
             return []
-        if isinstance(self.place, Run):
+        if isinstance(self.place, ShardRun):
             return [self.place.shard.endpoint]
         used = np.unique(self.place.shard[self.elements > 0]).tolist()
         return list(dict.fromkeys(self.place.shards[number].endpoint for number in used))
@@ -245,7 +245,7 @@ class RemoteColumn:
         if elements is None:
             elements = rows if lengths is None else int(lengths.sum())
         return RemoteColumn(
-            dtype, row_shape, lengths, Run(shard, rows, first_element * size, elements * size)
+            dtype, row_shape, lengths, ShardRun(shard, rows, first_element * size, elements * size)
         )
 
     @staticmethod
@@ -420,7 +420,7 @@ class Batch:
 
     def take(self, rows: np.ndarray) -> Batch:
         """These rows in this order; a row may be taken several times."""
-        taken, spans = _as_slice(rows), dict[int, Span]()
+        taken, spans = _as_slice(rows), dict[int, JaggedSpan]()
 
         def take(column: Column) -> Column:
             if isinstance(column, LocalColumn) or column.lengths is None:
@@ -429,7 +429,7 @@ class Batch:
                 return column.take(taken)
             key = id(column.lengths)  # most columns of a batch that was just made have the same lengths
             if key not in spans:
-                spans[key] = Span.of(column.lengths, *taken.indices(self.rows)[:2])
+                spans[key] = JaggedSpan.of(column.lengths, *taken.indices(self.rows)[:2])
             return column.take(taken, spans[key])
 
         return Batch(len(rows), {name: take(column) for name, column in self.columns.items()})

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Run
+from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, ShardRun
 from nccl_transfer.refs.ranges import ByteRange
 from rlhf.errors import TransferError
 
@@ -58,7 +58,7 @@ def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return merged
 
 
-def position(r: ByteRange | Run) -> tuple[int, int]:
+def position(r: ByteRange | ShardRun) -> tuple[int, int]:
     """The order of ranges within a rank."""
     return r.shard.id, r.start
 

@@ -33,7 +33,7 @@ ELEMENT_TYPES: dict[str, Any] = {
 """rlhf.v1.ElementType by dtype name."""
 
 MAX_ROWS = 1 << 24
-"""Most rows of a batch."""
+"""Most rows of a batch, of a part of it as of the whole batch of a call: row numbers are below it."""
 MAX_RANK = 8
 """Most dimensions of a row."""
 
@@ -241,7 +241,11 @@ def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
 
 
 def row_numbers(message: pb.Batch) -> np.ndarray:
-    """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given."""
+    """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given.
+
+    Raises:
+        InvalidRequest: The message has another number of them than of rows, or one of MAX_ROWS or beyond.
+    """
     if not message.row_numbers:
         return np.arange(message.rows, dtype=np.int64)
     # Counted first: a few bytes can name more rows than there is memory for.
@@ -250,8 +254,8 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     count = sum(r.stop - r.start for r in message.row_numbers)
     if count != message.rows:
         raise InvalidRequest(f"{count} row numbers for {message.rows} rows")
-    if any(r.stop > _MOST for r in message.row_numbers):
-        raise InvalidRequest(f"a row number is beyond {_MOST}")
+    if any(r.stop > MAX_ROWS for r in message.row_numbers):
+        raise InvalidRequest(f"row numbers must be below {MAX_ROWS}")
     return np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in message.row_numbers])
 
 

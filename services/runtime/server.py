@@ -31,8 +31,8 @@ from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
-    condemn_response,
     host_id,
+    mark_corrupt_response,
     serve_fetch,
     stat_response,
 )
@@ -206,7 +206,7 @@ class RankServer:
             "TakeRelayed": self._take_relayed,
             "Put": self._put,
             "Stat": self._stat,
-            "Condemn": self._condemn,
+            "Condemn": self._mark_corrupt,
             **self.sources.handlers(),
         }
         for key in self._served():
@@ -389,8 +389,8 @@ class RankServer:
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self.store, self.fetcher.traffic(), self.unavailable)
 
-    async def _condemn(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
-        return condemn_response(self.store, request)
+    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+        return mark_corrupt_response(self.store, request)
 
 
 def _timeout_s(context: Any) -> float:

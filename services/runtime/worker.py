@@ -63,7 +63,7 @@ class CallRows:
         numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
     """
 
-    fetched: fetch.Rows
+    fetched: fetch.FetchedRows
     numbers: np.ndarray
 
     def __getitem__(self, name: str) -> fetch.Values:
@@ -87,7 +87,7 @@ class CallRows:
         return self.fetched.rows
 
 
-NO_ROWS = CallRows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(fetch.FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass

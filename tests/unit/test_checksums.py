@@ -99,7 +99,7 @@ def test_a_reference_with_too_few_checksums_is_refused() -> None:
 def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> None:
     store = new_store()
     bad, good = (store.put(random_bytes(9), LEASE) for _ in range(2))
-    assert store.condemn(bad.id)
+    assert store.mark_corrupt(bad.id)
     for read in (
         lambda: store.view(bad.id, 0, 1),
         lambda: store.read_bytes(bad.id, 0, 1),
@@ -111,5 +111,5 @@ def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> N
     store.release("run")
     with pytest.raises(Refused, match="was released"):
         store.reader.check([bad])
-    assert not store.condemn(bad.id)
+    assert not store.mark_corrupt(bad.id)
     assert store.stat().used_bytes == 0

@@ -137,7 +137,7 @@ class WatchedFetcher(fetch.Fetcher):
     def __init__(self) -> None:
         super().__init__("", [])
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
         rows = super().fetch(*arguments, **options)
         self.last = weakref.ref(rows)
         return rows

@@ -28,7 +28,7 @@ COUNT = 6
 
 
 @dataclass(frozen=True)
-class ReleasedRows(fetch.Rows):
+class ReleasedRows(fetch.FetchedRows):
     """Rows that were released while they were computed with."""
 
     seen: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ def make_critic(directory: Path, engine: str) -> CriticWorker:
     return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
 
 
-def make_rows(kind: type[fetch.Rows] = fetch.Rows) -> CallRows:
+def make_rows(kind: type[fetch.FetchedRows] = fetch.FetchedRows) -> CallRows:
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 6, COUNT)
 
