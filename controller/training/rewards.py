@@ -156,7 +156,7 @@ class Reward:
                 return then(each["rewards"], partial(_spread_column, rows, part.rows))
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
-    def judge(self, batch: FutureBatch) -> FutureBatch:
+    def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
         """rewards, as `compute_reward`; not-a-number where a row could not be scored and the config says to drop."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)

@@ -190,7 +190,7 @@ def test_a_batch_without_any_score_is_an_error() -> None:
 
 def test_a_failure_is_never_a_zero_in_an_evaluation() -> None:
     reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
-    assert np.isnan(rewards(reward.judge(FutureBatch.of(response=ROWS)))).tolist() == [
+    assert np.isnan(rewards(reward.score_for_eval(FutureBatch.of(response=ROWS)))).tolist() == [
         False,
         True,
         False,

@@ -49,7 +49,7 @@ DEVICES = ("null", "zero", "random", "urandom")
 SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
 """Where shared libraries lie, and nothing else of the host's."""
 SHARED = ("wire", "confine")
-ROLES = ("candidate", "judge")
+ROLES = ("candidate", "test_runner")
 FILES_PER_MIB = 256
 """Most files in /tmp: one for each page of 4 KiB that it may take."""
 CPU_CHECK_S = 0.2
@@ -248,7 +248,7 @@ class _Sandboxed(Process):
         self._next_check = time.monotonic() + quota.cpu_time_s / quota.cores
         self._first = 0
         self._pidfd = -1
-        self.group = cgroups.Group()
+        self.group = cgroups.ControlGroup()
 
     def has_process(self, first: int) -> None:
         """Names the first process of its namespace."""

@@ -65,7 +65,7 @@ class Isolation(ABC):
         """Starts `main` of one of our modules.
 
         Args:
-            module: "candidate" or "judge".
+            module: "candidate" or "test_runner".
             job: Plain data that it reads on standard input; limits are added.
             stdout: Its descriptor 1.
             pass_fds: Further descriptors it has, under the numbers they have here.
