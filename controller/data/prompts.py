@@ -14,7 +14,7 @@ import numpy as np
 from controller.config.tables import Config, SourceTable
 from controller.data.chat import Chat
 from controller.data.loader import shuffled
-from controller.data.readers import Row, Rows, open_rows
+from controller.data.readers import Row, RowReader, open_rows
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
 
@@ -58,7 +58,7 @@ class PromptSource:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         render: Render,
         name: str = "",
         columns: Sequence[str] = (),
@@ -208,7 +208,7 @@ def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
 class TextData:
     """Texts, the field `text` of each row: what a policy goes on learning as it is."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowReader) -> None:
         self._rows = rows
 
     @staticmethod
@@ -278,7 +278,7 @@ def load_data(
 
 
 def _prompt_source(
-    config: Config, table: SourceTable, rows: Rows, render: Render, columns: Sequence[str]
+    config: Config, table: SourceTable, rows: RowReader, render: Render, columns: Sequence[str]
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
     return PromptSource(rows, render, name, columns, table.columns, config.data.chat)

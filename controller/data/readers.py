@@ -33,7 +33,7 @@ BATCH = 1000
 CHUNK_BYTES = 1 << 20
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Rows of a file or dataset, at least one. Reading one raises ConfigError where it is not a row."""
 
     def __len__(self) -> int: ...
@@ -49,7 +49,7 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> Rows:
+def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> RowReader:
     """The rows of a file or a dataset.
 
     Args:
@@ -61,7 +61,7 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
     Raises:
         ConfigError: There is no such file or dataset, it has no rows, or a library is missing.
     """
-    rows: Rows
+    rows: RowReader
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
         rows = DatasetRows(_load_dataset(path, key, split, subset), f"{key}: {path}, split {split}")
     elif path.suffix == ".parquet":

@@ -31,7 +31,7 @@ from controller.role_groups.dataflow import (
     awaited,
     then,
 )
-from controller.role_groups.requests import Part, cut, local_bytes, serialized, share_columns
+from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
 from nccl_transfer.refs.columns import Jagged
@@ -181,7 +181,7 @@ class RoleGroup:
 
     async def _turn(
         self, method: Method, inputs: FutureBatch, step: StepContext, options: dict[str, Any], place: Place
-    ) -> tuple[np.ndarray, np.ndarray, list[Part]]:
+    ) -> tuple[np.ndarray, np.ndarray, list[BatchPart]]:
         """Waits until the call may be sent; returns the order and the numbers of its rows, and its parts.
 
         Raises:
@@ -225,7 +225,7 @@ class RoleGroup:
         numbers = np.concatenate([part[np.argsort(by_cost[part])] for part in parts])
         return by_cost[numbers], numbers
 
-    async def _parts(self, method: Method, batch: Batch, step: StepContext) -> list[Part]:
+    async def _parts(self, method: Method, batch: Batch, step: StepContext) -> list[BatchPart]:
         """The rows of each part, by the method's transfer protocol; none of a method that takes no rows."""
         if not method.takes_rows:
             return []
@@ -237,7 +237,7 @@ class RoleGroup:
     def _requests(
         self,
         method: Method,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         numbers: np.ndarray,
         header: common_pb2.Call,
         step: StepContext,
@@ -247,7 +247,7 @@ class RoleGroup:
         if not method.takes_rows:
             return [method.request(call=header, **options).SerializeToString()] * len(self.clients)
 
-        def encode(part: Part, relays: Sequence[Relay]) -> Any:
+        def encode(part: BatchPart, relays: Sequence[Relay]) -> Any:
             return self._request(method, part, numbers[part.places], relays, header, options)
 
         step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
@@ -256,7 +256,7 @@ class RoleGroup:
     def _request(
         self,
         method: Method,
-        part: Part,
+        part: BatchPart,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
@@ -513,7 +513,7 @@ class RewardGroup(RoleGroup):
     def _request(
         self,
         method: Method,
-        part: Part,
+        part: BatchPart,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
