@@ -170,10 +170,6 @@ class PromptData:
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
 
-    def read(self, rows: Sequence[int] | np.ndarray) -> list[Prompt]:
-        """Reads these rows."""
-        return [self[int(row)] for row in rows]
-
     def where(self, row: int) -> str:
         """Where a row stands, for messages."""
         source = self._source_of(row)
@@ -181,7 +177,7 @@ class PromptData:
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
         """The columns of these rows, as `columns_of`."""
-        return columns_of(self.read(rows))
+        return columns_of([self[int(row)] for row in rows])
 
     def rows_of_step(self, step: int, count: int, seed: int) -> np.ndarray:
         """Rows of a step, from 1, where there is one source and none is left out: those that a `Loader` deals out."""

@@ -125,7 +125,7 @@ class Reward:
             return FutureBatch(batch.rows, columns, settled.calls, batch.step)
         parts = self._parts(batch)
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
-        if len(parts) == 1 and len(parts[0].rows) == batch.rows and np.all(parts[0].weights == 1):
+        if not self._composed and len(parts) == 1 and np.all(parts[0].weights == 1):
             return made[0]
         rewards = then(
             all_of([each["rewards"] for each in made]),
