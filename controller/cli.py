@@ -121,7 +121,8 @@ def main(
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    click.echo(_headline(summary))
+    if headline := _headline(summary):
+        click.echo(headline)
     click.echo(f"report:            {run_directory / 'report.html'}")
     click.echo(f"run directory:     {run_directory}")
 
@@ -268,10 +269,12 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     Raises:
         ConfigError: As of `run`.
     """
-    config = algorithm.configure(config)
     if has_data:
-        train, heldout = load_data(config, algorithm.columns)
+        plan = _Plan.of(algorithm, config)
+        config, (train, heldout) = plan.config, plan.data
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
+    else:
+        config = algorithm.configure(config)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"
@@ -280,8 +283,10 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    """One line with the first held-out metric, before and after."""
-    name = next(key.removesuffix("_before") for key in summary if key.endswith("_before"))
+    """One line with the first held-out metric, before and after; empty where nothing was measured."""
+    name = next((key.removesuffix("_before") for key in summary if key.endswith("_before")), "")
+    if not name:
+        return ""
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     shape, shown = (
         (".1%", name) if name == "accuracy" else (".4g", "mean reward" if name == "reward" else name)

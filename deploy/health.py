@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rlhf.channels import open_channel
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 ANSWER_TIMEOUT_S = 3.0
@@ -29,7 +30,7 @@ class Probe:
     """Asks one service again and again whether it serves, and never waits for the answer."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._check = _check(self._channel)
         self._question: Any = None
 
@@ -62,7 +63,7 @@ class HealthAnswer:
 def ask(address: str) -> HealthAnswer:
     """Asks the service at an address for its health and who it is; waits for the answer at most
     `ANSWER_TIMEOUT_S` each."""
-    with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+    with open_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:

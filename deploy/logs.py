@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from deploy.processes import POLL_S
 
@@ -51,15 +53,24 @@ def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]
         files = {log: stack.enter_context(log.open("rb")) for log in logs}
         begun = dict.fromkeys(logs, b"")
         while True:
-            for log, file in files.items():
-                if log.stat().st_size < file.tell():  # it was begun anew
-                    file.seek(0)
-                *lines, begun[log] = (begun[log] + file.read()).split(b"\n")
+            for log, file in list(files.items()):
+                if new := _begun_anew(log, file):
+                    files[log], begun[log] = stack.enter_context(new), b""
+                *lines, begun[log] = (begun[log] + files[log].read()).split(b"\n")
                 yield from ((log, line.decode(errors="replace")) for line in lines)
             if not follow:
                 yield from ((log, rest.decode(errors="replace")) for log, rest in begun.items() if rest)
                 return
             time.sleep(POLL_S)
+
+
+def _begun_anew(log: Path, file: BinaryIO) -> BinaryIO | None:
+    """The log opened again where it was truncated or replaced since `file` was read; a removed one is left as it is."""
+    with contextlib.suppress(FileNotFoundError):
+        now = log.stat()
+        if now.st_size < file.tell() or now.st_ino != os.fstat(file.fileno()).st_ino:
+            return log.open("rb")
+    return None
 
 
 def _evidence(lines: list[str], log: Path) -> str:

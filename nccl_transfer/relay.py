@@ -21,7 +21,7 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
-from nccl_transfer.transports.grpc_stream import insecure_channel
+from nccl_transfer.transports.grpc_stream import stream_channel
 from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -174,7 +174,7 @@ class RelayBoard:
 class RelayTaker:
     """Takes bytes that neighbours have read. Thread-safe."""
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
         self._memory = MemfdTransport()

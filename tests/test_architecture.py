@@ -121,3 +121,15 @@ def test_no_pickle_of_ours() -> None:
         if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
     ]
     assert wrong == []
+
+
+def test_connections_are_opened_and_accepted_in_one_file() -> None:
+    makers = {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure_port"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} calls {node.attr}"
+        for room in MAY_IMPORT
+        for path in sources(room)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in makers and path.name != "channels.py"
+    ]
+    assert wrong == []

@@ -139,7 +139,7 @@ class Cluster:
 
     def release(self, step: StepContext) -> None:
         """Frees the rows that a step's calls have made, on every rank, once none of them is under way."""
-        step.wait()
+        step.wait(self._placement.longest_wait_s() + CLOSE_S)
         ours = [group for group in self.groups.values() if group.description.epoch]
         results([group.release(step) for group in ours])
 

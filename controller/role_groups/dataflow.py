@@ -92,7 +92,6 @@ class CallRecord:
         metrics: Means over the ranks by name.
         policy_version: Of the service after the call.
         responses: The response of each rank, in rank order.
-        parts: What each collected rank made, where the method's protocol does not put them end to end.
     """
 
     service: str
@@ -102,7 +101,6 @@ class CallRecord:
     metrics: Mapping[str, float]
     policy_version: int
     responses: tuple[Any, ...]
-    parts: tuple[Batch, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,6 +349,10 @@ class Placement:
         self._last: dict[str, Place] = {}
         self._unfinished: dict[Place, float] = {}
 
+    def longest_wait_s(self) -> float:
+        """Seconds that all unfinished calls may take, one after another."""
+        return sum(self._unfinished.copy().values())
+
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
         """Takes a place in the order; called in program order.
 
@@ -364,7 +366,7 @@ class Placement:
             time_s: Longest time of the call itself, once its turn has come.
         """
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
-        patience_s = sum(self._unfinished.copy().values()) + time_s
+        patience_s = self.longest_wait_s() + time_s
         place = Place(queue, before, patience_s)
         self._last.update(dict.fromkeys(devices, place))
         self._unfinished[place] = time_s

@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf import json_format, struct_pb2
 
 from client.outage import is_silence
 from client.rank import WORKER, RankClient
@@ -31,10 +30,10 @@ from controller.role_groups.dataflow import (
     awaited,
     then,
 )
-from controller.role_groups.requests import Part, cut, local_bytes, serialized, share_columns
+from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
+from controller.role_groups.verdicts import all_scored, failure_of, rewards_of, text_rows
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
-from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.protocols import get_protocol
 from rlhf.contract import Method, group_methods
@@ -47,7 +46,7 @@ from rlhf.errors import (
     RlhfError,
     ServiceLost,
 )
-from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, reward_pb2, worker_pb2
+from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
 
 SETTLE_S = 2.0
 """After a rank has failed, how long to wait for what the others say: the culprit may answer last."""
@@ -55,7 +54,6 @@ LATE_S = 15.0
 """How long a call may go on past its time: its outcome is asked for, other ranks are stopped and listened to."""
 INTRODUCE_S = 60.0
 """How long every rank may take to be told of the others, which it is once in a session."""
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass
@@ -181,7 +179,7 @@ class RoleGroup:
 
     async def _turn(
         self, method: Method, inputs: FutureBatch, step: StepContext, options: dict[str, Any], place: Place
-    ) -> tuple[np.ndarray, np.ndarray, list[Part]]:
+    ) -> tuple[np.ndarray, np.ndarray, list[BatchPart]]:
         """Waits until the call may be sent; returns the order and the numbers of its rows, and its parts.
 
         Raises:
@@ -225,7 +223,7 @@ class RoleGroup:
         numbers = np.concatenate([part[np.argsort(by_cost[part])] for part in parts])
         return by_cost[numbers], numbers
 
-    async def _parts(self, method: Method, batch: Batch, step: StepContext) -> list[Part]:
+    async def _parts(self, method: Method, batch: Batch, step: StepContext) -> list[BatchPart]:
         """The rows of each part, by the method's transfer protocol; none of a method that takes no rows."""
         if not method.takes_rows:
             return []
@@ -237,7 +235,7 @@ class RoleGroup:
     def _requests(
         self,
         method: Method,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         numbers: np.ndarray,
         header: common_pb2.Call,
         step: StepContext,
@@ -247,7 +245,7 @@ class RoleGroup:
         if not method.takes_rows:
             return [method.request(call=header, **options).SerializeToString()] * len(self.clients)
 
-        def encode(part: Part, relays: Sequence[Relay]) -> Any:
+        def encode(part: BatchPart, relays: Sequence[Relay]) -> Any:
             return self._request(method, part, numbers[part.places], relays, header, options)
 
         step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
@@ -256,7 +254,7 @@ class RoleGroup:
     def _request(
         self,
         method: Method,
-        part: Part,
+        part: BatchPart,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
@@ -319,14 +317,12 @@ class RoleGroup:
     ) -> tuple[Batch, CallRecord]:
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         collected = [responses[rank] for rank in protocol.collect(self.mesh)]
-        made, parts = Batch(0, {}), ()
+        made = Batch(0, {})
         if method.outputs and protocol.splits:
             made = protocol.restore(self._made(method, collected, len(order)), len(order), self.mesh)
             if made.rows == len(order):
                 made = made.take(np.argsort(order))
             step.count_bytes(local_bytes(made))
-        elif method.outputs:
-            parts = tuple(wire.from_proto(response.batch) for response in collected)
         record = CallRecord(
             service=self.name,
             method=method.snake_name,
@@ -335,7 +331,6 @@ class RoleGroup:
             metrics=_merge_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),
-            parts=parts,
         )
         return made, record
 
@@ -477,7 +472,7 @@ class RewardGroup(RoleGroup):
         """
         tried = self.try_reward(batch)
         both = all_of([tried["rewards"], tried["reward_errors"]])
-        rewards = then(both, lambda columns: _all_scored(columns[0], columns[1], self.name))
+        rewards = then(both, lambda columns: all_scored(columns[0], columns[1], self.name))
         return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls, batch.step)
 
     def try_reward(self, batch: FutureBatch) -> FutureBatch:
@@ -513,7 +508,7 @@ class RewardGroup(RoleGroup):
     def _request(
         self,
         method: Method,
-        part: Part,
+        part: BatchPart,
         rows: np.ndarray,
         relays: Sequence[Relay],
         header: common_pb2.Call,
@@ -521,7 +516,7 @@ class RewardGroup(RoleGroup):
     ) -> Any:
         if not self.wants_text or method.name != "ComputeReward":
             return super()._request(method, part, rows, relays, header, options)
-        return method.request(call=header, text_rows=_text_rows(part.batch), **options)
+        return method.request(call=header, text_rows=text_rows(part.batch), **options)
 
     def _made(self, method: Method, collected: list[Any], rows: int) -> Batch:
         if method.name != "ComputeReward":
@@ -531,8 +526,8 @@ class RewardGroup(RoleGroup):
             if len(response.scores) != len(part):
                 raise RewardFailed(f"{client}: {len(response.scores)} verdicts for {len(part)} rows")
         scores = [score for response in collected for score in response.scores]
-        batch = Batch(len(scores), {"rewards": LocalColumn(_rewards(scores, self.name))})
-        errors = LocalColumn([_failure(score) for score in scores])
+        batch = Batch(len(scores), {"rewards": LocalColumn(rewards_of(scores, self.name))})
+        errors = LocalColumn([failure_of(score) for score in scores])
         return Batch(len(scores), {**batch.columns, "reward_errors": errors})
 
 
@@ -543,57 +538,6 @@ def _lengths(batch: Batch) -> np.ndarray | None:
     if len(lengths) < 2 or lengths[0] is None or lengths[1] is None:
         return None
     return lengths[0] + lengths[1]
-
-
-def _text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    columns: dict[str, list[Any]] = {
-        name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
-    }
-    if "metadata" in columns:
-        # The samples of a prompt share its metadata: each distinct text is parsed once.
-        parsed = {text: json_format.Parse(text, struct_pb2.Struct()) for text in set(columns["metadata"])}
-        columns["metadata"] = [parsed[text] for text in columns["metadata"]]
-    rows = zip(*columns.values(), strict=True)
-    return [reward_pb2.TextRow(**dict(zip(columns, values, strict=True))) for values in rows]
-
-
-def _rewards(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
-    """The verdicts as one column; every row that was scored has to have one of the same kind. Not a number, or no
-    tokens, where a row was not."""
-    failed = [bool(_failure(score)) for score in scores]
-    kinds = {score.WhichOneof("verdict") for score, is_bad in zip(scores, failed, strict=True) if not is_bad}
-    if kinds == {"token_scores"}:
-        per_row = [
-            np.asarray([] if is_bad else score.token_scores.scores, np.float64)
-            for score, is_bad in zip(scores, failed, strict=True)
-        ]
-        return Jagged(np.concatenate(per_row), np.asarray([len(row) for row in per_row], np.int64))
-    if kinds - {"score"}:
-        raise RewardFailed(f"{service}: some rows have one score and others a score per token")
-    values = (np.nan if is_bad else score.score for score, is_bad in zip(scores, failed, strict=True))
-    return np.fromiter(values, np.float64, len(scores))
-
-
-def _all_scored(rewards: Column, errors: Column, service: str) -> Column:
-    """The rewards, where every row has one."""
-    assert isinstance(errors, LocalColumn), "verdicts come in the response itself"
-    failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
-    if failed:
-        row, cause = failed[0]
-        raise RewardFailed(
-            f"{service}: {len(failed)} of {len(errors.texts)} rows could not be scored; row {row}: {cause}"
-        )
-    return rewards
-
-
-def _failure(score: reward_pb2.RowScore) -> str:
-    """Why a row has no reward to train on; empty where it has."""
-    verdict = score.WhichOneof("verdict")
-    if verdict in (None, "error"):
-        return score.error or "no verdict"
-    values = [score.score] if verdict == "score" else score.token_scores.scores
-    bad = [value for value in values if not abs(value) <= FLOAT32_MAX]
-    return f"score {bad[0]:g} is not a float32 number" if bad else ""
 
 
 def _merge_metrics(responses: Sequence[Any]) -> dict[str, float]:

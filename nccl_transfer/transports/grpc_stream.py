@@ -22,6 +22,7 @@ from nccl_transfer.transports.base import (
     remaining_s,
 )
 from nccl_transfer.transports.sink import Sink
+from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import common_pb2
@@ -43,15 +44,15 @@ _CLIENT_OPTIONS = (
 )
 
 
-def insecure_channel(address: str) -> grpc.Channel:
-    """A channel without encryption, for loopback and trusted networks."""
-    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+def stream_channel(address: str) -> grpc.Channel:
+    """A channel on a connection of its own, whose streams are read in the calling thread."""
+    return open_channel(address, _CLIENT_OPTIONS)
 
 
 def mark_corrupt(shard: Shard, reason: str) -> None:
     """Tells the rank that holds a shard that it was read wrong. Whoever found that knows already: a rank that
     cannot be told is only noted in the log."""
-    with insecure_channel(shard.endpoint.address) as channel:
+    with stream_channel(shard.endpoint.address) as channel:
         request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
             pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=MARK_CORRUPT_S)
@@ -68,7 +69,7 @@ class GrpcTransport(Transport):
 
     name = "grpc"
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()

@@ -37,6 +37,7 @@ from nccl_transfer.transports import (
     stat_response,
 )
 from nccl_transfer.transports.gpu.sources import DeviceSources
+from rlhf.channels import listen
 from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import (
@@ -157,7 +158,7 @@ class RankServer:
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
         key = f"services.{self.name}.{table.bind_key}"
         try:
-            port = server.add_insecure_port(address)
+            port = listen(server, address)
         except RuntimeError as error:
             raise ConfigError(f"{key}: cannot listen on {address}: {error}") from None
         if port == 0:

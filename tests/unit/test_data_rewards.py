@@ -94,6 +94,16 @@ def test_a_reward_of_several_services_keeps_what_each_of_them_says(policy: str) 
         np.testing.assert_equal(rewards(scored, f"{name}/b"), [0, np.nan, 2, np.nan])
 
 
+@pytest.mark.parametrize("policy", ["stop", "retry", "drop_group"])
+def test_a_step_of_one_source_has_the_columns_of_every_service_of_the_mixture(policy: str) -> None:
+    groups = {"math": Group(DIGITS), "length": Group(LENGTH), "exact": Group(LENGTH)}
+    reward = reward_of(groups, {"x": {"math": 1.0, "length": 0.5}, "y": {"exact": 1.0}}, policy)
+    scored = reward.score(FutureBatch.of(response=ROWS, source=["y"] * 4))
+    assert rewards(scored) == rewards(scored, "rewards/exact") == [2, 2, 5, 1]
+    for service in ("math", "length"):
+        np.testing.assert_equal(rewards(scored, f"rewards/{service}"), [np.nan] * 4)
+
+
 def test_rows_go_to_the_reward_of_their_source_and_come_back_in_order() -> None:
     first, second = Group(LENGTH), Group(lambda text: -1.0)
     reward = reward_of({"a": first, "b": second}, {"x": {"a": 2.0}, "y": {"b": 1.0}})

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error
 
@@ -21,8 +22,8 @@ LONGEST_PAUSE_S = 1e-3
 
 
 def liveness_channel(address: str) -> grpc.Channel:
-    """A channel without encryption, on a connection of its own, whose streams are read in the background."""
-    return grpc.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
+    """A channel on a connection of its own, whose streams are read in the background."""
+    return open_channel(address, (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
 
 
 class LivenessStream:
