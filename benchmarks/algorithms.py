@@ -23,7 +23,7 @@ import click
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
 from controller import algorithms, cli
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
 from controller.training.algorithm import Algorithm
 

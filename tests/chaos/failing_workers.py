@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhf.config import ServiceTable
 from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
 from services.runtime.main import run
 from services.runtime.worker import Result, Worker
+from settings.service import ServiceTable
 
 FAULTS = "CHAOS_FAULTS"
 OURS = str(Path(sys.modules["services.runtime.worker"].__file__ or "").parent.parent)

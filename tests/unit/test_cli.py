@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controller import cli
-from controller.config.tables import load
+from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import InvalidRequest, RlhfError, from_status, to_status
 

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from nccl_transfer.refs.batch import Endpoint
-from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
 from services.runtime.hosts import Place, check_reachable, interface_of, network_interfaces, place
+from settings.service import ServiceTable
 
 ELSEWHERE = "192.0.2.1"
 """An address for documents: no host has it."""
