@@ -78,7 +78,7 @@ def main(
     if docs is not None:
         docs.write_text(between_markers(docs.read_text(), text))
     circumstance = {"before": before, "after": circumstances()}
-    write_json(json_path, {"runs": [asdict(outcome) for outcome in outcomes], "circumstances": circumstance})
+    write_json(json_path, {**circumstance, "runs": [asdict(outcome) for outcome in outcomes]})
 
 
 def of_prompts() -> list[str]:

@@ -30,7 +30,7 @@ class RunTable(Strict):
     balance: bool = True
     """Deals sequences out to data ranks by what they cost to compute, and not by how many they are."""
     call_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time one call may take, waiting for its turn included; then the run ends, see docs/runs.md."""
+    """Longest time one call may take from when it is sent; then the run ends, see docs/runs.md."""
     save_timeout_s: float = Field(default=3600.0, gt=0)
     """The same for calls that save, export or load a model, the begin of a run among them."""
     connect_timeout_s: float = Field(default=60.0, gt=0)
