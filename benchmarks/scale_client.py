@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster, Session
 from controller.role_groups.dataflow import FutureBatch, Loop, resolved

@@ -20,10 +20,10 @@ import tomli_w
 
 from client.session import Session
 from controller import algorithms
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
 from controller.data.prompts import PromptData, TextData, load_data
-from controller.foresight import arena_warnings
+from controller.foresight import arena_warnings, check_models
 from controller.identity import Identity
 from controller.launch import LaunchedServices
 from controller.role_groups.admission import with_measured
@@ -168,6 +168,7 @@ class _Plan:
         """Raises ConfigError where the configuration or the data are not what the algorithm needs."""
         started_unix_ns = time.time_ns()
         config = algorithm.configure(config)
+        check_models(config)
         data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
         texts = config.data.pretrain
         pretrain = TextData.load(texts, "data.pretrain") if texts else None
@@ -269,6 +270,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     Raises:
         ConfigError: As of `run`.
     """
+    check_models(algorithm.configure(config))
     if has_data:
         plan = _Plan.of(algorithm, config)
         config, (train, heldout) = plan.config, plan.data

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from controller.config.tables import Config, longest_rows
+from controller.config.config import Config
 from controller.data.chat import Chat
 from controller.data.loader import Loader, NothingKept
 from rlhf.errors import ConfigError
@@ -159,7 +159,7 @@ def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]
     """By service, or key of one, the most tokens that a prompt and its response may have together."""
     found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
     for name in services:
-        found |= {f"{name}.{key}": most for key, most in longest_rows(config.services[name]).items()}
+        found |= {f"{name}.{key}": most for key, most in config.services[name].row_limits.items()}
     return found
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from controller.config.tables import Config, SourceTable
+from controller.config.config import Config
+from controller.config.data import SourceTable
 from controller.data.chat import Chat
 from controller.data.loader import shuffled
 from controller.data.readers import Row, RowReader, open_rows

@@ -12,12 +12,12 @@ from typing import Any
 
 from client.rank import RankClient
 from client.session import Session
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.group import RoleGroup
 from nccl_transfer.transports import host_id
-from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import worker_pb2
+from settings.service import ServiceTable
 
 GONE_WITHIN_S = 15.0
 """How long to wait for a service whose controller seems to be gone: longer than its ranks wait for that one."""

@@ -17,7 +17,7 @@ import grpc.aio
 from client.rank import WORKER, RankClient
 from client.session import Session, StepContext
 from client.stream import REOPEN_S
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.admission import GONE_WITHIN_S, check_tables, origin, wait_until_free
 from controller.role_groups.dataflow import Loop, Placement, results
 from controller.role_groups.group import GROUPS, ActorGroup, RewardGroup, RoleGroup

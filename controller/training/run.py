@@ -11,7 +11,7 @@ import numpy as np
 
 from client.session import StepContext
 from controller.advantage import Advantage
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.draws import Limit, draw, rows_that_fit
 from controller.data.loader import Loader
 from controller.data.prompts import Prompt, PromptData, TextData, columns_of

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from rlhf.config import ActorTable, LoraTable, OptimizerTable
 from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
@@ -15,6 +14,8 @@ from services.models.loading import Load, load_on_meta
 from services.roles.frozen import ref_log_probs
 from services.roles.model_worker import optimizer_options
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.actor import ActorTable, LoraTable
+from settings.model import OptimizerTable
 
 
 class LoRAActorWorker(ActorWorker):

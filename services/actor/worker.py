@@ -13,7 +13,6 @@ from transformers import AutoConfig, GenerationConfig
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import ActorTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss, supervised_loss
@@ -31,6 +30,7 @@ from services.rollout.sharded import ShardedDecoder
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.actor import ActorTable
 
 
 class ActorWorker(ModelWorker):

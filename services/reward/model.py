@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ModelTable, RewardTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute import matmul
@@ -26,6 +25,8 @@ from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import MiniBatch, ModelWorker, rank_device
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.model import ModelTable
+from settings.reward import RewardTable
 
 
 class ModelScorer(Scorer):

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.store.tensors import to_torch
-from rlhf.config import ActorTable, ModelTable, OptimizerTable, ServiceTable
 from rlhf.errors import (
     CallCancelled,
     ConfigError,
@@ -57,6 +56,9 @@ from services.rollout.base import GenerationStopped
 from services.runtime.ranks import Ranks, known_to_all
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
 from services.storage.publish import check_writable
+from settings.actor import ActorTable
+from settings.model import ModelTable, OptimizerTable
+from settings.service import ServiceTable
 
 if TYPE_CHECKING:
     from services.engines.zero.engine import ZeROEngine

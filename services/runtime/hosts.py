@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from nccl_transfer.refs.batch import Endpoint
-from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError
 from rlhf.rendezvous import is_on_one_host
+from settings.service import ServiceTable
 
 LOOPBACK = "127.0.0.1"
 

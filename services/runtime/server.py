@@ -38,7 +38,6 @@ from nccl_transfer.transports import (
 )
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.channels import listen
-from rlhf.config import ServiceTable
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import (
     STATUS_KEY,
@@ -60,6 +59,7 @@ from services.runtime.execution import LONGEST_S, CallQueue, time_to_answer
 from services.runtime.hosts import check_reachable, cpu_name, host_addresses
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration, Worker, registered_methods
+from settings.service import ServiceTable
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a call whose client set none."""

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from nccl_transfer import fetch
-from rlhf.config import ServiceTable
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
+from settings.service import ServiceTable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

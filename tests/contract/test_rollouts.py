@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
@@ -29,6 +28,7 @@ from services.rollout.base import Generation, GenerationStopped, RolloutEngine, 
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds
 from services.rollout.stops import StopStrings
+from settings.actor import VllmTable
 
 pytestmark = pytest.mark.timeout(300)
 

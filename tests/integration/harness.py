@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import tomli_w
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch

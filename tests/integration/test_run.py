@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from client.rank import RankClient
 from client.stream import CallStream
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
 from controller.tracking.timeline import read_events

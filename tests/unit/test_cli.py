@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from controller import algorithms, cli
-from controller.config.tables import load
+from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError, from_status, to_status
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from client.session import StepContext
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch, all_of, then
 from controller.training.rewards import Failures, Reward, rows_to_keep
 from nccl_transfer.refs.batch import LocalColumn

@@ -14,7 +14,7 @@ from google.protobuf import json_format, struct_pb2
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.chat import Chat
 from controller.data.prompts import load_data
 from controller.data.readers import open_rows

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from rlhf.config import JudgeTable, RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import Refused
 from rlhf.v1 import common_pb2, worker_pb2
@@ -19,6 +18,7 @@ from services.runtime import execution, sessions
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import JudgeTable, RewardTable
 
 NOTHING = cast(Any, None)
 TABLE = RewardTable(role="reward", address="127.0.0.1:1")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
 from controller.data.loader import Loader
 from controller.data.prompts import Prompt, PromptData, TextData

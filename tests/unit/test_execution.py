@@ -19,7 +19,6 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, Endpoint, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import common_pb2
@@ -34,6 +33,7 @@ from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
 

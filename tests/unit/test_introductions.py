@@ -18,7 +18,6 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2 as pb
@@ -26,6 +25,7 @@ from services.runtime import introductions
 from services.runtime.execution import CallQueue
 from services.runtime.introductions import Introductions
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.reference import ReferenceTable
 
 KEY = "0123456789abcdef" * 2
 OTHER = Endpoint("10.0.0.2:7101", "host", "rlhf-" + KEY, 5, "actor", 1, "", 40000, KEY, 22703)

@@ -30,11 +30,11 @@ from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import host_id
-from rlhf.config import ReferenceTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
 from services.runtime.server import RankServer
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 TIMEOUT_S = 30.0
 ROWS, SEED = 16, 3

@@ -18,13 +18,14 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from nccl_transfer import fetch
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import OptimizerTable, RewardTable
 from rlhf.errors import RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.models.families import load_classifier
 from services.reward.model import LearningRewardWorker, ModelScorer
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallRows
+from settings.model import OptimizerTable
+from settings.reward import RewardTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

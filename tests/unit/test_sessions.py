@@ -14,17 +14,17 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session, StepContext
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups import dataflow
 from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch, promise
 from nccl_transfer.transports import host_id
-from rlhf.config import ActorTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.sessions import CurrentSession
+from settings.actor import ActorTable
 
 HOUR_NS = 3600 * 10**9
 

@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from rlhf import meshes
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.compute.norms import speed_up_norms
@@ -36,6 +35,7 @@ from services.models.families import FAMILIES, ValueModel, save_config
 from services.models.weights import WeightsReader
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of
+from settings import meshes
 
 _BACKBONE = "backbone."
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
 from services.reward.sandbox import cgroups, confine, seccomp, usage
 from services.reward.sandbox.isolation import (
@@ -38,6 +37,7 @@ from services.reward.sandbox.isolation import (
     python,
     reap,
 )
+from settings.reward import SandboxTable
 
 LAUNCH_TIMEOUT_S = 60.0
 HOME = "/sandbox"
