@@ -33,10 +33,11 @@ from controller.role_groups.dataflow import (
 )
 from controller.role_groups.requests import Part, cut, local_bytes, serialized, share_columns
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
     CallCancelled,

@@ -9,20 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nccl_transfer.refs.batch import (
-    ELEMENT_BYTES,
-    TEXT,
-    Batch,
-    Column,
-    Endpoint,
-    LocalColumn,
-    RemoteColumn,
-    Shard,
-)
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.checksums import num_blocks
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import ELEMENT_BYTES, TEXT
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import worker_pb2

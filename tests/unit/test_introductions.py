@@ -15,8 +15,10 @@ from unit.test_execution import MetRanks, Reference
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
