@@ -38,6 +38,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
     CallCancelled,
@@ -98,8 +99,8 @@ class RoleGroup:
         self.name = clients[0].service
         self.clients = clients
         self.description = description
-        self.mesh = wire.mesh_from_proto(description.mesh)
-        self.endpoints = [wire.endpoint_from_proto(rank.endpoint) for rank in description.ranks]
+        self.mesh = mesh_from_proto(description.mesh)
+        self.endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self.session = session
         self.running: dict[str, str] = {}
         self._devices = devices

@@ -35,7 +35,8 @@ from nccl_transfer.refs.dtypes import ITEM_BYTES
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
-from nccl_transfer.refs.wire import endpoint_from_proto, from_proto, to_proto
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.arena import COPIED_BYTES
 from nccl_transfer.store.store import Lease, TensorStore
