@@ -13,11 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.refs.batch import ITEM_BYTES, TEXT, Batch, Endpoint, RemoteColumn, Shard, ShardRun
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.checksums import first_mismatch
 from nccl_transfer.refs.columns import Jagged, decode_texts
+from nccl_transfer.refs.dtypes import ITEM_BYTES, TEXT
 from nccl_transfer.refs.plans import Ranges, Relay, needed, position
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
 from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
 from nccl_transfer.store.arena import CORRUPT
 from nccl_transfer.store.store import Lease, TensorStore

@@ -33,9 +33,11 @@ from controller.role_groups.dataflow import (
 from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
 from controller.role_groups.verdicts import all_scored, failure_of, rewards_of, text_rows
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
 from rlhf.errors import (
     CallCancelled,
@@ -95,8 +97,8 @@ class RoleGroup:
         self.name = clients[0].service
         self.clients = clients
         self.description = description
-        self.mesh = wire.mesh_from_proto(description.mesh)
-        self.endpoints = [wire.endpoint_from_proto(rank.endpoint) for rank in description.ranks]
+        self.mesh = mesh_from_proto(description.mesh)
+        self.endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self.session = session
         self.running: dict[str, str] = {}
         self._devices = devices

@@ -16,10 +16,11 @@ import numpy as np
 from client.rank import RankClient
 from client.session import StepContext
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Endpoint, LocalColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.v1 import transfer_pb2
 
 

@@ -24,8 +24,9 @@ from controller.training.evaluation import Evaluation, batches, mean_of_scored, 
 from controller.training.parity import DriftCheck, parity_metrics
 from controller.training.rewards import Failures, Reward
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest

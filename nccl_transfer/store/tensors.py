@@ -7,8 +7,8 @@ from typing import overload
 import numpy as np
 import torch
 
-from nccl_transfer.refs.batch import ITEM_BYTES
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import ITEM_BYTES
 from rlhf.errors import InvalidRequest
 
 _CARRIED_AS = {

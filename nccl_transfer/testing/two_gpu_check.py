@@ -29,7 +29,9 @@ import grpc.aio
 import numpy as np
 
 from nccl_transfer.fetch import CARRIERS, Fetcher
-from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service

@@ -19,9 +19,10 @@ import numpy as np
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.relay import RelayRequest
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import traffic_since, traffic_to_proto

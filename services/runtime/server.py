@@ -24,8 +24,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.wire import endpoint_to_proto, from_proto, mesh_to_proto, to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto, mesh_to_proto
 from nccl_transfer.registry import create_transports, unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import (

@@ -20,9 +20,11 @@ import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.wire import endpoint_to_proto, to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service

@@ -44,7 +44,8 @@ from integration.harness import (
 )
 from integration.listeners import assert_closed
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, RemoteColumn
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import Refused
 from services.models.families import tensors_sha256
 

@@ -16,8 +16,9 @@ import torch
 
 from nccl_transfer import fetch
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Column, Endpoint, LocalColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, Refused

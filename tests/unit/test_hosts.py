@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import ConfigError
 from services.runtime.hosts import (
     HostAddresses,

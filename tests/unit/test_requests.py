@@ -24,9 +24,12 @@ from controller.role_groups.group import ReferenceGroup
 from controller.training.run import Run
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import host_id

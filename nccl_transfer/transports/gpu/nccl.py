@@ -18,8 +18,8 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
 from nccl_transfer.transports.gpu.communicator import (
     Communicator,
