@@ -185,24 +185,14 @@ class SequenceScorer:
         nn.Module.to(self.model, device)
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of whole tensors under the names of the checkpoint, for `load_weights`. The iterable is run to its end
-        whatever fails, since other ranks may gather along.
+        """Copies of whole tensors under the names of the checkpoint, for `load_weights`.
 
         Raises:
             RuntimeError: memory ran out.
             KeyError: the model has no tensor of a name.
         """
-        own, staged = self.model.state_dict(), {}
-        failure: Exception | None = None
-        for name, tensor in weights:
-            try:
-                if failure is None:
-                    staged[name] = torch.empty_like(own[name]).copy_(tensor)
-            except (RuntimeError, KeyError) as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return staged
+        own = self.model.state_dict()
+        return {name: torch.empty_like(own[name]).copy_(tensor) for name, tensor in weights}
 
     @torch.no_grad()
     def load_weights(self, staged: Mapping[str, Tensor]) -> None:
@@ -212,14 +202,20 @@ class SequenceScorer:
             own[name].copy_(tensor)
 
     @torch.no_grad()
-    def score_tokens(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], scored: Callable[[int], None] = lambda _: None
+    ) -> Tensor:
         """Scores [rows], float32, on the device of the model.
+
+        Args:
+            scored: called after each micro-batch with the number of rows scored so far; ends the work by raising.
 
         Raises:
             ValueError: a row longer than the token budget.
         """
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         scores = torch.empty(len(rows), dtype=torch.float32, device=self.model.device)
+        done = 0
         for part in cut(lengths, self._token_budget):
             ids_BT = torch.full((len(part), int(lengths[part].max())), self._pad_id)
             for row_T, row in zip(ids_BT, part, strict=True):
@@ -229,6 +225,8 @@ class SequenceScorer:
                 input_ids=ids_BT.to(self.model.device), attention_mask=mask_BT.long().to(self.model.device)
             )
             scores[torch.from_numpy(part).to(scores.device)] = output.logits[:, 0].float()
+            done += len(part)
+            scored(done)
         return scores
 
 
