@@ -16,7 +16,9 @@ import numpy as np
 from controller.config.tables import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster, Session
-from controller.role_groups.dataflow import FutureBatch, Loop, resolved
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
 from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
