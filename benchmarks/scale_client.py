@@ -13,10 +13,13 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from client.session import Session
 from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
-from controller.role_groups.cluster import Cluster, Session
-from controller.role_groups.dataflow import FutureBatch, Loop, resolved
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
 from nccl_transfer.refs.batch import Batch, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn

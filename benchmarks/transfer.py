@@ -45,7 +45,7 @@ from rich.table import Table
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, receive, timed
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.transfer_gpu import DeviceTransfer, measure_cuda_ipc
-from controller.role_groups.dataflow import Loop
+from controller.role_groups.loop import Loop
 from nccl_transfer.fetch import FetchedRows, Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged

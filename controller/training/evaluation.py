@@ -10,7 +10,7 @@ import numpy as np
 
 from controller.data.prompts import PromptData
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import RewardGroup
+from controller.role_groups.roles import RewardGroup
 from controller.tracking.metrics import Sample
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged

@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 
 from client.session import StepContext
-from controller.role_groups.dataflow import CallRecord, FutureBatch, all_of, then
-from controller.role_groups.group import RewardGroup
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.futures import all_of, then
+from controller.role_groups.roles import RewardGroup
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest, RewardFailed

@@ -16,8 +16,10 @@ from controller.data.draws import Limit, draw, rows_that_fit
 from controller.data.loader import Loader
 from controller.data.prompts import Prompt, PromptData, TextData, columns_of
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import CallRecord, FutureBatch, results
-from controller.role_groups.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.futures import results
+from controller.role_groups.group import RoleGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
 from controller.tracking.recorder import Recorder
 from controller.tracking.transfer import transfer_metrics
 from controller.training.evaluation import Evaluation, batches, mean_of_scored, policy_evaluation, row_scores

@@ -31,6 +31,7 @@ from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.model import ModelTable
 from settings.reward import RewardTable
+from settings.service import ServiceTable
 
 
 class ModelRewardWorker(RewardWorker):

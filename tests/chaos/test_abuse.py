@@ -47,7 +47,7 @@ from client.session import Session
 from controller.config.config import Config
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup
+from controller.role_groups.roles import ActorGroup
 from integration.harness import (
     POLICY_LOSS,
     SHARDED,

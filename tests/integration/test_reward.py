@@ -21,7 +21,7 @@ from controller import algorithms, cli
 from controller.config.config import Config
 from controller.role_groups import cluster as controller_cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, RewardGroup
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Cluster, Processes, free_ports, take_rows, under_one_name, wait_for_line

@@ -20,7 +20,7 @@ from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup
+from controller.role_groups.roles import ActorGroup
 from integration.harness import (
     HUGGING_FACE,
     POLICY_LOSS,

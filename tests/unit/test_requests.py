@@ -19,8 +19,12 @@ from unit.test_execution import MetRanks
 from client.rank import WORKER, RankClient
 from client.session import Session
 from controller.role_groups import group
-from controller.role_groups.dataflow import FutureBatch, Loop, Placement, resolved
-from controller.role_groups.group import ReferenceGroup
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.fanout import FanOut
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
+from controller.role_groups.placement import Placement
+from controller.role_groups.roles import ReferenceGroup
 from controller.training.run import Run
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
@@ -118,7 +122,7 @@ def connected(servers: list[RankServer], session: Session) -> Iterator[Reference
 
         clients, description = loop.run(connect(), TIMEOUT_S)
         try:
-            ranks = ReferenceGroup(clients, description, frozenset({"0"}), session, Placement(), loop)
+            ranks = ReferenceGroup(FanOut(clients), description, frozenset({"0"}), session, Placement(), loop)
             ranks.synchronize().records(TIMEOUT_S)  # the first call begins the session
             yield ranks
         finally:
