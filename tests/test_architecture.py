@@ -22,14 +22,16 @@ MAY_IMPORT = {
     "nccl_transfer": {"rlhf", "nccl_transfer"},
     "services": {"rlhf", "settings", "nccl_transfer", "services"},
     "client": {"rlhf", "client"},
-    "controller": {"rlhf", "settings", "nccl_transfer", "client", "controller"},
+    "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
     "deploy": {"rlhf", "settings", "controller.config", "deploy"},
     "conformance": {"rlhf", "conformance"},
-    "loadtest": {"rlhf", "nccl_transfer", "loadtest"},
+    "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
+    "reports": {"reports"},
 }
 OURS = (
     "rlhf",
     "settings",
+    "reports",
     "nccl_transfer",
     "services",
     "client",
