@@ -28,17 +28,17 @@ from multiprocessing.process import BaseProcess
 import grpc.aio
 import numpy as np
 
-from nccl_transfer.fetch import CARRIERS, Fetcher
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Cuda, Event, cupy, own_cuda
-from nccl_transfer.transports.gpu.nccl import NcclTransport, own_nccl
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost

@@ -28,16 +28,17 @@ from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.fetch import CARRIERS, FetchedRows, Fetcher
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto
 from nccl_transfer.registry import create_transports
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.arena import COPIED_BYTES
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import ArenaServer, Transport, host_id

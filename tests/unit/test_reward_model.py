@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from nccl_transfer import fetch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.rows import FetchedRows
 from rlhf.config import OptimizerTable, RewardTable
 from rlhf.errors import RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
@@ -95,7 +95,7 @@ def test_token_ids_beyond_the_budget_are_an_error_of_their_row_alone(directory: 
     lengths = np.array([3, BUDGET])
     ids = Jagged(np.arange(lengths.sum()) % 50 + 3, lengths)
     values = {"prompt_ids": ids, "response_ids": ids}
-    rows = Rows(fetch.FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
+    rows = Rows(FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
     assert [score.WhichOneof("verdict") for score in scorer.score_tokens(rows, make_call())] == [
         "score",
         "error",
@@ -111,7 +111,7 @@ def test_a_reward_model_is_computed_in_the_type_that_is_asked_for(directory: Pat
 
 
 def update(worker: LearningRewardWorker) -> None:
-    rows = Rows(fetch.FetchedRows(3, PAIRS, {}, 0), np.arange(3))
+    rows = Rows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
     worker.around(lambda: worker.update_reward(rows, request, make_call()))
 
