@@ -131,7 +131,7 @@ class TensorStore:
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
         """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
-        `values` carries (see `nccl_transfer.fetch.CARRIERS`). Errors as in `put`."""
+        `values` carries (see `nccl_transfer.refs.dtypes.CARRIERS`). Errors as in `put`."""
         if isinstance(values, Jagged):
             shard = self.put(values.values, lease)
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from nccl_transfer import fetch
+from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
@@ -63,10 +63,10 @@ class CallRows:
         numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
     """
 
-    fetched: fetch.FetchedRows
+    fetched: FetchedRows
     numbers: np.ndarray
 
-    def __getitem__(self, name: str) -> fetch.Values:
+    def __getitem__(self, name: str) -> Values:
         if name not in self.fetched.values:
             raise InvalidRequest(f"column {name!r} is missing; given: {sorted(self.fetched.values)}")
         return self.fetched.values[name]
@@ -87,7 +87,7 @@ class CallRows:
         return self.fetched.rows
 
 
-NO_ROWS = CallRows(fetch.FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass

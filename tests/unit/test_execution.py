@@ -19,6 +19,7 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
@@ -138,7 +139,7 @@ class WatchedFetcher(fetch.Fetcher):
     def __init__(self) -> None:
         super().__init__("", [])
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
+    def fetch(self, *arguments: Any, **options: Any) -> FetchedRows:
         rows = super().fetch(*arguments, **options)
         self.last = weakref.ref(rows)
         return rows
