@@ -13,7 +13,8 @@ from google.rpc import status_pb2
 from rlhf.contract import SERVICES, Method
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import worker_pb2
-from services.runtime.execution import CallQueue, time_to_answer
+from services.runtime.deadlines import time_to_answer
+from services.runtime.execution import CallQueue
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration
 

@@ -54,8 +54,9 @@ from rlhf.errors import (
     to_status,
 )
 from rlhf.v1 import transfer_pb2, worker_pb2
+from services.runtime.deadlines import LONGEST_S, time_to_answer
 from services.runtime.dispatch import DispatchStream
-from services.runtime.execution import LONGEST_S, CallQueue, time_to_answer
+from services.runtime.execution import CallQueue
 from services.runtime.hosts import check_reachable, cpu_name, host_addresses
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration, Worker, registered_methods
@@ -320,7 +321,7 @@ class RankServer:
             )
         interval_s = max(request.interval_s or 1.0, WATCH_PAUSE_S)
         while not self._stop.is_set():
-            changed = self.queue.changed
+            changed = self.queue.phase.changed
             yield self._status()
             await asyncio.sleep(min(WATCH_PAUSE_S, interval_s))
             with contextlib.suppress(TimeoutError):
@@ -328,10 +329,10 @@ class RankServer:
         raise ServiceLost("the service is shutting down")
 
     def _status(self) -> worker_pb2.WatchResponse:
-        running = self.queue.running
+        running = self.queue.phase.call
         status = worker_pb2.WatchResponse(
             epoch=self.worker.ranks.epoch,
-            phase=self.queue.phase,
+            phase=self.queue.phase.phase,
             memory_bytes=self._process.memory_info().rss,
             device_memory_bytes=self.worker.device_memory(),
             arena_bytes=self.store.stat().used_bytes,

@@ -29,7 +29,7 @@ from services.reference.worker import ReferenceWorker
 from services.roles import model_worker
 from services.roles.model_worker import ModelWorker
 from services.roles.traces import Traces
-from services.runtime import execution
+from services.runtime import deadlines, responses
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
@@ -169,7 +169,7 @@ def test_results_are_remembered_up_to_a_size_and_the_newest_always(monkeypatch: 
         store = TensorStore(1 << 16)
         queues = [CallQueue(Talkative(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", [])) for _ in range(2)]
         assert await remembered(queues[0], 200) == list(range(37, 200))  # 16 MiB
-        monkeypatch.setattr(execution, "REMEMBERED_BYTES", 1000)
+        monkeypatch.setattr(responses, "REMEMBERED_BYTES", 1000)
         assert await remembered(queues[1], 3) == [2]
         for queue in queues:
             await queue.drain()
@@ -301,8 +301,8 @@ def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
 
 
 def test_a_time_to_answer_has_an_end() -> None:
-    assert execution.time_to_answer(2.0) == 1.8
-    assert execution.time_to_answer(1e300) < 3e6
+    assert deadlines.time_to_answer(2.0) == 1.8
+    assert deadlines.time_to_answer(1e300) < 3e6
 
 
 def test_a_directory_that_is_no_path_is_refused() -> None:
