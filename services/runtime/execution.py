@@ -13,36 +13,29 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
 from rlhf.contract import Method
 from rlhf.errors import (
-    CallCancelled,
-    DeadlineExceeded,
     InvalidRequest,
-    OutOfStep,
     Refused,
     ServiceLost,
     drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.calls import ActiveCall
-from services.runtime.compute import ComputeThread
-from services.runtime.deadlines import ANSWER_S
-from services.runtime.encoding import ResponseEncoder
-from services.runtime.fetches import FetchQueue, fetch_rows
 from services.runtime.introductions import Introductions
-from services.runtime.meetings import Meetings
 from services.runtime.phases import RankPhase
 from services.runtime.responses import ResponseMemory
+from services.runtime.runner import CallRunner
 from services.runtime.sessions import CurrentSession, check_name
 from services.runtime.turn_queue import TurnQueue
-from services.runtime.worker import NO_ROWS, CallContext, CallRows, Registration, Worker
+from services.runtime.worker import CallContext, Registration, Worker
 
 GRACE_S = 5.0
-"""How long the running call may take to end in a drain."""
+"""How long the running call may take to end in a drain, and the worker to close."""
 
 
 class CallQueue:
     """Orders and runs the calls of one rank. Used from the event loop.
 
-    A call fetches its rows when it arrives, waits for its turn, meets the other ranks, computes, and is answered.
+    A call is admitted or refused; `CallRunner` runs it; its response is remembered for retries.
 
     Attributes:
         session: The session whose calls it runs.
@@ -51,18 +44,14 @@ class CallQueue:
 
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
         self.worker = worker
-        self.store = store
-        self.fetcher = fetcher
+        self._store = store
         self.session = CurrentSession(self._end_session)
         self.phase = RankPhase()
         self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
         self._responses = ResponseMemory()
         self._turns = TurnQueue()
-        self._fetches = FetchQueue()
-        self._meetings = Meetings(worker.ranks, worker.leave)
-        self._compute = ComputeThread(worker, ResponseEncoder(worker, store), self.phase, self.session.check)
+        self._runner = CallRunner(worker, store, fetcher, self.session, self._turns, self.phase)
         self._calls: dict[str, ActiveCall] = {}
-        self._is_draining = False
 
     def start(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
@@ -104,7 +93,7 @@ class CallQueue:
         finally:
             call.callers -= 1
             if not (call.callers or call.is_held or response.done()):
-                self._stop(call)
+                self._runner.stop(call)
 
     async def outcome(self, call_id: str, response: asyncio.Future[Any], within_s: float) -> Any:
         """The response of a call that is past its caller's deadline, if it ends within `within_s` seconds.
@@ -133,33 +122,24 @@ class CallQueue:
         call = self._calls.get(call_id)
         if call is None:
             return False
-        self._stop(call)
+        self._runner.stop(call)
         return True
 
     async def drain(self) -> None:
         """Lets the running call end, refuses all others, closes the worker, and frees the threads."""
-        self._is_draining = True
         self.phase.set(worker_pb2.PHASE_DRAINING, self.phase.call)
         self._turns.wake()
         if to_come := self._responses.to_come:
             await asyncio.wait(to_come, timeout=GRACE_S)
-        await self._compute.close(GRACE_S)
-        self._fetches.close()
+        await self._runner.close(GRACE_S)
 
     def _end_session(self, name: str) -> None:
         """Stops a session's calls, frees its rows, and forgets its introductions."""
         for call in self._calls.values():
             if call.context.call.session == name:
-                self._stop(call)
-        self.store.end(name)
+                self._runner.stop(call)
+        self._store.end(name)
         self._introductions.forget(name)
-        self._turns.wake()
-
-    def _stop(self, call: ActiveCall) -> None:
-        call.context.cancelled = True
-        call.stopped.set()
-        if call.fetch is not None:
-            self._fetches.drop(call.fetch)
         self._turns.wake()
 
     def _admit(
@@ -184,10 +164,10 @@ class CallQueue:
             self._turns.join(header.session, header.sequence),
         )
         if registration.instant and self._turns.begin_at_once(call.ticket):
-            response = self._answer(call)
+            response = self._runner.run_at_once(call)
         else:
             self._calls[header.call_id] = call
-            response = asyncio.create_task(_without_frames(self._run(call)))
+            response = asyncio.create_task(_without_frames(self._runner.run(call)))
             response.add_done_callback(partial(self._forget, call))
         self._responses.add(method, header, response)
         return response
@@ -195,7 +175,7 @@ class CallQueue:
     def _check(self, header: common_pb2.Call) -> None:
         """Raises where this rank takes no call of this kind now."""
         ranks = self.worker.ranks
-        if self._is_draining:
+        if self.phase.is_draining:
             raise ServiceLost("the service is shutting down")
         if header.epoch not in (0, ranks.epoch):
             raise Refused(
@@ -221,103 +201,7 @@ class CallQueue:
     def _forget(self, call: ActiveCall, response: asyncio.Future[Any]) -> None:
         """The call has ended."""
         del self._calls[call.call_id]
-        if call.fetch is not None:
-            self._fetches.drop(call.fetch)
-
-    def _answer(self, call: ActiveCall) -> asyncio.Future[Any]:
-        """Runs an instant call in its turn, without a task."""
-        response = asyncio.get_running_loop().create_future()
-        try:
-            response.set_result(self._compute.run_at_once(call))
-        except Exception as error:  # noqa: BLE001 - raised where the response is awaited
-            response.set_exception(error)
-        self._end_turn(call)
-        return response
-
-    async def _run(self, call: ActiveCall) -> Any:
-        arrived = time.monotonic()
-        if call.has_batch:
-            call.fetch = self._fetches.add(
-                partial(
-                    fetch_rows,
-                    self.fetcher,
-                    call.request.batch,
-                    call.context,
-                    call.timing,
-                    writable=self.worker.writes_to_rows,
-                )
-            )
-        await self._wait_for_turn(call)
-        try:
-            call.timing.queue_s = time.monotonic() - arrived
-            if call.registration.instant:
-                return self._compute.run_at_once(call)
-            self.phase.set(worker_pb2.PHASE_FETCHING, call)
-            rows, failure = await self._fetched(call)
-            self.phase.set(worker_pb2.PHASE_COMPUTING, call)
-            if call.registration.collective and self.worker.ranks.size > 1:
-                await self._meet(call)
-            return await self._compute.run(call, rows, failure)
-        except OutOfStep as error:
-            asyncio.get_running_loop().call_later(ANSWER_S, self.worker.leave, str(error))
-            raise
-        finally:
-            self.phase.set(worker_pb2.PHASE_IDLE, None)
-            self._end_turn(call)
-
-    async def _wait_for_turn(self, call: ActiveCall) -> None:
-        context = call.context
-        try:
-            await self._turns.begin(call.ticket, context.deadline, partial(self._check_waiting, call))
-        except TimeoutError:
-            running = self.phase.call
-            behind = running.method.name if running else f"call {self._turns.next}, which never came"
-            raise DeadlineExceeded(
-                f"{call.method.name} (sequence {context.call.sequence}) waited past its deadline behind {behind}"
-            ) from None
-
-    def _check_waiting(self, call: ActiveCall) -> None:
-        """Raises where a call may not wait for its turn any longer, nor take it."""
-        self.session.check(call.context.call)
-        if self._is_draining:
-            raise ServiceLost("the service is shutting down")
-        # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
-        if call.context.cancelled and self.worker.ranks.size == 1:
-            raise CallCancelled(f"call {call.call_id} was cancelled before it started")
-
-    def _end_turn(self, call: ActiveCall) -> None:
-        self._turns.end(call.ticket)
-        header = call.context.call
-        if header.sequence and header.session != self.session.name:
-            # The call outlived its session, whose end has freed only the rows that were there.
-            self.store.release(header.session)
-
-    async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
-        """The rows, or why there are none: the fetch failed, or the call was stopped."""
-        if call.fetch is None:
-            return NO_ROWS, None
-        waited = time.monotonic()
-        await asyncio.wait([call.fetch])
-        if call.fetch.cancelled():
-            return NO_ROWS, CallCancelled(f"call {call.call_id} was cancelled while it fetched")
-        if error := call.fetch.exception():
-            return NO_ROWS, error if isinstance(error, Exception) else RuntimeError(str(error))
-        rows = call.fetch.result()
-        call.timing.fetch_s = time.monotonic() - waited
-        call.timing.fetched_bytes = rows.fetched.fetched_bytes
-        return rows, None
-
-    async def _meet(self, call: ActiveCall) -> None:
-        """Waits until every rank is at this call."""
-        context = call.context
-        if await self._meetings.meet(call.method, call.request, call.stopped, context.deadline):
-            return
-        self.session.check(context.call)
-        if context.cancelled:
-            raise CallCancelled(f"call {call.call_id} was cancelled before it started")
-        raise DeadlineExceeded(
-            f"{call.method.name} ({call.call_id}) did not start: not every rank was sent it before its deadline"
-        )
+        self._runner.drop_rows(call)
 
 
 async def _without_frames(run: Awaitable[Any]) -> Any:

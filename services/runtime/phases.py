@@ -22,9 +22,13 @@ class RankPhase:
         self.call: ActiveCall | None = None
         self.changed = asyncio.Event()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the rank finishes its last call."""
+        return self.phase == worker_pb2.PHASE_DRAINING
+
     def set(self, phase: worker_pb2.Phase, call: ActiveCall | None) -> None:
         """Notes a change."""
-        is_draining = self.phase == worker_pb2.PHASE_DRAINING
-        self.phase, self.call = worker_pb2.PHASE_DRAINING if is_draining else phase, call
+        self.phase, self.call = worker_pb2.PHASE_DRAINING if self.is_draining else phase, call
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
