@@ -14,13 +14,13 @@ def worker_class(table: RewardTable) -> type[Worker]:
         ConfigError: The table has an optimizer, and its kind is not "model".
     """
     if table.optimizer is None:
-        # Imported here: with kind "model" it imports torch, which takes seconds.
+        # Imports the libraries of every kind of reward, so the configuration is checked first.
         from services.reward.worker import RewardWorker
 
         return RewardWorker
     if table.kind != "model":
         raise ConfigError(f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has")
-    # Imported here: it needs torch, which other kinds of reward do without.
+    # Imports torch, which other kinds of reward do without.
     from services.reward.model import LearningRewardWorker
 
     return LearningRewardWorker

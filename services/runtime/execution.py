@@ -39,7 +39,7 @@ class CallQueue:
 
     Attributes:
         session: The session whose calls it runs.
-        phase: What the rank is doing.
+        phase: Phase of the rank, for Watch.
     """
 
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
@@ -73,7 +73,7 @@ class CallQueue:
         return known if known is not None else self._admit(method, registration, request, timeout_s)
 
     def knows(self, call_id: str) -> bool:
-        """Whether a call came here, and its response is to come or remembered."""
+        """Whether a call with this id has arrived, and its response is to come or remembered."""
         return call_id in self._responses
 
     async def wait(self, call_id: str, response: asyncio.Future[Any], *, hold: bool = False) -> Any:

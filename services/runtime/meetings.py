@@ -1,4 +1,4 @@
-"""How the ranks of a service begin a call together, or not at all, whichever of them were sent it."""
+"""The ranks of a service begin a call together or not at all, whichever of them received it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from rlhf.v1 import common_pb2
 from services.runtime.ranks import Ranks, known_to_all
 
 ROWS = ("batch", "text_rows")
-"""Fields of requests that differ from rank to rank."""
+"""Request fields that differ from rank to rank."""
 
 
 @dataclass
 class Attendance:
-    """A rank at a call.
+    """This rank's wait for its peers at one call.
 
     Attributes:
-        note: When its session began, its number in the session, and a checksum of all that ranks are sent alike.
+        note: Start of the call's session, its number in the session, and a checksum of the fields that all ranks
+            receive alike.
         is_wanted: Whether a caller still waits for the call on this rank.
         has_begun: Whether the note was sent, or is about to be.
     """
@@ -36,12 +37,12 @@ class Attendance:
 
     @property
     def order(self) -> list[float]:
-        """By which calls follow each other."""
+        """Sort key of calls: session start, number."""
         return self.note[:2]
 
 
 class Meetings:
-    """Where the ranks meet before each call that they compute together. Used from the event loop.
+    """Barrier of the ranks before each call that they compute together. Used from the event loop.
 
     A rank notes the call that it is at, and gets the notes of all ranks once each has noted one. Until then its caller
     may give up, and the rank go on to later calls. A note cannot be taken back; so the rank goes on to attend for that
@@ -49,8 +50,8 @@ class Meetings:
     it attends for the last one.
 
     Args:
-        leave: Ends this process, with a reason: called where the ranks fell out of step while no caller waits, who
-            would get the error.
+        leave: Ends this process and prints a reason; called where the ranks fall out of step while no caller waits for
+            the error.
     """
 
     def __init__(self, ranks: Ranks, leave: Callable[[str], object]) -> None:
@@ -60,14 +61,14 @@ class Meetings:
         self._attending: dict[asyncio.Task[None], Attendance] = {}
 
     async def meet(self, method: Method, request: Any, stopped: asyncio.Event, deadline: float) -> bool:
-        """Waits until every rank is at this call; False where it was stopped, or its deadline came, before that.
+        """Waits until every rank is at this call; returns False where it was stopped or its deadline came first.
 
         Args:
             deadline: By `time.monotonic()`.
 
         Raises:
-            PeerFailed: A peer is at a later call, or does not want this one any more.
-            InvalidRequest: The ranks were not sent the same request.
+            PeerFailed: A peer is at a later call, or has given this one up.
+            InvalidRequest: The ranks received different requests.
             OutOfStep: A peer died.
         """
         mine = Attendance(_note(method, request))
@@ -103,11 +104,12 @@ class Meetings:
                     return
                 self._check(mine, notes, wanted)
             if not mine.is_wanted:
-                # The peers begin the call: this is their first agreement, as one that failed before it would make it.
+                # The peers begin the call. This takes part in their first agreement, as a rank that failed before it.
                 await self._round([True])
 
     def _check(self, mine: Attendance, notes: list[list[float]], wanted: list[float]) -> None:
-        """Whether to wait for the ranks that are at earlier calls. Every rank sees the same."""
+        """Raises where this call cannot begin; returns where ranks at earlier calls may still come. Every rank decides
+        by the same notes."""
         gone = [str(rank) for rank, note in enumerate(notes) if note == mine.note and not wanted[rank]]
         if gone:
             raise known_to_all(PeerFailed(f"nobody waits for the call on rank {', '.join(gone)} any more"))
@@ -128,7 +130,7 @@ def _note(method: Method, request: Any) -> list[float]:
     for field, value in request.ListFields():
         if field.name not in ROWS:
             is_message = isinstance(value, Message)
-            said = value.SerializeToString(deterministic=True) if is_message else repr(value).encode()
-            checksum = zlib.crc32(said, checksum)
-    # Numbers of 64 bits, and so rounded: sessions begin more than a microsecond apart.
+            encoded = value.SerializeToString(deterministic=True) if is_message else repr(value).encode()
+            checksum = zlib.crc32(encoded, checksum)
+    # float64 rounds nanoseconds to a fraction of a microsecond; sessions begin further apart than that.
     return [float(call.session_started_unix_ns), float(call.sequence), float(checksum)]

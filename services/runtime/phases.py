@@ -9,7 +9,7 @@ from services.runtime.calls import ActiveCall
 
 
 class RankPhase:
-    """What a rank is doing, and for which call. Used from the event loop.
+    """The phase of a rank, and the call that it is in. Used from the event loop.
 
     Attributes:
         phase: The phase; PHASE_DRAINING from `drain` on.
