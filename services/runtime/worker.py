@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -230,6 +232,11 @@ class Worker:
     def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Runs a method; a role may wrap it, for example in a profiler."""
         return run()
+
+    def leave(self, why: str) -> NoReturn:
+        """Ends this process at once, and says why. For a rank that can do nothing else for its peers."""
+        print(f"fatal: {self.role} rank {self.ranks.rank}: {why}; leaving", file=sys.stderr, flush=True)
+        os._exit(70)
 
     def progressed(self) -> None:
         """Notes that the running method gets on: a call past its deadline is left alone as long as it does."""

@@ -29,7 +29,7 @@ class PeerConnection(ABC):
         channel: Opens a channel to the source.
 
     Attributes:
-        closed: For its tethers: ends their waits.
+        closed: For its streams: ends their waits.
     """
 
     def __init__(self, channel: Callable[[], grpc.Channel]) -> None:
