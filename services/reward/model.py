@@ -16,14 +16,21 @@ from rlhf.config import ModelTable, RewardTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute import matmul
-from services.compute.microbatch import MicroBatch, cut, pad
+from services.compute.microbatch import MicroBatch, pad
+from services.compute.splitting import cut
 from services.engines.agreement import all_or_none
 from services.engines.base import LossFn
-from services.models.families import SequenceScorer, load_classifier, vocabulary_hash
+from services.models.families import load_classifier
+from services.models.sequence_scorer import SequenceScorer
+from services.models.tokenizers import vocabulary_hash
 from services.reward.losses import LOSSES, bradley_terry_loss, cost_loss
 from services.reward.scorers.base import Scorer, row_score, score_request
+from services.roles.columns import jagged_ids
+from services.roles.device import rank_device
+from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
-from services.roles.model_worker import MiniBatch, ModelWorker, rank_device
+from services.roles.model_worker import ModelWorker
+from services.roles.update_plan import MiniBatch
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 
@@ -194,7 +201,7 @@ class LearningRewardWorker(ModelWorker):
         """The chosen and the rejected text of every pair, one after the other, as they are scored."""
         prompts = rows.texts("prompt")
         answers = zip(rows.texts("chosen"), rows.texts("rejected"), strict=True)
-        return _jagged(
+        return jagged_ids(
             [
                 self._ids(prompt, answer, most)
                 for prompt, pair in zip(prompts, answers, strict=True)
@@ -215,7 +222,7 @@ class LearningRewardWorker(ModelWorker):
 
     def _pair_batches(self, ids: Jagged[Tensor], pairs: np.ndarray | None = None) -> list[MicroBatch]:
         """Pairs cut by the token budget; the two of a pair stay together, and side by side."""
-        self._check_tokens(ids.values)
+        check_token_ids(ids.values, self.model_config.vocab_size)
         longest = ids.lengths.reshape(-1, 2).max(axis=1)
         nothing = Jagged(torch.empty(0, dtype=torch.int64), np.zeros(ids.rows, np.int64))
         cuts = cut(2 * longest, self.table.micro_batch_tokens, pairs)
@@ -267,11 +274,6 @@ def _model_table(table: RewardTable) -> ModelTable:
         raise ConfigError("model: a reward of kind model needs the directory of one")
     known = {name: getattr(table, name) for name in ModelTable.model_fields if hasattr(table, name)}
     return ModelTable(**known)
-
-
-def _jagged(rows: list[list[int]]) -> Jagged[Tensor]:
-    values = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    return Jagged(values, np.asarray([len(row) for row in rows], np.int64))
 
 
 def _id_rows(rows: CallRows, name: str) -> list[list[int]]:

@@ -46,7 +46,7 @@ from integration.listeners import assert_closed
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch, RemoteColumn
 from rlhf.errors import Refused
-from services.models.families import tensors_sha256
+from services.models.export import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -16,7 +16,7 @@ from services.compute.microbatch import MicroBatch
 from services.engines.base import InferenceStopped
 from services.engines.fsdp.engine import FSDPEngine
 from services.models.families import load_causal_lm, load_value_model
-from services.roles import model_worker
+from services.roles.engine_factory import zero_engine_class
 
 pytest.importorskip("services.engines.zero.engine")
 from services.engines.zero.engine import ZeROEngine
@@ -152,7 +152,7 @@ def test_an_install_without_deepspeed_is_told_what_to_install(monkeypatch: pytes
     with pytest.raises(
         ConfigError, match=r"engine zero: .*deepspeed.*pip install 'rlhf-cluster\[deepspeed\]'"
     ):
-        model_worker._zero_engine()
+        zero_engine_class()
 
 
 ALONE = """

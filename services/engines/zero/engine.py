@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.adamw import add_moments
 from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.zero import partitions
 from services.engines.zero.flat import boxes
 from services.engines.zero.modules import ForwardPass, dummy_loss
 from services.engines.zero.partitions import Partitions, TrainedPartitions
-from services.models.families import ValueModel, load_causal_lm, load_value_model
+from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import Model, read_first_values, read_parts
+from services.models.value_model import transformer_of
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import PART, WeightShard
@@ -73,7 +75,7 @@ class ZeROEngine(DataParallelEngine):
         self._load = load_value_model if with_value_head else load_causal_lm
         model, empty = partitions.load(self._load, directory, stage, device, dtype)
         self._pass = ForwardPass(model, compute_dtype)
-        self.config = (model.backbone if isinstance(model, ValueModel) else model).config
+        self.config = transformer_of(model).config
         self._partitions = self._partition(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
@@ -190,11 +192,7 @@ class ZeROEngine(DataParallelEngine):
 
     def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
         adamw, flat = self._learning.zero.optimizer, self._learning.parameter
-        adamw.state[flat] = {
-            "step": torch.zeros((), device=flat.device),
-            "exp_avg": torch.zeros_like(flat),
-            "exp_avg_sq": torch.zeros_like(flat),
-        }
+        add_moments(adamw, flat)
         return adamw
 
     def _state(self) -> dict[str, Tensor]:

@@ -32,9 +32,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
 from services.compute.linear import Linear, linear, speed_up, uses_onednn
+from services.compute.torch_internals import buffers_of
 from services.engines.zero.flat import Piece, cut_each, cut_together
-from services.models.families import ValueModel
 from services.models.loading import Load, Model, load_on_meta, materialize
+from services.models.value_model import transformer_of
 
 BUCKET_NUMEL = 1 << 24
 """Most gradient elements that are reduced at a time, and weights gathered, where a single tensor is not larger."""
@@ -341,8 +342,8 @@ def load(
             init._convert_to_zero_parameters([tensor])
     init._convert_to_zero_parameters(list(model.parameters()))
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+        buffers = buffers_of(module)
+        buffers.update({name: x if x is None else x.to(device) for name, x in buffers.items()})
     speed_up(model, _GatheredLinear)
     return model, empty
 
@@ -381,7 +382,7 @@ _STAGE_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 
 
 def _gathering(model: Model) -> dict[str, Any]:
     """Have no more weights on a rank than a layer that computes and the one after it."""
-    backbone = model.backbone if isinstance(model, ValueModel) else model
+    backbone = transformer_of(model)
     layer = (
         sum(p.ds_numel for _, p in _parameters(model)) // backbone.config.get_text_config().num_hidden_layers
     )
