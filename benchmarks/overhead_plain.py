@@ -29,10 +29,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from torch.distributed.rendezvous import rendezvous
 
 from controller.advantage import ppo_advantage
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.prompts import PromptData
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ActorTable, CriticTable, ModelTable, OptimizerTable, ReferenceTable, RewardTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.compute.heads import Head, Output, PolicyHead, PolicyOutput, value_head
 from services.compute.jagged_rows import assemble
@@ -49,6 +48,11 @@ from services.roles.minibatch import deal
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from settings.actor import ActorTable
+from settings.critic import CriticTable
+from settings.model import ModelTable, OptimizerTable
+from settings.reference import ReferenceTable
+from settings.reward import RewardTable
 
 CPU = torch.device("cpu")
 DEADLINE = timedelta(hours=2)

@@ -12,13 +12,18 @@ from google.protobuf import json_format, struct_pb2
 from rich.console import Console
 from rich.table import Table
 
-from conformance.findings import Finding, Result
+from conformance.findings import Finding, RuleResult
 from conformance.reward import MIB, check_rules
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
 
 USAGE_ERROR = 2
-STYLES = {Result.PASS: "green", Result.WARN: "yellow", Result.FAIL: "bold red", Result.SKIP: "dim"}
+STYLES = {
+    RuleResult.PASS: "green",
+    RuleResult.WARN: "yellow",
+    RuleResult.FAIL: "bold red",
+    RuleResult.SKIP: "dim",
+}
 PROBES = (
     ("1+1=", "2", "2"),
     ("1+2=", "4", "3"),
@@ -64,7 +69,7 @@ def reward(
         findings = check_rules(checked)
     finally:
         checked.close()
-    failed = sum(finding.result is Result.FAIL for finding in findings)
+    failed = sum(finding.result is RuleResult.FAIL for finding in findings)
     if json_path:
         report = {"role": "reward", "target": target, "passed": not failed,
                   "findings": [finding.to_json() for finding in findings]}  # fmt: skip
@@ -102,6 +107,6 @@ def to_table(findings: list[Finding], title: str) -> Table:
     for finding in findings:
         style = STYLES[finding.result]
         table.add_row(finding.rule, f"[{style}]{finding.result}[/]", finding.seen, finding.advice)
-    counts = (f"{sum(f.result is result for f in findings)} {result}" for result in Result)
+    counts = (f"{sum(f.result is result for f in findings)} {result}" for result in RuleResult)
     table.caption = ", ".join(counts)
     return table

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
-class Result(StrEnum):
+class RuleResult(StrEnum):
     """How a rule came out."""
 
     PASS = "pass"
@@ -21,13 +21,13 @@ class Finding:
 
     Attributes:
         rule: Name of the rule.
-        result: pass, warn, fail; skip where the rule could not be judged.
+        result: pass, warn, fail; skip where the rule could not be decided.
         seen: What was seen, in a sentence.
         advice: What to do; empty where there is nothing to do.
     """
 
     rule: str
-    result: Result
+    result: RuleResult
     seen: str
     advice: str = ""
 
@@ -42,7 +42,7 @@ class Unmet(Exception):
         rule: The rule, where it is another than the one that is being checked.
     """
 
-    result = Result.FAIL
+    result = RuleResult.FAIL
 
     def __init__(self, seen: str, advice: str, rule: str = "") -> None:
         super().__init__(seen)
@@ -58,10 +58,10 @@ class Violation(Unmet):
 class Caution(Unmet):
     """Allowed, but the user will want to know."""
 
-    result = Result.WARN
+    result = RuleResult.WARN
 
 
-class Unjudged(Unmet):
+class Undecided(Unmet):
     """Nothing can be said."""
 
-    result = Result.SKIP
+    result = RuleResult.SKIP

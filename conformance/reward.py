@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from conformance.findings import Caution, Finding, Result, Unjudged, Unmet, Violation
+from conformance.findings import Caution, Finding, RuleResult, Undecided, Unmet, Violation
 from conformance.target import (
     COMPUTE_REWARD,
     COUNT,
@@ -94,7 +94,7 @@ def check_describe(target: RewardTarget) -> str:
             "Look at the address: this is no reward. A reward of another make leaves WorkerService out.",
         )
     if description.input_form == worker_pb2.INPUT_FORM_TENSOR or len(description.ranks) > 1:
-        raise Unjudged(
+        raise Undecided(
             f"it has {len(description.ranks)} ranks and reads {worker_pb2.InputForm.Name(description.input_form)}",
             "These checks are for rewards of one rank that read text.",
         )
@@ -129,11 +129,11 @@ def check_repeatable(target: RewardTarget) -> str:
 
 def check_order(target: RewardTarget) -> str:
     if not target.is_repeatable:
-        raise Unjudged("verdicts do not repeat, so they cannot be compared", "")
+        raise Undecided("verdicts do not repeat, so they cannot be compared", "")
     alone = [target.score([row])[0] for row in target.rows]
     together, reverse = target.score(target.rows), target.score(target.rows[::-1])
     if not any(map(has_score, (*alone, *together))):
-        raise Unjudged("no probe row got a score, so there is nothing to compare", "")
+        raise Undecided("no probe row got a score, so there is nothing to compare", "")
     if not are_equal(reverse, together[::-1]):
         raise Violation(
             "a row's verdict depends on where in the request it stands",
@@ -340,22 +340,22 @@ STOPS = ("reachable", "describe")
 
 
 def check_rules(target: RewardTarget) -> list[Finding]:
-    """A finding per rule, in order. A rule whose check breaks another one - a verdict too few - is not judged; and
+    """A finding per rule, in order. A rule whose check breaks another one - a verdict too few - is not checked; and
     when the server is gone, no later rule is."""
     found: dict[str, Finding] = {}
     stopped = ""
     for rule, check in RULES.items():
         if stopped:
-            found.setdefault(rule, Finding(rule, Result.SKIP, f"not judged: see {stopped!r}"))
+            found.setdefault(rule, Finding(rule, RuleResult.SKIP, f"not checked: see {stopped!r}"))
             continue
         try:
-            found.setdefault(rule, Finding(rule, Result.PASS, check(target)))
+            found.setdefault(rule, Finding(rule, RuleResult.PASS, check(target)))
         except Unmet as unmet:
             broken = unmet.rule or rule
             found[broken] = Finding(broken, unmet.result, unmet.seen, unmet.advice)
-            found.setdefault(rule, Finding(rule, Result.SKIP, f"not judged: see {broken!r}"))
+            found.setdefault(rule, Finding(rule, RuleResult.SKIP, f"not checked: see {broken!r}"))
             is_over = rule in STOPS or not target.is_alive()
-            stopped = rule if is_over and unmet.result is not Result.WARN else ""
+            stopped = rule if is_over and unmet.result is not RuleResult.WARN else ""
     return [found[rule] for rule in RULES]
 
 

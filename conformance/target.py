@@ -10,7 +10,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from conformance.findings import Violation
-from rlhf.contract import PLAIN_OPTIONS, SERVICES
+from rlhf.channels import open_channel
+from rlhf.contract import SERVICES
 from rlhf.v1 import reward_pb2
 
 COMPUTE_REWARD = SERVICES["reward"]["ComputeReward"]
@@ -50,7 +51,7 @@ class RewardTarget:
         self.is_repeatable = False
         self.alone: list[Verdict] = []
         self.long_rows = self.rows
-        self.channel = grpc.insecure_channel(address, PLAIN_OPTIONS)
+        self.channel = open_channel(address)
 
     def close(self) -> None:
         self.channel.close()

@@ -13,17 +13,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.refs.batch import ITEM_BYTES, TEXT, Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.checksums import first_mismatch
 from nccl_transfer.refs.columns import Jagged, decode_texts
+from nccl_transfer.refs.dtypes import ITEM_BYTES, TEXT
 from nccl_transfer.refs.plans import Ranges, Relay, needed, position
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.relay import Errand, RelayBoard, RelayTaker
-from nccl_transfer.store.arena import CONDEMNED
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
+from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
+from nccl_transfer.store.arena import CORRUPT
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reading, Traffic, Transport
 from nccl_transfer.transports.base import read_in_place
-from nccl_transfer.transports.grpc_stream import condemn
+from nccl_transfer.transports.grpc_stream import mark_corrupt
 from rlhf.errors import TransferError
 
 CARRIERS: Mapping[str, np.dtype] = {
@@ -34,13 +37,13 @@ CARRIERS: Mapping[str, np.dtype] = {
 
 Values = np.ndarray | Jagged[np.ndarray] | list[str]
 
-NO_ERRAND = Errand("", Lease("", 0))
+NO_RELAYS = RelayRequest("", Lease("", 0))
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class FetchedRows:
     """A batch by value.
 
     Attributes:
@@ -76,7 +79,7 @@ class _Found:
     ranges: Sequence[ByteRange]
     reading: Reading
 
-    def view(self, run: Run) -> memoryview:
+    def view(self, run: ShardRun) -> memoryview:
         """The bytes of a run, which lies within one of the ranges."""
         number = bisect.bisect(self.ranges, position(run), key=position) - 1
         first = run.start - self.ranges[number].start
@@ -111,19 +114,24 @@ class Fetcher:
         self._taker = RelayTaker()
         self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
         self._traffic: dict[str, Traffic] = {}
-        self._condemned: set[tuple[Endpoint, int]] = set()
+        self._corrupt: set[tuple[Endpoint, int]] = set()
         self._lock = threading.Lock()
 
     def fetch(
-        self, batch: Batch, deadline: float, errand: Errand = NO_ERRAND, *, writable: bool = False
-    ) -> Rows:
+        self,
+        batch: Batch,
+        deadline: float,
+        relay_request: RelayRequest = NO_RELAYS,
+        *,
+        writable: bool = False,
+    ) -> FetchedRows:
         """The batch by value. Columns whose rows lie side by side in a shard on this host are not copied; columns that
         name the same bytes may be the same memory.
 
         Args:
             batch: Rows by reference, by value or mixed.
             deadline: Latest end, as of `time.monotonic`.
-            errand: The call's relays: what to keep for ranks of this host, and what to take from them.
+            relay_request: The call's relays: what to keep for ranks of this host, and what to take from them.
             writable: Whether what the batch has by reference comes as arrays that may be written to, which the rank
                 they came from does not see; else they are read-only. Memory of this host is then mapped anew each
                 time, and its pages are faulted in anew.
@@ -135,11 +143,11 @@ class Fetcher:
         """
         try:
             wanted = needed(batch)
-            self._check_condemned(wanted)
-            found = self._read_all(wanted, errand, deadline, writable)
+            self._check_corrupt(wanted)
+            found = self._read_all(wanted, relay_request, deadline, writable)
             self._verify_checksums(found)
         except BaseException as error:
-            self._tell_neighbours(errand, error)
+            self._tell_neighbours(relay_request, error)
             raise
         values: dict[str, Values] = {}
         for name, column in batch.columns.items():
@@ -151,7 +159,7 @@ class Fetcher:
         own = self._store.endpoint if self._store is not None else None
         fetched_bytes = sum(part.nbytes for source, part in found.items() if source != own)
         readings = tuple(part.reading for part in found.values())
-        return Rows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
+        return FetchedRows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
 
     @property
     def relays(self) -> RelayBoard:
@@ -172,19 +180,22 @@ class Fetcher:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read_all(
-        self, wanted: Ranges, errand: Errand, deadline: float, writable: bool
+        self, wanted: Ranges, relay_request: RelayRequest, deadline: float, writable: bool
     ) -> dict[Endpoint, _Found]:
         own = self._store.endpoint if self._store is not None else None
-        keeps, takes = errand.kept_by(own), errand.taken_by(own, self._host_id)
+        keeps, takes = relay_request.kept_by(own), relay_request.taken_by(own, self._host_id)
         # Reads first: they wait for no other rank, so ranks that take from each other do not block one another.
         first = [source for source in wanted if source not in takes]
         second = [source for source in wanted if source in takes]
         jobs = [
             *(
-                partial(self._read, source, wanted[source], keeps.get(source), errand, deadline)
+                partial(self._read, source, wanted[source], keeps.get(source), relay_request, deadline)
                 for source in first
             ),
-            *(partial(self._take, takes[source], wanted[source], errand, deadline) for source in second),
+            *(
+                partial(self._take, takes[source], wanted[source], relay_request, deadline)
+                for source in second
+            ),
         ]
         readings = self._run_all(jobs)
         return {
@@ -196,8 +207,13 @@ class Fetcher:
         if len(jobs) <= 1:
             return [job() for job in jobs]
         futures = [self._pool.submit(job) for job in jobs]
-        for future in as_completed(futures):
-            future.result()  # the first failure ends the fetch; reads still under way end by the deadline
+        try:
+            for future in as_completed(futures):
+                future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
         return [future.result() for future in futures]
 
     def _read(
@@ -205,7 +221,7 @@ class Fetcher:
         source: Endpoint,
         ranges: Sequence[ByteRange],
         keep: Relay | None,
-        errand: Errand,
+        relay_request: RelayRequest,
         deadline: float,
     ) -> Reading:
         if self._store is not None and source == self._store.endpoint:
@@ -215,27 +231,29 @@ class Fetcher:
         reading = transport.read(source, ranges, deadline)
         self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
         if keep is not None:
-            self.relays.keep(keep, ranges, reading.views, errand)
+            self.relays.keep(keep, ranges, reading.views, relay_request)
         return reading
 
-    def _tell_neighbours(self, errand: Errand, error: BaseException) -> None:
+    def _tell_neighbours(self, relay_request: RelayRequest, error: BaseException) -> None:
         """Those that wait for what this rank was to read for them hear why it does not come."""
         own = self._store.endpoint if self._store is not None else None
-        for relay in errand.kept_by(own).values():
-            self.relays.fail(relay, error, errand.call_id)
+        for relay in relay_request.kept_by(own).values():
+            self.relays.fail(relay, error, relay_request.call_id)
 
-    def _take(self, relay: Relay, ranges: Sequence[ByteRange], errand: Errand, deadline: float) -> Reading:
+    def _take(
+        self, relay: Relay, ranges: Sequence[ByteRange], relay_request: RelayRequest, deadline: float
+    ) -> Reading:
         start = time.perf_counter()
-        reading = self._taker.take(relay, ranges, errand.call_id, deadline)
+        reading = self._taker.take(relay, ranges, relay_request.call_id, deadline)
         self._count("relay", sum(r.nbytes for r in ranges), time.perf_counter() - start)
         return reading
 
-    def _check_condemned(self, wanted: Ranges) -> None:
+    def _check_corrupt(self, wanted: Ranges) -> None:
         """Raises for shards that were found corrupt before, even if the owner could not be notified."""
-        for source, ranges in wanted.items() if self._condemned else ():
+        for source, ranges in wanted.items() if self._corrupt else ():
             for r in ranges:
-                if (source, r.shard.id) in self._condemned:
-                    raise TransferError(f"{source}: {CONDEMNED.format(r.shard.id)} (column {r.column!r})")
+                if (source, r.shard.id) in self._corrupt:
+                    raise TransferError(f"{source}: {CORRUPT.format(r.shard.id)} (column {r.column!r})")
 
     def _verify_checksums(self, found: Mapping[Endpoint, _Found]) -> None:
         for source, part in found.items():
@@ -246,15 +264,15 @@ class Fetcher:
                         f"column {r.column!r}, shard {r.shard.id}: the bytes from {wrong} on do not match their "
                         "checksum; the shard is marked bad"
                     )
-                    self._condemn(r.shard, reason)
+                    self._mark_corrupt(r.shard, reason)
                     raise TransferError(f"{source}: {reason}")
 
-    def _condemn(self, shard: Shard, reason: str) -> None:
-        self._condemned.add((shard.endpoint, shard.id))
+    def _mark_corrupt(self, shard: Shard, reason: str) -> None:
+        self._corrupt.add((shard.endpoint, shard.id))
         if self._store is not None and shard.endpoint == self._store.endpoint:
-            self._store.condemn(shard.id)
+            self._store.mark_corrupt(shard.id)
         else:
-            condemn(shard, reason)
+            mark_corrupt(shard, reason)
 
     def _transport_to(self, source: Endpoint) -> Transport:
         reasons = []

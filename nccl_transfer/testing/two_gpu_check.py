@@ -29,7 +29,9 @@ import grpc.aio
 import numpy as np
 
 from nccl_transfer.fetch import CARRIERS, Fetcher
-from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
@@ -38,6 +40,7 @@ from nccl_transfer.transports.gpu.communicator import Communicator, Message, Ncc
 from nccl_transfer.transports.gpu.device import Cuda, Event, cupy, own_cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport, own_nccl
 from nccl_transfer.transports.gpu.sources import DeviceSources
+from rlhf.channels import listen
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2
@@ -107,7 +110,7 @@ async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connectio
     sources = DeviceSources(store, cuda, nccl)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     add_transfer_service(server, sources.handlers())
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
     store.endpoint = Endpoint(
         address,
         epoch=EPOCH,

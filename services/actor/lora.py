@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from rlhf.config import ActorTable, LoraTable, OptimizerTable
 from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
@@ -15,6 +14,8 @@ from services.models.tokenizers import check_tokenizer
 from services.roles.engine_factory import optimizer_options
 from services.roles.log_probs import ref_log_probs
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.actor import ActorTable, LoraTable
+from settings.model import OptimizerTable
 
 
 class LoRAActorWorker(ActorWorker):

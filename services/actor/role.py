@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf.config import ActorTable
 from services.runtime.worker import Worker
+from settings.actor import ActorTable
 
 
 def worker_class(table: ActorTable) -> type[Worker]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ActorTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import policy_loss, pretraining_loss, supervised_loss
@@ -31,6 +30,7 @@ from services.rollout.factory import make_rollout
 from services.rollout.sampling import row_seeds
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.actor import ActorTable
 
 _ID_DTYPE = torch.int32
 """Token ids in columns that leave the service: wide enough for any vocabulary."""

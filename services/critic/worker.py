@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf.config import CriticTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import critic_pb2
 from services.compute.heads import value_head
@@ -18,6 +17,7 @@ from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.critic import CriticTable
 
 
 class CriticWorker(ModelWorker):

@@ -16,17 +16,17 @@ from services.models.tokenizers import check_tokenizer, load_tokenizer
 
 
 class SequenceScorer:
-    """A reward model: one score for each whole text.
+    """A sequence-classification model with one score per sequence, whole on this rank, and its tokenizer.
 
     Args:
-        directory: of a sequence classification model with one label, and its tokenizer.
+        directory: Hugging Face directory of model and tokenizer.
         token_budget: most tokens computed at a time, padding included.
-        dtype: of weights and computation; scores are float32.
-        device: of the model, which is whole there.
-        load: loads the model.
+        dtype: type of weights and computation; scores are float32.
+        device: device of the model.
+        load: loads the model; default `load_scoring_model`.
 
     Attributes:
-        max_tokens: of a row: as many as the budget allows, and the model has positions for.
+        max_tokens: longest row, by the budget and the positions of the model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -58,41 +58,37 @@ class SequenceScorer:
         nn.Module.to(self.model, device)
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of whole tensors under the names of the checkpoint, for `load_weights`. The iterable is run to its end
-        whatever fails, since other ranks may gather along.
+        """Copies of whole tensors under the names of the checkpoint, for `load_weights`.
 
         Raises:
             RuntimeError: memory ran out.
             KeyError: the model has no tensor of a name.
         """
-        own, staged = self.model.state_dict(), {}
-        failure: Exception | None = None
-        for name, tensor in weights:
-            try:
-                if failure is None:
-                    staged[name] = torch.empty_like(own[name]).copy_(tensor)
-            except (RuntimeError, KeyError) as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return staged
+        own = self.model.state_dict()
+        return {name: torch.empty_like(own[name]).copy_(tensor) for name, tensor in weights}
 
     @torch.no_grad()
     def load_weights(self, staged: Mapping[str, Tensor]) -> None:
-        """Take over what `stage_weights` copied."""
+        """Replaces the weights by those that `stage_weights` copied."""
         own = self.model.state_dict()
         for name, tensor in staged.items():
             own[name].copy_(tensor)
 
     @torch.no_grad()
-    def score_tokens(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], scored: Callable[[int], None] = lambda _: None
+    ) -> Tensor:
         """Scores [rows], float32, on the device of the model.
 
+        Args:
+            scored: called after each micro-batch with the number of rows scored so far; ends the work by raising.
+
         Raises:
-            ValueError: a row longer than the token budget.
+            ValueError: a row is longer than the token budget.
         """
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         scores = torch.empty(len(rows), dtype=torch.float32, device=self.model.device)
+        done = 0
         for part in cut(lengths, self._token_budget):
             ids_BT = torch.full((len(part), int(lengths[part].max())), self._pad_id)
             for row_T, row in zip(ids_BT, part, strict=True):
@@ -102,4 +98,6 @@ class SequenceScorer:
                 input_ids=ids_BT.to(self.model.device), attention_mask=mask_BT.long().to(self.model.device)
             )
             scores[torch.from_numpy(part).to(scores.device)] = output.logits[:, 0].float()
+            done += len(part)
+            scored(done)
         return scores

@@ -122,13 +122,13 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
     while header := stream.read(HEADER.size):
         length, _ = HEADER.unpack(header)
         row = reward_pb2.TextRow.FromString(stream.read(length))
-        judge = functools.partial(_judge, function, read_truth, stream) if read_truth else function
-        score, cause = score_row(name, judge, row)
+        scored = functools.partial(_verify, function, read_truth, stream) if read_truth else function
+        score, cause = score_row(name, scored, row)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(stream, GAVE_UP, cause.encode()) if cause else _write(stream, SCORE, score.SerializeToString())
 
 
-def _judge(
+def _verify(
     function: RewardFunction, read_truth: Callable[[str], object], stream: BufferedRWPair, *row: Any
 ) -> Any:
     """Calls a verifier once it has read the ground truth: what it raises from then on is the response's doing."""

@@ -28,3 +28,27 @@ def cost_loss(high_B: Tensor, low_B: Tensor, high_sign_B: Tensor, low_sign_B: Te
     """
     order_B = -logsigmoid(high_B - low_B)
     return order_B - logsigmoid(low_sign_B * low_B) - logsigmoid(high_sign_B * high_B)
+
+
+def pair_loss(
+    scores_S: Tensor, signs_S: Tensor | None, *, num_pairs: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the mean loss of the pairs of a mini-batch.
+
+    Args:
+        scores_S: of the chosen and the rejected response of each pair, side by side.
+        signs_S: with costs, +1 where a response is unsafe and -1 where it is safe; of a pair the chosen one is the
+            less harmful. None: with rewards.
+        num_pairs: pairs of the whole mini-batch, over all micro-batches and data ranks.
+
+    Returns:
+        The scalar to call backward on, and the sums over pairs `accuracy` (in the right order) and `margin`.
+    """
+    chosen_B, rejected_B = scores_S[::2], scores_S[1::2]
+    if signs_S is None:
+        loss_B, margin_B = bradley_terry_loss(chosen_B, rejected_B), chosen_B - rejected_B
+    else:
+        loss_B = cost_loss(rejected_B, chosen_B, signs_S[1::2], signs_S[::2])
+        margin_B = rejected_B - chosen_B
+    stats = {"accuracy": (margin_B > 0).sum().to(loss_B.dtype), "margin": margin_B.detach().sum()}
+    return loss_B.sum() / num_pairs, stats

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import ActorTable, ModelTable, OptimizerTable
 from rlhf.errors import ConfigError
 from services.engines.base import OptimizerOptions, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
@@ -16,6 +15,8 @@ from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_value_model
 from services.models.loading import Load, load_on_meta
 from services.models.tokenizers import check_tokenizer, check_vocabulary
+from settings.actor import ActorTable
+from settings.model import ModelTable, OptimizerTable
 
 if TYPE_CHECKING:
     from services.engines.zero.engine import ZeROEngine  # for types alone: it needs DeepSpeed

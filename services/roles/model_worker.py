@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ModelTable, OptimizerTable, ServiceTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute import matmul
@@ -39,6 +38,8 @@ from services.roles.update_plan import MiniBatch, plan_mini_batches
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
 from services.storage.publish import check_writable
+from settings.model import ModelTable, OptimizerTable
+from settings.service import ServiceTable
 
 Output = TypeVar("Output")
 

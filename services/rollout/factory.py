@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import ActorTable
 from rlhf.errors import ConfigError
 from services.engines.base import TrainEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
@@ -16,6 +15,7 @@ from services.models.families import load_causal_lm
 from services.rollout.base import RolloutEngine
 from services.rollout.hf import HFRollout
 from services.rollout.sharded import ShardedDecoder
+from settings.actor import ActorTable
 
 
 def make_rollout(table: ActorTable, engine: TrainEngine, mesh: Mesh, device: torch.device) -> RolloutEngine:

@@ -19,10 +19,11 @@ import numpy as np
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
-from nccl_transfer.relay import Errand
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.relay import RelayRequest
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import traffic_since, traffic_to_proto
 from rlhf.contract import Method
@@ -443,9 +444,11 @@ class CallQueue:
         # What is left of the deadline is for the ranks to agree that it failed.
         deadline = context.deadline - min(ANSWER_S, (context.deadline - time.monotonic()) / 10)
         call = context.call
-        errand = Errand(call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message))
+        relay_request = RelayRequest(
+            call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message)
+        )
         before = self.fetcher.traffic()
-        fetched = self.fetcher.fetch(batch, deadline, errand, writable=self.worker.writes_to_rows)
+        fetched = self.fetcher.fetch(batch, deadline, relay_request, writable=self.worker.writes_to_rows)
         rows = CallRows(fetched, wire.row_numbers(message))
         # One thread fetches, one call after the other: what was moved meanwhile was moved for this call.
         for name, moved in traffic_to_proto(traffic_since(self.fetcher.traffic(), before)).items():

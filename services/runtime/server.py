@@ -24,20 +24,21 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.wire import endpoint_to_proto, from_proto, mesh_to_proto, to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto, mesh_to_proto
 from nccl_transfer.registry import create_transports, unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
-    condemn_response,
     host_id,
+    mark_corrupt_response,
     serve_fetch,
     stat_response,
 )
 from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.config import ServiceTable
+from rlhf.channels import listen
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import (
     STATUS_KEY,
@@ -59,6 +60,7 @@ from services.runtime.execution import LONGEST_S, CallQueue, time_to_answer
 from services.runtime.hosts import check_reachable, cpu_name, host_addresses
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration, Worker, registered_methods
+from settings.service import ServiceTable
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a call whose client set none."""
@@ -157,7 +159,7 @@ class RankServer:
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
         key = f"services.{self.name}.{table.bind_key}"
         try:
-            port = server.add_insecure_port(address)
+            port = listen(server, address)
         except RuntimeError as error:
             raise ConfigError(f"{key}: cannot listen on {address}: {error}") from None
         if port == 0:
@@ -206,7 +208,7 @@ class RankServer:
             "TakeRelayed": self._take_relayed,
             "Put": self._put,
             "Stat": self._stat,
-            "Condemn": self._condemn,
+            "Condemn": self._mark_corrupt,
             **self.sources.handlers(),
         }
         for key in self._served():
@@ -389,8 +391,8 @@ class RankServer:
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self.store, self.fetcher.traffic(), self.unavailable)
 
-    async def _condemn(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
-        return condemn_response(self.store, request)
+    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+        return mark_corrupt_response(self.store, request)
 
 
 def _timeout_s(context: Any) -> float:

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from nccl_transfer import fetch
-from rlhf.config import ServiceTable
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
+from settings.service import ServiceTable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ class CallRows:
         numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
     """
 
-    fetched: fetch.Rows
+    fetched: fetch.FetchedRows
     numbers: np.ndarray
 
     def __getitem__(self, name: str) -> fetch.Values:
@@ -87,7 +87,7 @@ class CallRows:
         return self.fetched.rows
 
 
-NO_ROWS = CallRows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(fetch.FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass

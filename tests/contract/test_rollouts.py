@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
@@ -31,6 +30,7 @@ from services.rollout.base import Generation, GenerationStopped, RolloutEngine, 
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds
 from services.rollout.stops import StopStrings
+from settings.actor import VllmTable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,7 +102,10 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(start_hf, id="hf"), pytest.param(start_vllm, id="vllm", marks=needs_vllm)],
+    params=[
+        pytest.param(start_hf, id="hf"),
+        pytest.param(start_vllm, id="vllm", marks=[needs_vllm, pytest.mark.slow]),
+    ],
 )
 def started(request: pytest.FixtureRequest, directory: Path, process_group: None) -> RolloutEngine:
     return request.param(directory, request)

@@ -28,11 +28,15 @@ from held import Held, assert_no_more_than
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.fetch import CARRIERS, Fetcher, Rows
-from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint, RemoteColumn, Run, Shard
+from nccl_transfer.fetch import CARRIERS, FetchedRows, Fetcher
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import ITEM_BYTES
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.refs.wire import endpoint_from_proto, from_proto, to_proto
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.arena import COPIED_BYTES
 from nccl_transfer.store.store import Lease, TensorStore
@@ -238,7 +242,7 @@ def over_grpc() -> Iterator[Fetcher]:
     fetcher.close()
 
 
-def fetch(fetcher: Fetcher, batch: Batch, within_s: float = 20.0) -> Rows:
+def fetch(fetcher: Fetcher, batch: Batch, within_s: float = 20.0) -> FetchedRows:
     return fetcher.fetch(batch, time.monotonic() + within_s)
 
 
@@ -275,7 +279,7 @@ def moved_to(batch: Batch, **changes: object) -> Batch:
     """The same rows with another idea of where they are."""
 
     def move(column: RemoteColumn) -> RemoteColumn:
-        assert isinstance(column.place, Run)
+        assert isinstance(column.place, ShardRun)
         shard = column.place.shard
         moved = replace(shard, endpoint=replace(shard.endpoint, **changes))
         return replace(column, place=column.place._replace(shard=moved))
@@ -443,7 +447,7 @@ def test_a_range_beyond_its_shard_is_an_error(fetcher, peer):
     batch = peer.put(random_array("int32", (4,)))
     column = batch["x"]
     assert isinstance(column, RemoteColumn)
-    assert isinstance(column.place, Run)
+    assert isinstance(column.place, ShardRun)
     beyond = Batch(4, {"x": replace(column, place=column.place._replace(start=4))})
     with pytest.raises(TransferError, match="beyond"):
         fetch(fetcher, beyond)
@@ -496,7 +500,7 @@ def test_a_shard_that_a_message_names_twice_is_looked_at_both_times(memfd, peer)
     batch = peer.put(array)
     good = batch["x"]
     assert isinstance(good, RemoteColumn)
-    assert isinstance(good.place, Run)
+    assert isinstance(good.place, ShardRun)
     shard = good.place.shard
     for offset in (shard.offset + 64, 80 * MIB - 4, 1 << 62):
         forged = replace(good, place=good.place._replace(shard=replace(shard, offset=offset)))
@@ -629,7 +633,7 @@ def idle_reader(peer: PeerProcess, batch: Batch) -> Iterator[socket.socket]:
     """A connection over plain tcp on which column "x" was asked for."""
     column = batch["x"]
     assert isinstance(column, RemoteColumn)
-    assert isinstance(column.place, Run)
+    assert isinstance(column.place, ShardRun)
     wanted = transfer_pb2.ByteRange(shard=column.place.shard.id, start=0, nbytes=column.place.nbytes)
     request = transfer_pb2.FetchRequest(epoch=EPOCH, ranges=[wanted]).SerializeToString()
     key = bytes.fromhex(peer.endpoint.data_key)
@@ -989,7 +993,7 @@ def test_a_source_that_is_back_at_its_address_is_read_from_also_once_it_was_forg
     array = random_array("int32", (4,))
     batch = peer.put(array)
     fetch(fetcher, batch)
-    peer.ask("end_arrangements")
+    peer.ask("end_sessions")
     fetch(fetcher, other_peer.put(array))
     assert_same_bits(fetch(fetcher, batch)["x"], array)
 
@@ -1191,9 +1195,7 @@ def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transpo
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_between_transfers_leaves_no_arrangement_behind(
-    transport, peer, start_reader
-):
+def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(transport, peer, start_reader):
     before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
     reader = start_reader(transport, batch, 60)
     assert reader.stdout is not None

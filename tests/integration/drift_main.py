@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import VllmTable
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.jagged_rows import assemble
@@ -24,6 +23,7 @@ from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
+from settings.actor import VllmTable
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS = 10

@@ -27,7 +27,8 @@ from integration.harness import (
     Service,
     jagged,
 )
-from nccl_transfer.refs.batch import Batch, RemoteColumn
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.registry import unavailable
 from rlhf.contract import group_methods
 from rlhf.errors import (

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer

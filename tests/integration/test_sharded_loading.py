@@ -27,6 +27,8 @@ from services.models.export import write_model
 from services.models.value_model import ValueModel
 from services.models.weights import INDEX_FILE, WHOLE_FILE
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 
 from client.session import StepContext
-from controller.role_groups.dataflow import (
-    CallRecord,
-    FutureBatch,
-    Loop,
-    Placement,
-    all_of,
-    resolve_after,
-    resolved,
-    then,
-)
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.futures import all_of, resolve_after, resolved, then
+from controller.role_groups.loop import Loop
+from controller.role_groups.placement import Placement
 from nccl_transfer.refs.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 

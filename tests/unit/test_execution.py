@@ -16,10 +16,10 @@ import torch
 
 from nccl_transfer import fetch
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Column, Endpoint, LocalColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import common_pb2
@@ -36,6 +36,7 @@ from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
 
@@ -139,7 +140,7 @@ class WatchedFetcher(fetch.Fetcher):
     def __init__(self) -> None:
         super().__init__("", [])
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
         rows = super().fetch(*arguments, **options)
         self.last = weakref.ref(rows)
         return rows

@@ -20,13 +20,13 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled, ConfigError
 from rlhf.v1 import common_pb2, reward_pb2
-from services.reward.sandbox import bubblewrap, cgroups, grader, isolation, judge, usage, wire
+from services.reward.sandbox import bubblewrap, cgroups, grader, isolation, test_runner, usage, wire
 from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 CALL = {"kind": "call", "function": "f", "args": [1], "expected": 2}
 ASSERTS = {"kind": "asserts", "code": "assert f()", "entry_point": "f"}
@@ -306,7 +306,7 @@ def test_a_frame_cut_off_is_the_end() -> None:
     ],
 )
 def test_values_agree_as_pythons_do(value: Any, expected: Any, tolerance: float, verdict: bool) -> None:
-    assert judge.agree(value, expected, tolerance) is verdict
+    assert test_runner.agree(value, expected, tolerance) is verdict
 
 
 @pytest.mark.parametrize(
@@ -322,27 +322,27 @@ def test_values_agree_as_pythons_do(value: Any, expected: Any, tolerance: float,
     ],
 )
 def test_outputs_are_compared_line_by_line(output: str, expected: str, same: bool) -> None:
-    assert (judge.lines(output) == judge.lines(expected)) is same
+    assert (test_runner.lines(output) == test_runner.lines(expected)) is same
 
 
 def test_scores_are_all_or_nothing_or_a_fraction() -> None:
-    half = grader.Verdict(("", "wrong", "", "timeout"))
+    half = grader.ProgramVerdict(("", "wrong", "", "timeout"))
     assert (half.score("all"), half.score("fraction"), half.reason) == (0.0, 0.5, "wrong")
-    assert grader.Verdict(("", "")).score("all") == 1.0
+    assert grader.ProgramVerdict(("", "")).score("all") == 1.0
 
 
 MIXED, FAULT = wire.encode({"reasons": ["", "wrong"]}), wire.encode({"fault": "test 1 is broken"})
-UNTIMELY = grader.Verdict(fault="the tests end, or run out of time, before they call the program")
-ENDED = grader.Verdict(("tests_ended", "tests_ended"))
+UNTIMELY = grader.ProgramVerdict(fault="the tests end, or run out of time, before they call the program")
+ENDED = grader.ProgramVerdict(("tests_ended", "tests_ended"))
 
 
 @pytest.mark.parametrize(
     ("stages", "verdict", "expected"),
     [
-        (b"123", MIXED, grader.Verdict(("", "wrong"))),
-        (b"1", FAULT, grader.Verdict(fault="test 1 is broken said")),
-        (b"", FAULT, grader.Verdict(fault="test 1 is broken said")),
-        (b"", b"", grader.Verdict(fault="the tests did not start: said")),
+        (b"123", MIXED, grader.ProgramVerdict(("", "wrong"))),
+        (b"1", FAULT, grader.ProgramVerdict(fault="test 1 is broken said")),
+        (b"", FAULT, grader.ProgramVerdict(fault="test 1 is broken said")),
+        (b"", b"", grader.ProgramVerdict(fault="the tests did not start: said")),
         (b"1", b"", UNTIMELY),
         (b"12", b"", UNTIMELY),
         (b"123", b"", ENDED),
@@ -355,7 +355,7 @@ ENDED = grader.Verdict(("tests_ended", "tests_ended"))
     ],
 )
 def test_nothing_is_a_fault_once_the_program_has_been_called(
-    stages: bytes, verdict: bytes, expected: grader.Verdict
+    stages: bytes, verdict: bytes, expected: grader.ProgramVerdict
 ) -> None:
     assert grader._verdict(stages, verdict, 2, "said") == expected
 
@@ -377,10 +377,10 @@ def test_an_exception_that_tests_do_not_name_arrives_as_one_that_nothing_expects
     for named in (
         set(),
         {"ValueError", "RuntimeError"},
-        judge.named_in("except Exception: getattr(object, open)"),
+        test_runner.named_in("except Exception: getattr(object, open)"),
     ):
-        error = judge.exception(raised, "t", named)
-        assert (type(error), str(error)) == (judge.Raised, f"{raised}: t")
+        error = test_runner.exception(raised, "t", named)
+        assert (type(error), str(error)) == (test_runner.Raised, f"{raised}: t")
 
 
 @pytest.mark.parametrize(
@@ -391,16 +391,16 @@ def test_an_exception_that_tests_do_not_name_arrives_as_one_that_nothing_expects
         ("ZeroDivisionError", "assertRaises(ArithmeticError, f)", ZeroDivisionError),
         ("FileNotFoundError", "except IOError:", FileNotFoundError),
         ("ValueError", "assert type(error).__name__ == 'ValueError'", ValueError),
-        ("UnicodeDecodeError", "except UnicodeDecodeError:", judge.Raised),
-        ("StopIteration", "except StopIteration:", judge.Raised),
-        ("GeneratorExit", "except GeneratorExit:", judge.Raised),
-        ("LookupError", "except IndexError:", judge.Raised),
+        ("UnicodeDecodeError", "except UnicodeDecodeError:", test_runner.Raised),
+        ("StopIteration", "except StopIteration:", test_runner.Raised),
+        ("GeneratorExit", "except GeneratorExit:", test_runner.Raised),
+        ("LookupError", "except IndexError:", test_runner.Raised),
     ],
 )
 def test_an_exception_arrives_as_its_class_where_the_test_names_it_or_a_base(
     raised: str, test: str, kind: type[Exception]
 ) -> None:
-    assert type(judge.exception(raised, "t", judge.named_in(test))) is kind
+    assert type(test_runner.exception(raised, "t", test_runner.named_in(test))) is kind
 
 
 def test_a_call_that_should_stop_reads_no_further_row() -> None:

@@ -18,10 +18,9 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
-from nccl_transfer.transports.gpu.arrangement import Arrangement, Arrangements
 from nccl_transfer.transports.gpu.communicator import (
     Communicator,
     CommunicatorError,
@@ -32,8 +31,9 @@ from nccl_transfer.transports.gpu.communicator import (
     why_no_nccl,
 )
 from nccl_transfer.transports.gpu.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
+from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
-from nccl_transfer.transports.gpu.tether import Tether, answer, tether_channel
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import (
     DeadlineExceeded,
@@ -49,7 +49,7 @@ T = TypeVar("T")
 READER, SOURCE = 0, 1
 """Ranks in a communicator of two."""
 
-LAST_WORDS_S = 0.5
+CAUSE_WAIT_S = 0.5
 """How long a communicator that broke is given for the reason to come in: that its other rank has died."""
 
 ABORT_S = 1.0
@@ -70,11 +70,11 @@ class NcclTransport(Transport):
         self,
         nccl: Nccl | None = None,
         cuda: Cuda | None = None,
-        channel: Callable[[str], grpc.Channel] = tether_channel,
+        channel: Callable[[str], grpc.Channel] = liveness_channel,
     ) -> None:
         self._cuda = cuda or own_cuda()
         self._nccl = nccl or own_nccl()
-        self._pairs = Arrangements(partial(_Pair, self._nccl, self._cuda), channel)
+        self._clients = PeerConnections(partial(NcclClient, self._nccl, self._cuda), channel)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -108,18 +108,18 @@ class NcclTransport(Transport):
         Raises:
             OutOfSpace: One of the two GPUs has no room for them.
         """
-        return self._pairs.of(source).receive(source, ranges, deadline)
+        return self._clients.of(source).receive(source, ranges, deadline)
 
     def close(self) -> None:
-        self._pairs.close()
+        self._clients.close()
 
 
-class _Attachment:
+class NcclReaderSession:
     """A communicator with one source, and the thread in which it is used."""
 
-    def __init__(self, epoch: int, tether: Tether) -> None:
+    def __init__(self, epoch: int, liveness: LivenessStream) -> None:
         self.epoch = epoch
-        self.tether = tether
+        self.liveness = liveness
         self._joined: Future[Communicator] | None = None
         self._worker = ThreadPoolExecutor(1, "nccl")
 
@@ -131,29 +131,29 @@ class _Attachment:
     def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
         """Makes the communicator; the source is doing the same."""
         self._joined = self.submit(join)
-        self.tether.wait(self._joined.done, deadline, where)
+        self.liveness.wait(self._joined.done, deadline, where)
         self._joined.result()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in the attachment's thread, where NCCL may hold it for as long as it likes."""
+        """Runs `work` in the session's thread, where NCCL may hold it for as long as it likes."""
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:
         """The cause of a broken communicator."""
-        return self.tether.end(where, LAST_WORDS_S) or TransferError(f"{where}: {error}")
+        return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Aborts the communicator here, and by cutting the tether at the source; then frees what it was used on."""
+        """Aborts the communicator here, and by cutting the liveness at the source; then frees what it was used on."""
         if self._joined is not None:
             # At once where it has been made, and else as soon as it is.
             self._joined.add_done_callback(lambda joined: abort(joined, free))
         else:
             free()
-        self.tether.cut()
+        self.liveness.cancel()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-class _Pair(Arrangement):
+class NcclClient(PeerConnection):
     """This process and one source: at most one communicator, and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
@@ -162,30 +162,30 @@ class _Pair(Arrangement):
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
         self._epoch = 0  # of the newest communicator
-        self._attachment: _Attachment | None = None
+        self._session: NcclReaderSession | None = None
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
-            attachment = self._attached(source, f"{source}: plan {plan}, attach", deadline)
+            session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
             buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
-            self._transfer(source, attachment, Transaction(plan, attachment.epoch), ranges, buffer, deadline)
+            self._transfer(source, session, Transaction(plan, session.epoch), ranges, buffer, deadline)
             return buffer
 
     @property
-    def tether(self) -> Tether | None:
-        return self._attachment.tether if self._attachment is not None else None
+    def liveness(self) -> LivenessStream | None:
+        return self._session.liveness if self._session is not None else None
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """As in `Arrangement`; then frees what the communicator was used on."""
-        if self._attachment is not None:
-            self._attachment.end(free)
-        self._attachment = None
+        """As in `PeerConnection`; then frees what the communicator was used on."""
+        if self._session is not None:
+            self._session.end(free)
+        self._session = None
 
-    def _attached(self, source: Endpoint, where: str, deadline: float) -> _Attachment:
-        if self._attachment is not None and not self._attachment.tether.holds:
+    def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        if self._session is not None and not self._session.liveness.is_alive:
             self.end()
-        if self._attachment is None:
+        if self._session is None:
             self._epoch += 1
             unique_id = self._nccl.unique_id()
             request = pb.AttachRequest(
@@ -195,23 +195,25 @@ class _Pair(Arrangement):
                 unique_id=unique_id,
                 nccl_version=self._nccl.version,
             )
-            self._attachment = _Attachment(self._epoch, Tether(self.stub.Attach(request), self.closed))
+            self._session = NcclReaderSession(
+                self._epoch, LivenessStream(self.stub.Attach(request), self.closed)
+            )
             try:
-                self._attachment.tether.first(deadline, where)
-                self._attachment.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
+                self._session.liveness.first(deadline, where)
+                self._session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
             except CommunicatorError as error:
-                explained = self._attachment.explain(error, where)
+                explained = self._session.explain(error, where)
                 self.end()
                 raise explained from error
             except BaseException:
                 self.end()
                 raise
-        return self._attachment
+        return self._session
 
     def _transfer(
         self,
         source: Endpoint,
-        attachment: _Attachment,
+        session: NcclReaderSession,
         transaction: Transaction,
         ranges: Sequence[ByteRange],
         buffer: DeviceBuffer,
@@ -222,10 +224,10 @@ class _Pair(Arrangement):
         receives = [Message(SOURCE, buffer.pointer + offset, r.nbytes) for offset, r in places]
         place = f"{source}: plan {transaction.plan}"
         try:
-            self._prepare(source, attachment, transaction, ranges, deadline, f"{place}, prepare")
+            self._prepare(source, session, transaction, ranges, deadline, f"{place}, prepare")
             transaction.prepare()
-            transaction.commit(transaction.plan, attachment.epoch)
-            self._commit(attachment, transaction, receives, deadline, f"{place}, transfer")
+            transaction.commit(transaction.plan, session.epoch)
+            self._commit(session, transaction, receives, deadline, f"{place}, transfer")
             transaction.finish()
         except BaseException as error:
             was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
@@ -233,13 +235,13 @@ class _Pair(Arrangement):
             if was_refused:
                 buffer.free()
             else:
-                self._give_up(transaction, buffer)
+                self._abort_transfer(transaction, buffer)
             raise
 
     def _prepare(
         self,
         source: Endpoint,
-        attachment: _Attachment,
+        session: NcclReaderSession,
         transaction: Transaction,
         ranges: Sequence[ByteRange],
         deadline: float,
@@ -250,16 +252,16 @@ class _Pair(Arrangement):
             reader=self._reader,
             plan=transaction.plan,
             epoch=source.epoch,
-            communicator_epoch=attachment.epoch,
+            communicator_epoch=session.epoch,
             items=map(manifest_item, ranges),
             nbytes=sum(r.nbytes for r in ranges),
             deadline_s=left,
         )
-        answer(self.stub.Prepare.future(request, timeout=left), attachment.tether, deadline, where)
+        wait_for_answer(self.stub.Prepare.future(request, timeout=left), session.liveness, deadline, where)
 
     def _commit(
         self,
-        attachment: _Attachment,
+        session: NcclReaderSession,
         transaction: Transaction,
         receives: Sequence[Message],
         deadline: float,
@@ -267,10 +269,10 @@ class _Pair(Arrangement):
     ) -> None:
         """Enters the group while the source is told to; done when the bytes are here and the source says the same."""
         request = pb.CommitRequest(
-            reader=self._reader, plan=transaction.plan, communicator_epoch=attachment.epoch
+            reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
-        commit, communicator = self.stub.Commit.future(request), attachment.communicator
-        entered = attachment.submit(partial(communicator.group, [], receives))
+        commit, communicator = self.stub.Commit.future(request), session.communicator
+        entered = session.submit(partial(communicator.group, [], receives))
 
         def received() -> bool:
             if commit.done():
@@ -280,15 +282,15 @@ class _Pair(Arrangement):
             return entered.done() and communicator.done()
 
         try:
-            attachment.tether.wait(received, deadline, where)
+            session.liveness.wait(received, deadline, where)
         except CommunicatorError as error:
-            raise attachment.explain(error, where) from error
+            raise session.explain(error, where) from error
         except grpc.RpcError as error:
             raise from_rpc_error(error, where) from error
-        answer(commit, attachment.tether, deadline, where)
+        wait_for_answer(commit, session.liveness, deadline, where)
 
-    def _give_up(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
-        """Aborts here at once. The source hears it by three ways: the message, the tether, its own deadline."""
+    def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
+        """Aborts here at once. The source hears it by three ways: the message, the liveness, its own deadline."""
         request = pb.AbortRequest(
             reader=self._reader,
             plan=transaction.plan,

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
 from services.reward.sandbox import cgroups, confine, seccomp, usage
 from services.reward.sandbox.isolation import (
@@ -38,6 +37,7 @@ from services.reward.sandbox.isolation import (
     python,
     reap,
 )
+from settings.reward import SandboxTable
 
 LAUNCH_TIMEOUT_S = 60.0
 HOME = "/sandbox"
@@ -49,7 +49,7 @@ DEVICES = ("null", "zero", "random", "urandom")
 SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
 """Where shared libraries lie, and nothing else of the host's."""
 SHARED = ("wire", "confine")
-ROLES = ("candidate", "judge")
+ROLES = ("candidate", "test_runner")
 FILES_PER_MIB = 256
 """Most files in /tmp: one for each page of 4 KiB that it may take."""
 CPU_CHECK_S = 0.2
@@ -248,7 +248,7 @@ class _Sandboxed(Process):
         self._next_check = time.monotonic() + quota.cpu_time_s / quota.cores
         self._first = 0
         self._pidfd = -1
-        self.group = cgroups.Group()
+        self.group = cgroups.ControlGroup()
 
     def has_process(self, first: int) -> None:
         """Names the first process of its namespace."""

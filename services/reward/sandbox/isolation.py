@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import SandboxTable
 from rlhf.errors import RlhfError
 from services.reward.sandbox import confine, wire
+from settings.reward import SandboxTable
 
 END_TIMEOUT_S = 20.0
 MIB = 1 << 20
@@ -65,7 +65,7 @@ class Isolation(ABC):
         """Starts `main` of one of our modules.
 
         Args:
-            module: "candidate" or "judge".
+            module: "candidate" or "test_runner".
             job: Plain data that it reads on standard input; limits are added.
             stdout: Its descriptor 1.
             pass_fds: Further descriptors it has, under the numbers they have here.

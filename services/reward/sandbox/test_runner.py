@@ -1,6 +1,6 @@
 """Puts tests to a program that runs in another sandbox, and says which of them it passed.
 
-The judge has the tests and never the program's code; all it learns of the program is plain data. It runs in a
+The test runner has the tests and never the program's code; all it learns of the program is plain data. It runs in a
 sandbox of its own all the same: tests are code out of a data set, and the values they meet are the program's.
 See wire.py on what it may import.
 """
@@ -36,7 +36,7 @@ BUILT_IN = {
 
 
 class Candidate:
-    """The program, as far as the judge knows it.
+    """The program, as far as the test runner knows it.
 
     Args:
         requests, answers: Pipes to and from its sandbox.
@@ -326,7 +326,7 @@ def lines(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Judges one program; the verdict goes to standard output, as a frame behind the stages."""
+    """Tests one program; the verdict goes to standard output, as a frame behind the stages."""
     job = confine.begin()
     service = os.dup(1)
     confine.silence(0, 1, 2)

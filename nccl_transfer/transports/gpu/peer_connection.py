@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import remaining_s
-from nccl_transfer.transports.gpu.tether import CLOSED, Tether
+from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
 from rlhf.errors import DeadlineExceeded, Refused
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
@@ -21,8 +21,8 @@ CLOSING_S = 5.0
 """How long `close` waits for the transfer under way. It ends at once, unless it is held up in a call of CUDA."""
 
 
-class Arrangement(ABC):
-    """This process and one source: a channel, something that lasts until a tether is cut, and one transfer at a time.
+class PeerConnection(ABC):
+    """This process and one source: a channel, something that lasts until a liveness is cut, and one transfer at a time.
     All but `closed`, `close` and `forget` is for the transfer whose turn it is.
 
     Args:
@@ -40,12 +40,12 @@ class Arrangement(ABC):
 
     @property
     @abstractmethod
-    def tether(self) -> Tether | None:
+    def liveness(self) -> LivenessStream | None:
         """Of what there is now."""
 
     @abstractmethod
     def end(self) -> None:
-        """Lets go of what there is, if anything, and cuts its tether."""
+        """Lets go of what there is, if anything, and cuts its liveness."""
 
     @property
     def stub(self) -> pb_grpc.TransferServiceStub:
@@ -76,8 +76,8 @@ class Arrangement(ABC):
         """Lets go of a source that has gone, unless a transfer is under way. Should it come back, all begins anew."""
         if self._turn.acquire(blocking=False):
             try:
-                if self.tether is None or not self.tether.holds:
-                    self._let_go()
+                if self.liveness is None or not self.liveness.is_alive:
+                    self._release_all()
             finally:
                 self._leave()
 
@@ -91,11 +91,11 @@ class Arrangement(ABC):
         """Ends the turn, and where it was closed, everything."""
         try:
             if self.closed.is_set():
-                self._let_go()
+                self._release_all()
         finally:
             self._turn.release()
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         """The source is told last: it frees its own, of which nothing is in use here any more."""
         self.end()
         if self._channel is not None:
@@ -103,10 +103,10 @@ class Arrangement(ABC):
         self._channel = None
 
 
-A = TypeVar("A", bound=Arrangement)
+A = TypeVar("A", bound=PeerConnection)
 
 
-class Arrangements(Generic[A]):
+class PeerConnections(Generic[A]):
     """Those of a transport, by the address of the source. Thread-safe.
 
     Args:
@@ -144,5 +144,5 @@ class Arrangements(Generic[A]):
         """Closes all, and makes no more."""
         with self._lock:
             self._closed = True
-        for arrangement in self._of.values():
-            arrangement.close()
+        for connection in self._of.values():
+            connection.close()

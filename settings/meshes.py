@@ -1,18 +1,21 @@
-"""Meshes of training, p-t-d, and of generation, pg-tg-dg-d, as a configuration names them, and which of them a model
-fits on."""
+"""Meshes of training, p-t-d, and of generation, pg-tg-dg-d, as a configuration names them, and the models that divide
+over them."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 Sizes = tuple[int, int, int]
 """Pipeline, tensor and data size."""
 GenerationSizes = tuple[int, int, int, int]
 """Pipeline, tensor, micro-data and data size."""
+Shape = Mapping[str, int]
+"""The sizes of a model by their keys in its config.json."""
+
+NO_SHAPE: Shape = MappingProxyType({})
+"""The shape of a model that is not known; it fits everywhere."""
 
 NUM_SUGGESTED = 3
 
@@ -54,15 +57,13 @@ def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 
-def check(text: str, ranks: int, model: Path) -> None:
-    """Checks that a mesh has as many ranks as there are, and that the model divides over it, as far as its directory
-    can be read.
+def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
+    """Checks that a mesh has as many ranks as there are, and that a model of this shape divides over it.
 
     Raises:
         ValueError: It does not; the text says why, and the nearest meshes that do.
     """
     sizes = parse(text)
-    shape = _shape_of(model)
     reason = ""
     if math.prod(sizes) != ranks:
         reason = f"has {math.prod(sizes)} ranks, and ranks is {ranks}"
@@ -104,9 +105,9 @@ def check_generation(text: str, mesh: str) -> None:
         )
 
 
-def check_vllm(mesh: str, generation_mesh: str, model: Path) -> None:
-    """Checks that vLLM can generate with a model, as far as its directory can be read, on the generation mesh of a
-    training mesh; "" is the mesh whose ranks all have rows of their own.
+def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None:
+    """Checks that vLLM can generate with a model of this shape on the generation mesh of a training mesh; "" is the
+    mesh whose ranks all have rows of their own.
 
     Raises:
         ValueError: It cannot; the text says why.
@@ -118,7 +119,6 @@ def check_vllm(mesh: str, generation_mesh: str, model: Path) -> None:
             f"rollout_engine vllm generates without pipeline stages, and generation_mesh {generation_mesh or mesh} has "
             f"{pipeline}; for example generation_mesh 1-{tensor}-{parse(mesh)[0]}-{data}"
         )
-    shape = _shape_of(model)
     heads = shape.get("num_attention_heads", tensor_parallel)
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = shape.get(key, 0)
@@ -134,7 +134,7 @@ def check_vllm(mesh: str, generation_mesh: str, model: Path) -> None:
         )
 
 
-def _misfit(sizes: Sizes, shape: Mapping[str, int]) -> str:
+def _misfit(sizes: Sizes, shape: Shape) -> str:
     """Why a model does not divide over a mesh; empty where it does."""
     pipeline, tensor, _ = sizes
     divisors = {
@@ -147,15 +147,6 @@ def _misfit(sizes: Sizes, shape: Mapping[str, int]) -> str:
         if shape.get(key, 0) % parts:
             return f"does not fit the model: its {shape[key]} {what} cannot be dealt out to {parts} {over}"
     return ""
-
-
-def _shape_of(model: Path) -> dict[str, int]:
-    """The sizes in a model's config.json; none where it cannot be read, which is told elsewhere."""
-    try:
-        config: Any = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {key: value for key, value in config.items() if isinstance(value, int)}
 
 
 def _all_sizes(ranks: int) -> Iterator[Sizes]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error
 
@@ -20,12 +21,12 @@ LONGEST_PAUSE_S = 1e-3
 """Between two looks at something awaited; the first pauses are shorter."""
 
 
-def tether_channel(address: str) -> grpc.Channel:
-    """A channel without encryption, on a connection of its own, whose streams are read in the background."""
-    return grpc.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
+def liveness_channel(address: str) -> grpc.Channel:
+    """A channel on a connection of its own, whose streams are read in the background."""
+    return open_channel(address, (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
 
 
-class Tether:
+class LivenessStream:
     """A stream from a source that gives one message and then stays open while both sides live. Its end, whichever side
     closed it or died, tells the other side to free its memory.
 
@@ -39,10 +40,10 @@ class Tether:
         self._closed = closed
         self._first: Future[Any] = Future()
         self._ended = threading.Event()
-        threading.Thread(target=self._read, name="tether", daemon=True).start()
+        threading.Thread(target=self._read, name="liveness", daemon=True).start()
 
     @property
-    def holds(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the other side is still there, as far as is known."""
         return not self._ended.is_set()
 
@@ -72,7 +73,7 @@ class Tether:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def end(self, where: str, within_s: float) -> RlhfError | None:
+    def end_cause(self, where: str, within_s: float) -> RlhfError | None:
         """Why the other side has gone; None where it is still there after `within_s` seconds."""
         return self._why_ended(where) if self._ended.wait(within_s) else None
 
@@ -81,7 +82,7 @@ class Tether:
             return ServiceLost(f"{where}: the source gave up")
         return from_rpc_error(self._stream, where)
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """Ends the stream from here."""
         self._stream.cancel()
 
@@ -95,14 +96,14 @@ class Tether:
             self._ended.set()
 
 
-def answer(call: Any, tether: Tether, deadline: float, where: str) -> None:
+def wait_for_answer(call: Any, liveness: LivenessStream, deadline: float, where: str) -> None:
     """Waits for the answer to a call.
 
     Raises:
         RlhfError: The one it failed with; or the source has gone; or it did not answer in time.
     """
     try:
-        tether.wait(call.done, deadline, where)
+        liveness.wait(call.done, deadline, where)
         call.result()
     except grpc.RpcError as error:
         raise from_rpc_error(error, where) from error
