@@ -24,7 +24,7 @@ from services.roles.columns import jagged_column, jagged_ids, sequence_columns, 
 from services.roles.log_probs import policy_head
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
-from services.roles.objective import LossTerm
+from services.roles.update_loss import LossTerm
 from services.rollout.base import Generation, SamplingOptions
 from services.rollout.factory import make_rollout
 from services.rollout.sampling import row_seeds
