@@ -34,11 +34,14 @@ from controller.data.prompts import PromptData
 from nccl_transfer.refs.columns import Jagged
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.compute.heads import Head, Output, PolicyHead, PolicyOutput, value_head
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.critic.losses import value_loss
 from services.engines.base import LossFn, OptimizerOptions, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
-from services.models.families import load_causal_lm, load_tokenizer, load_value_model
+from services.models.families import load_causal_lm, load_value_model
+from services.models.tokenizers import load_tokenizer
 from services.reward.functions import find_function
 from services.roles.losses import aggregate
 from services.roles.minibatch import deal

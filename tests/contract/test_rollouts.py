@@ -19,7 +19,9 @@ from nccl_transfer.refs.columns import Jagged
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import EngineOffloaded, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine

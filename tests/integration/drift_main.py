@@ -14,7 +14,9 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import RolloutEngine, SamplingOptions

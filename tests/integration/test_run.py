@@ -47,7 +47,7 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import Refused
-from services.models.families import tensors_sha256
+from services.models.export import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
 

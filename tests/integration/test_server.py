@@ -40,7 +40,7 @@ from rlhf.errors import (
     Refused,
 )
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.models.families import vocabulary_hash
+from services.models.tokenizers import vocabulary_hash
 
 AT_ONCE_S = 0.5
 SOON_S = 10.0

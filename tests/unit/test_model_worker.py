@@ -17,7 +17,7 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
 from services.critic.worker import CriticWorker
-from services.roles.model_worker import rank_device
+from services.roles.device import rank_device
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows
 from settings.critic import CriticTable

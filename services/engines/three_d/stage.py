@@ -31,7 +31,9 @@ from services.engines.three_d.tensor_parallel import (
     VocabularyParallelHead,
     fan_out_input,
 )
-from services.models.families import FAMILIES, ValueModel, save_config
+from services.models.export import save_config
+from services.models.families import FAMILIES
+from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of

@@ -1,39 +1,34 @@
-"""Traces of calls by torch's profiler."""
+"""Profiles of calls by torch's profiler."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from services.runtime.worker import Worker
+MAX_CALLS = 100
+"""Most calls of one profile: the profiler keeps all their events in memory."""
 
 
-class Traces:
-    """Chrome traces of a number of calls, by torch's profiler."""
+class CallProfiler:
+    """Writes a Chrome trace of a number of calls, once it is armed."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._left = 0
         self._path = Path()
         self._profiler: torch.profiler.profile | None = None
 
-    def arm(self, directory: Path, calls: int) -> Path:
-        """Traces the next `calls` calls into one file; returns its path."""
-        directory.mkdir(parents=True, exist_ok=True)
-        worker = self._worker
-        self._path = (
-            directory / f"{worker.role}-{worker.ranks.rank}-v{worker.policy_version}-{os.getpid()}.json"
-        )
+    def arm(self, path: Path, calls: int) -> None:
+        """Profiles the next `calls` calls into the file `path`, whose directory is created."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._left = calls + 1
-        return self._path
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """A call; the one that armed is not traced itself."""
+    def around_call(self) -> Iterator[None]:
+        """A call, profiled where the profiler is armed; the call that arms it is not."""
         if self._left and self._profiler is None:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
