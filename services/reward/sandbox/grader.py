@@ -18,6 +18,7 @@ from services.reward.sandbox import test_runner, wire
 from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
 from services.reward.sandbox.program import Submission
+from services.reward.sandbox.remote_program import START_TIMEOUT_S
 from settings.reward import SandboxTable
 
 GRACE_S = 1.0
@@ -119,7 +120,7 @@ def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[
         SandboxFailed: They cannot be.
     """
     heard = stages = b""
-    deadline = time.monotonic() + test_runner.START_TIMEOUT_S + GRACE_S
+    deadline = time.monotonic() + START_TIMEOUT_S + GRACE_S
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
