@@ -16,7 +16,9 @@ from controller.config.tables import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
 from controller.training.rewards import Reward
-from controller.training.run import Actor, Run, Step
+from controller.training.roles import Actor
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.config import Positive, RewardTable, Strict
 from rlhf.errors import ConfigError, InvalidRequest
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controller import algorithms, cli
+from controller import algorithms, job
 from controller.config.tables import Config, DataTable
 from integration import node_reward
 from integration.harness import Cluster, Processes, free_ports, under_one_name, wait_until, write_config
@@ -41,7 +41,7 @@ def ran(cluster: Cluster, config: Config, reward: str) -> tuple[list[dict[str, f
     comments."""
     table = config.services["reward"].model_copy(update={"address": reward})
     config = config.model_copy(update={"services": {**config.services, "reward": table}})
-    path, _ = cli.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    path, _ = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
     lines = (path / "config.toml").read_text().splitlines()
     return under_one_name(numbers(path)), [line for line in lines if not line.startswith("#")]
 

@@ -15,7 +15,7 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session
-from controller import algorithms, cli
+from controller import algorithms, job
 from controller.config.tables import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
@@ -52,7 +52,7 @@ def run_config(cluster: Cluster, directory: Path) -> Config:
 
 def trained(config: Config, **options: bool) -> str:
     """sha256 of the actor that a run of PPO ends with."""
-    _, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False, **options)
+    _, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, **options)
     return summary["actor_sha256"]
 
 
