@@ -1,4 +1,4 @@
-"""rlhf-controller: runs an algorithm on services that are running, or that it launches itself."""
+"""rlhf-controller: runs an algorithm on running services, or on services that it launches itself."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def main(
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:
-    """Checks a configuration as a run would; prints it to stdout, and what the run would do to stderr.
+    """Checks a configuration as a run would; prints it to stdout, and the services and rows of the run to stderr.
 
     Raises:
         ConfigError: As of `run`.
