@@ -42,7 +42,8 @@ from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 from deploy import processes, with_parent
 from deploy.launch import environment
 

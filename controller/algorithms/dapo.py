@@ -16,7 +16,9 @@ from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
 from controller.training.rewards import Reward
-from controller.training.run import Actor, Run, Step
+from controller.training.roles import Actor
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError, InvalidRequest
 from settings.reward import RewardTable
 from settings.strict import Positive, Strict

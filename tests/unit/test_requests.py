@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from controller.role_groups.futures import resolved
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from controller.role_groups.roles import ReferenceGroup
-from controller.training.run import Run
+from controller.training.columns import ColumnReader
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
@@ -244,16 +243,11 @@ def test_token_ids_that_ranks_hold_do_not_come_to_the_controller() -> None:
     values = store.put_column(Jagged(np.arange(3, dtype=np.float32), lengths), "float32", lease)
     columns: dict[str, Future[Any]] = {"response_ids": resolved(ids), "values": resolved(values)}
     batch = FutureBatch(2, columns) | FutureBatch.of(group=np.array([0, 1]))
-    run: Any = SimpleNamespace(
-        _fetcher=Fetcher("", [], store),
-        _cluster=SimpleNamespace(session=session),
-        config=SimpleNamespace(run=SimpleNamespace(call_timeout_s=TIMEOUT_S)),
-        step_of=lambda batch: session.step_of(batch.step),
-    )
-    fetched = Run.fetch(run, batch, "values", "group")
+    reader = ColumnReader(Fetcher("", [], store), session, TIMEOUT_S)
+    fetched = reader.fetch(batch, "values", "group")
     assert (fetched["values"].values.tolist(), fetched["group"].tolist()) == ([0, 1, 2], [0, 1])
     with pytest.raises(InvalidRequest, match=r"run.fetch: column 'response_ids' holds int64 on the ranks"):
-        Run.fetch(run, batch, "response_ids")
+        reader.fetch(batch, "response_ids")
     store.close()
 
 
