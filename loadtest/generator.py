@@ -15,8 +15,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest.caller import SETTLE_S, Caller, Reply
 from loadtest.recorder import UNFINISHED, StepRecorder
-from loadtest.target import SETTLE_S, Caller, Reply
 
 MOST_OUTSTANDING = 10_000
 """Calls without an answer at which an open loop ends its step: the service is long past what it can do."""
@@ -82,9 +82,6 @@ class Generator:
         finally:
             self._given_up = True
             await _cancel_all([sending, stopped, *helpers, *self._calls])
-            # Bounded: each rank is given SETTLE_S.
-            await self._caller.cancel()
-            await self._caller.release()
         for failure in self._failures:
             raise failure
         if not sending.cancelled():

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.caller import OK, ROW_ERROR, Reply
 from loadtest.histogram import Histogram
-from loadtest.target import OK, ROW_ERROR, Reply
 
 UNFINISHED = "UNFINISHED"
 """A call that had no answer when the time to drain was over."""
