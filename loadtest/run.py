@@ -29,7 +29,7 @@ from rlhf.errors import ConfigError
 FORMAT = 1
 MOST_INTERVALS = 120
 LAST_TRIES = 2
-"""Levels in a row that a service has to fail before a ramp ends: one may be the machine's bad moment."""
+"""Levels in a row that a service has to fail before a ramp ends: one failure may be a disturbance of the machine."""
 EIGHT = Lengths(8, 8)
 
 Json = dict[str, Any]
@@ -40,16 +40,16 @@ class Settings:
     """Settings of a load test.
 
     Attributes:
-        role, target, method: Whom to call: role, host:port of rank 0, name of the method.
+        role, target, method: The service's role, host:port of rank 0, name of the method.
         arrivals: "poisson" or "constant" for an open loop, "closed" for a closed one.
         levels: Calls per second, or calls at the same time in a closed loop; several for a ramp.
-        duration_s: How long each level is measured.
-        warmup_s: How long it is loaded before that.
-        drain_s: How long, after the last call was sent, answers are waited for.
+        duration_s: Measured time of each level.
+        warmup_s: Time under load before that.
+        drain_s: Longest wait for answers after the last call.
         timeout_s: Deadline of a call.
         connections: Connections to each rank.
         rows, prompt, response, vocabulary, seed: Shape of the rows; see `payloads.Shape`.
-        data: JSONL file with rows; None: all is made up.
+        data: JSONL file with rows; None: made-up rows.
         objectives: Bounds that decide the exit code.
     """
 
@@ -129,7 +129,7 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
 
 @contextmanager
 def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Sets `stop` at SIGINT and SIGTERM; the list holds the signals that came."""
+    """Sets `stop` at SIGINT and SIGTERM; yields the list of received signals."""
     loop, came = asyncio.get_running_loop(), []
 
     def note(number: int) -> None:
