@@ -65,8 +65,8 @@ class AlgorithmTable(Strict):
     rollout engine's."""
     rollout_correction: Literal["none", "truncate", "mask"] = "none"
     """Correction of the difference between the training engine's probabilities and those that the rollout engine
-    sampled with: the loss is weighted by their ratio, which truncate bounds from above; mask drops ratios out of bounds. Not
-    with rollout.top_k or rollout.top_p."""
+    sampled with: the loss is weighted by their ratio, which truncate bounds from above; mask drops ratios out of
+    bounds. Not with rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Level of that ratio: each token or the whole response."""
     rollout_correction_low: NotNegative = 0.5

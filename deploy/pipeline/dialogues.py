@@ -54,7 +54,7 @@ def _last_answer(dialogue: str) -> tuple[str, str]:
 
 
 def is_heldout(pair: Pair, percent: int) -> bool:
-    """Whether a pair is for evaluation only: by a hash of the human's first turn, so that no opening is on both sides."""
+    """Whether a pair is for evaluation only: by a hash of the human's first turn, so no opening is on both sides."""
     digest = hashlib.sha256(pair.opening.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 
