@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "services": {"rlhf", "settings", "nccl_transfer", "services"},
     "client": {"rlhf", "client"},
     "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
-    "deploy": {"rlhf", "settings", "controller.config", "deploy"},
+    "deploy": {"rlhf", "settings", "reports", "controller.config", "deploy"},
     "conformance": {"rlhf", "conformance"},
     "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
     "reports": {"reports"},

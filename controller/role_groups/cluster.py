@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from client.rank import WORKER, RankClient
+from benchmarks.simulated import WORKER
+from client.rank import RankClient
 from client.session import Session, StepContext
 from controller.config.config import Config
 from controller.role_groups.admission import GONE_WITHIN_S, check_tables, origin, wait_until_free

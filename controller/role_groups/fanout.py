@@ -9,8 +9,9 @@ from typing import Any
 
 import grpc
 
+from benchmarks.simulated import WORKER
 from client.outage import is_silence
-from client.rank import WORKER, RankClient
+from client.rank import RankClient
 from controller.role_groups.placement import Place
 from rlhf.contract import Method
 from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost

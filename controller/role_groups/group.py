@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from client.rank import WORKER
+from benchmarks.simulated import WORKER
 from client.session import Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec, Codec

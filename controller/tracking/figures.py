@@ -11,9 +11,9 @@ from controller.tracking.metrics import Sample, each_sample, each_step
 from reports.charts import Point
 
 MAX_STRETCHES = 200
-"""Stretches that a curve is cut into: each keeps its lowest and its highest point."""
+"""Number of stretches of a curve; each keeps its lowest and its highest point."""
 UNCHARTED = ("time/", "mem/", "transfer/")
-"""Metrics that a report shows by their mean or their peak."""
+"""Prefixes of metrics that a report shows by their mean or their peak."""
 THROUGHPUT = "time/tokens_per_s"
 
 
@@ -57,7 +57,7 @@ def _value(point: Point) -> float:
 
 @dataclass
 class Mean:
-    """A mean that grows by single values."""
+    """A running mean."""
 
     total: float = 0.0
     count: int = 0
@@ -73,14 +73,14 @@ class Mean:
 
 @dataclass
 class Figures:
-    """Figures of a run as far as it got.
+    """Figures of a run up to its last step.
 
     Attributes:
         last_step: Number of the last line of metrics; None before the first.
         curves: By metric.
         first, last: The first and last value of each metric.
-        means: Of the metrics that begin with `UNCHARTED`, over the training steps that have them.
-        peaks: The highest value of those that begin with mem/.
+        means: By metric that begins with `UNCHARTED`, the mean over the training steps that have it.
+        peaks: By metric that begins with mem/, the highest value.
         steps: Training steps: lines with time/step_s.
         samples: By step, of the first and the last evaluation.
     """
@@ -96,7 +96,7 @@ class Figures:
 
     @staticmethod
     def read(run_dir: Path) -> Figures:
-        """Those of a run directory.
+        """Reads the figures of a run directory.
 
         Raises:
             RlhfError: A file is damaged.
@@ -126,7 +126,7 @@ class Figures:
                 self.peaks[key] = max(value, self.peaks.get(key, 0.0))
 
     def add_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Add samples of a step: those of the first step and of the newest are kept."""
+        """Add samples of a step; samples of the first and the newest step are kept."""
         if step not in self.samples:
             self.samples = dict([*self.samples.items()][:1]) | {step: []}
         self.samples[step] += samples
@@ -136,5 +136,5 @@ class Figures:
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:
-        """The mean of a metric; None where there is none."""
+        """The mean of a metric; None without values."""
         return self.means[key].value if key in self.means else None

@@ -1,8 +1,9 @@
 """Scalars as a TensorBoard event file.
 
-The usual writers import torch wherever it is installed and write from a thread of their own, in which a
-full disk goes unseen; the format is small enough to write it here. A file is a sequence of TFRecords
-(length, its checksum, data, its checksum), each of which holds one `tensorflow.Event` message:
+tensorboardX imports torch where that is installed (1,204 modules), which a controller must not, and the usual
+writers write from a thread of their own, in which a full disk goes unseen; the format is small enough to write
+it here. A file is a sequence of TFRecords (length, its checksum, data, its checksum), each of which holds one
+`tensorflow.Event` message:
 
     message Event   { double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5; }
     message Summary { message Value { string tag = 1; float simple_value = 2; } repeated Value value = 1; }

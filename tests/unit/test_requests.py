@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from unit.test_execution import MetRanks
 
-from client.rank import WORKER, RankClient
+from benchmarks.simulated import WORKER
+from client.rank import RankClient
 from client.session import Session
 from controller.role_groups import group
 from controller.role_groups.dataflow import FutureBatch
