@@ -118,7 +118,7 @@ class Ranks:
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-        from services.runtime.process_groups import COLLECTIVE_TIMEOUT
+        from services.runtime.process_groups import COLLECTIVE_TIMEOUT  # needs torch
 
         base = _open_store(rank, size)
         store = PrefixStore("rlhf-cluster", base)

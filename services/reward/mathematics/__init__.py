@@ -67,6 +67,7 @@ math.required_module = "math_verify"  # type: ignore[attr-defined]
 
 
 def _is_algebra(text: str) -> bool:
+    # It takes a second to import, and most ground truths are numbers.
     from services.reward.mathematics import symbolic
 
     return bool(symbolic.read(text))
