@@ -29,7 +29,7 @@ from client import stream
 from client.outage import Outage
 from client.rank import RankClient
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.launch import LaunchedServices
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build

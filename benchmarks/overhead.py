@@ -34,7 +34,7 @@ from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from client.session import Session
 from controller.algorithms.ppo import ppo
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.prompts import PromptData
 from controller.launch import LaunchedServices
 from controller.role_groups.cluster import Cluster

@@ -1,8 +1,8 @@
 """How many programs per second the code grader grades, beside what starting a bare sandbox takes.
 
-A graded program takes two sandboxes, the candidate's and the judge's. The anchor is one `bwrap` with all namespaces
-that runs `python -c pass`, so half of it is the most that this design can reach. Both take short turns, so that drift
-of the machine hits both alike.
+A graded program takes two sandboxes, the candidate's and the test runner's. The anchor is one `bwrap` with all
+namespaces that runs `python -c pass`, so half of it is the most that this design can reach. Both take short turns, so
+that drift of the machine hits both alike.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import click
 from rich.table import Table
 
 from benchmarks.report import circumstances, console, json_option, write_json
-from rlhf.config import SandboxTable
 from services.reward.sandbox.grader import Grader
-from services.reward.sandbox.program import Program, read_row
+from services.reward.sandbox.program import Submission, read_row
+from settings.reward import SandboxTable
 
 GRADED, BARE = "graded program", "bare bwrap + python"
 LEAST_PER_S = 25.0
@@ -48,7 +48,7 @@ class Figure:
     turns_per_s: list[float]
 
 
-def make_program(number: int) -> Program:
+def make_program(number: int) -> Submission:
     """A program that no cache has seen, with assert-style tests that it passes."""
     code = f"from typing import List\n\ndef shifted(xs: List[int], by):\n    return [x + by for x in xs]  # {number}"
     checks = "".join(f"    assert candidate([1, 2], {by}) == [{1 + by}, {2 + by}]\n" for by in range(CALLS))
@@ -56,7 +56,7 @@ def make_program(number: int) -> Program:
     return read_row("", code, "", {"tests": [test]}, "all")
 
 
-def grade(grader: Grader, programs: list[Program]) -> float:
+def grade(grader: Grader, programs: list[Submission]) -> float:
     """Programs per second; all must pass."""
     started = time.perf_counter()
     verdicts = [future.result() for future in [grader.submit(program) for program in programs]]

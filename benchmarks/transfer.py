@@ -45,14 +45,16 @@ from rich.table import Table
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, receive, timed
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.transfer_gpu import DeviceTransfer, measure_cuda_ipc
-from controller.role_groups.dataflow import Loop
-from nccl_transfer.fetch import Fetcher, Rows
-from nccl_transfer.refs.batch import Batch, Endpoint
+from controller.role_groups.loop import Loop
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.registry import create_transports
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.store.tensors import to_numpy_carrier
 from nccl_transfer.transports import ArenaServer, ByteServer, host_id
@@ -258,7 +260,7 @@ class Reader:
         return str(total).encode()
 
 
-def flat(rows: Rows, name: str) -> np.ndarray:
+def flat(rows: FetchedRows, name: str) -> np.ndarray:
     """All entries of a column."""
     values = rows[name]
     return values.values if isinstance(values, Jagged) else np.asarray(values)
@@ -324,7 +326,7 @@ def read(fetcher: Fetcher, batch: Batch, writable: bool) -> tuple[float, float]:
     return attached - started, touched - attached
 
 
-def touch(rows: Rows) -> int:
+def touch(rows: FetchedRows) -> int:
     """Reads a byte of every page."""
     values = rows["x"]
     assert isinstance(values, np.ndarray)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import VllmTable
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.engines.three_d.transition import Kind, Received
+from services.engines.three_d.transition import Kind, ReceivedBytes
+from services.storage.layout import Layout
+from settings.actor import VllmTable
 
 CPU = torch.device("cpu")
 
@@ -36,7 +39,7 @@ def forget_peak() -> None:
 
 
 def loopback_bytes() -> int:
-    """Received over the loopback interface since it is up."""
+    """ReceivedBytes over the loopback interface since it is up."""
     found = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/net/dev").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
@@ -71,7 +74,7 @@ def measure(model: Path, mesh: Mesh, kind: Kind, turns: int) -> dict[str, Any]:
         x for x in trained.values() if not any(first <= x.data_ptr() < first + size for first, size in inside)
     ]
     report = {
-        "model": sum(layout.gathered_bytes(4) for layout in engine._stage.layouts.values() if layout.is_cut),
+        "model": gathered_bytes(engine._stage.layouts),
         "received": transition.received.cut,
         "received_whole": transition.received.whole,
         "gathered": sum(size for size in dict(inside).values()),
@@ -87,6 +90,11 @@ def measure(model: Path, mesh: Mesh, kind: Kind, turns: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         del weights
     return {**report, "seconds": seconds}
+
+
+def gathered_bytes(layouts: Mapping[str, Layout]) -> int:
+    """Bytes of all tensors that are cut into parts, whole, in float32."""
+    return sum(4 * math.prod(each.gathered_shape) for each in layouts.values() if each.is_cut)
 
 
 def measure_vllm(model: Path, mesh: Mesh, turns: int) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def measure_vllm(model: Path, mesh: Mesh, turns: int) -> dict[str, Any]:
         tensor_parallel=mesh.generation_tensor,
     )
     rollout.load_weights(engine.rollout_weights())
-    transition.received = Received()
+    transition.received = ReceivedBytes()
     seconds = []
     before = memory("VmRSS")
     forget_peak()
@@ -121,7 +129,7 @@ def measure_vllm(model: Path, mesh: Mesh, turns: int) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)
     layouts = engine._stage.layouts
     return {
-        "model": sum(layout.gathered_bytes(4) for layout in layouts.values() if layout.is_cut),
+        "model": gathered_bytes(layouts),
         "received": transition.received.cut // turns,
         "received_whole": transition.received.whole // turns,
         "gathered": before - memory("VmRSS"),

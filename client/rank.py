@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from client.outage import RECONNECT_OPTIONS, RETRY_S, Outage, is_break
 from client.stream import CallStream, unanswered
+from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
 from rlhf.v1 import transfer_pb2
@@ -34,8 +34,8 @@ class RankClient:
         self.service = service
         self.rank = rank
         self.address = address
-        self._channel = grpc.aio.insecure_channel(
-            address, options=(*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS)
+        self._channel = open_aio_channel(
+            address, (*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS)
         )
         self._callables: dict[str, Any] = {}
         self._session = session

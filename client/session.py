@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.errors import InvalidRequest
+from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
 
 NEXT_START_NS = 1000
@@ -71,11 +71,19 @@ class StepContext:
             self._calls.add(call)
         call.add_done_callback(self._forget)
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until no call of the step is under way; their errors are for those who use their results."""
+    def wait(self, timeout_s: float) -> None:
+        """Waits until no call of the step is under way. Errors of the calls are raised where their results are used.
+
+        Raises:
+            DeadlineExceeded: A call is under way after `timeout_s` seconds.
+        """
         with self._lock:
             calls = list(self._calls)
-        wait(calls, timeout_s)
+        pending = wait(calls, timeout_s).not_done
+        if pending:
+            raise DeadlineExceeded(
+                f"step {self.number}: {len(pending)} calls are under way after {timeout_s:g} s"
+            )
 
     def _forget(self, call: Future[Any]) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""rlhf-conformance: checks any server of the contract, and says what does not hold and what to do."""
+"""rlhf-conformance: checks a server against the contract, and gives advice for each rule that it breaks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from google.protobuf import json_format, struct_pb2
 from rich.console import Console
 from rich.table import Table
 
-from conformance.findings import Finding, Result
-from conformance.reward import MIB, check_rules
+from conformance.findings import Finding, RuleResult
+from conformance.reward import check_rules
+from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
 
 USAGE_ERROR = 2
-STYLES = {Result.PASS: "green", Result.WARN: "yellow", Result.FAIL: "bold red", Result.SKIP: "dim"}
+STYLES = {
+    RuleResult.PASS: "green",
+    RuleResult.WARN: "yellow",
+    RuleResult.FAIL: "bold red",
+    RuleResult.SKIP: "dim",
+}
 PROBES = (
     ("1+1=", "2", "2"),
     ("1+2=", "4", "3"),
@@ -26,7 +32,7 @@ PROBES = (
     ("Think first. 3+4=", "<think>3 and 4 make 7</think> 7", "7"),
     ("10/4=", "#### 2.5", "2.5"),
 )
-"""Prompt, response and ground truth of rows that most rewards tell apart."""
+"""Prompt, response and ground truth of rows to which most rewards give different scores."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,7 +70,7 @@ def reward(
         findings = check_rules(checked)
     finally:
         checked.close()
-    failed = sum(finding.result is Result.FAIL for finding in findings)
+    failed = sum(finding.result is RuleResult.FAIL for finding in findings)
     if json_path:
         report = {"role": "reward", "target": target, "passed": not failed,
                   "findings": [finding.to_json() for finding in findings]}  # fmt: skip
@@ -77,7 +83,7 @@ def read_rows(path: Path) -> list[Row]:
     """Rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
 
     Raises:
-        ConfigError: The file cannot be read, a line is no row, or there are fewer than two.
+        ConfigError: The file cannot be read, a line is no row, or it has fewer than two rows.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -95,13 +101,13 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def to_table(findings: list[Finding], title: str) -> Table:
-    """The findings for people."""
+    """The findings as a table for the terminal."""
     table = Table(title=title, title_justify="left")
     for column in ("rule", "result", "what was seen", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "rule")
     for finding in findings:
         style = STYLES[finding.result]
         table.add_row(finding.rule, f"[{style}]{finding.result}[/]", finding.seen, finding.advice)
-    counts = (f"{sum(f.result is result for f in findings)} {result}" for result in Result)
+    counts = (f"{sum(f.result is result for f in findings)} {result}" for result in RuleResult)
     table.caption = ", ".join(counts)
     return table

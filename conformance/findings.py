@@ -1,4 +1,4 @@
-"""Findings of checks, one per rule, and the exceptions that a check raises where its rule does not hold."""
+"""Findings of checks, one per rule, and the exceptions by which a check says that its rule does not hold."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
-class Result(StrEnum):
-    """How a rule came out."""
+class RuleResult(StrEnum):
+    """The result of a check."""
 
     PASS = "pass"
     WARN = "warn"
@@ -17,17 +17,17 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one rule came out.
+    """The result of one rule's check.
 
     Attributes:
         rule: Name of the rule.
-        result: pass, warn, fail; skip where the rule could not be judged.
-        seen: What was seen, in a sentence.
-        advice: What to do; empty where there is nothing to do.
+        result: pass, warn or fail; skip where the check could not be made.
+        seen: Observation, in a sentence.
+        advice: Remedy; "" where none is needed.
     """
 
     rule: str
-    result: Result
+    result: RuleResult
     seen: str
     advice: str = ""
 
@@ -39,10 +39,10 @@ class Unmet(Exception):
     """A rule that does not hold.
 
     Attributes:
-        rule: The rule, where it is another than the one that is being checked.
+        rule: Name of the broken rule, where it is not the rule that the check is for.
     """
 
-    result = Result.FAIL
+    result = RuleResult.FAIL
 
     def __init__(self, seen: str, advice: str, rule: str = "") -> None:
         super().__init__(seen)
@@ -52,16 +52,16 @@ class Unmet(Exception):
 
 
 class Violation(Unmet):
-    """The contract is broken."""
+    """The server breaks the contract."""
 
 
 class Caution(Unmet):
-    """Allowed, but the user will want to know."""
+    """The contract allows it, but it limits runs."""
 
-    result = Result.WARN
+    result = RuleResult.WARN
 
 
-class Unjudged(Unmet):
-    """Nothing can be said."""
+class Undecided(Unmet):
+    """The check cannot tell whether the rule holds."""
 
-    result = Result.SKIP
+    result = RuleResult.SKIP

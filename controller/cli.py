@@ -20,10 +20,10 @@ import tomli_w
 
 from client.session import Session
 from controller import algorithms
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
 from controller.data.prompts import PromptData, TextData, load_data
-from controller.foresight import arena_warnings
+from controller.foresight import arena_warnings, check_models
 from controller.identity import Identity
 from controller.launch import LaunchedServices
 from controller.role_groups.admission import with_measured
@@ -121,7 +121,8 @@ def main(
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    click.echo(_headline(summary))
+    if headline := _headline(summary):
+        click.echo(headline)
     click.echo(f"report:            {run_directory / 'report.html'}")
     click.echo(f"run directory:     {run_directory}")
 
@@ -167,6 +168,7 @@ class _Plan:
         """Raises ConfigError where the configuration or the data are not what the algorithm needs."""
         started_unix_ns = time.time_ns()
         config = algorithm.configure(config)
+        check_models(config)
         data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
         texts = config.data.pretrain
         pretrain = TextData.load(texts, "data.pretrain") if texts else None
@@ -268,10 +270,13 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     Raises:
         ConfigError: As of `run`.
     """
-    config = algorithm.configure(config)
+    check_models(algorithm.configure(config))
     if has_data:
-        train, heldout = load_data(config, algorithm.columns)
+        plan = _Plan.of(algorithm, config)
+        config, (train, heldout) = plan.config, plan.data
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
+    else:
+        config = algorithm.configure(config)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"
@@ -280,8 +285,10 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    """One line with the first held-out metric, before and after."""
-    name = next(key.removesuffix("_before") for key in summary if key.endswith("_before"))
+    """One line with the first held-out metric, before and after; empty where nothing was measured."""
+    name = next((key.removesuffix("_before") for key in summary if key.endswith("_before")), "")
+    if not name:
+        return ""
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     shape, shown = (
         (".1%", name) if name == "accuracy" else (".4g", "mean reward" if name == "reward" else name)

@@ -1,11 +1,15 @@
-"""Estimates of the arena memory that a step needs, made before anything starts."""
+"""Estimates and checks that are made before anything starts: arena memory of a step, and models on their meshes."""
 
 from __future__ import annotations
 
 import math
 
-from controller.config.tables import Config
-from rlhf.config import ActorTable, CriticTable, ModelTable, ReferenceTable
+from controller.config.config import Config
+from settings.actor import ActorTable
+from settings.critic import CriticTable
+from settings.fit import check_model_fits
+from settings.model import ModelTable
+from settings.reference import ReferenceTable
 
 ID_BYTES, FLOAT_BYTES = 4, 4
 PROMPT_BYTES: dict[type[ModelTable], int] = {ActorTable: ID_BYTES}
@@ -46,3 +50,13 @@ def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
         for name, needed in arena_mb_needed(config, prompt_tokens).items()
         if needed > config.services[name].arena_mb
     ]
+
+
+def check_models(config: Config) -> None:
+    """Checks the models of all services that this host can read against their meshes.
+
+    Raises:
+        ConfigError: As `settings.fit.check_model_fits`.
+    """
+    for name, table in config.services.items():
+        check_model_fits(name, table)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rlhf.channels import open_channel
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 ANSWER_TIMEOUT_S = 3.0
@@ -29,7 +30,7 @@ class Probe:
     """Asks one service again and again whether it serves, and never waits for the answer."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._check = _check(self._channel)
         self._question: Any = None
 
@@ -48,7 +49,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HealthAnswer:
     """Answer of a service to a health check."""
 
     state: str
@@ -59,14 +60,14 @@ class Answer:
     """Its epoch, where it says."""
 
 
-def ask(address: str) -> Answer:
+def ask(address: str) -> HealthAnswer:
     """Asks the service at an address for its health and who it is; waits for the answer at most
     `ANSWER_TIMEOUT_S` each."""
-    with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+    with open_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
-            return Answer(NOT_REACHABLE if _unreachable(error) else NOT_SERVING)
+            return HealthAnswer(NOT_REACHABLE if _unreachable(error) else NOT_SERVING)
         state = SERVING if _serves(reply) else NOT_SERVING
         try:
             described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(
@@ -74,8 +75,8 @@ def ask(address: str) -> Answer:
             )
         except grpc.RpcError:
             # A reward server of the user's own need not know WorkerService.
-            return Answer(state)
-        return Answer(state, len(described.ranks), described.epoch)
+            return HealthAnswer(state)
+        return HealthAnswer(state, len(described.ranks), described.epoch)
 
 
 def _check(channel: grpc.Channel) -> Any:

@@ -6,16 +6,16 @@ import numpy as np
 from controller.advantage import Advantage, sequence_scores
 from controller.training.algorithm import algorithm
 from controller.training.run import Run
-from rlhf.config import Strict
+from settings.strict import Strict
 
 
-class Options(Strict):
+class OptimistOptions(Strict):
     optimism: float = 0.5
     """0: the baseline is the mean of the others, as in RLOO; 1: the best of them."""
 
 
-@algorithm(services=("actor", "reward"), options=Options, compares_groups=True, quickstart="groups")
-def optimist(run: Run, options: Options) -> None:
+@algorithm(services=("actor", "reward"), options=OptimistOptions, compares_groups=True, quickstart="groups")
+def optimist(run: Run, options: OptimistOptions) -> None:
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)

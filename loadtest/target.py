@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 
 from nccl_transfer.refs.mesh import Mesh
-from nccl_transfer.refs.wire import mesh_from_proto
+from nccl_transfer.refs.wire_ranks import mesh_from_proto
+from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import ConfigError, from_rpc_error
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
@@ -115,10 +116,7 @@ class Target:
         self._channels += [self._open(address, CHANNEL_OPTIONS) for address in peers]
 
     def _open(self, address: str, options: Sequence[tuple[str, int]]) -> list[grpc.aio.Channel]:
-        return [
-            grpc.aio.insecure_channel(address, options=(*options, _OWN_CONNECTION))
-            for _ in range(self._connections)
-        ]
+        return [open_aio_channel(address, (*options, _OWN_CONNECTION)) for _ in range(self._connections)]
 
     async def _describe(self) -> worker_pb2.DescribeResponse | None:
         describe = self.stubs(

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s
-from nccl_transfer.transports.grpc_stream import insecure_channel
+from nccl_transfer.transports.grpc_stream import stream_channel
 from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -32,7 +32,7 @@ that a reader would have to be ahead of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RelayRequest:
     """The relays of a call, and under which lease a rank keeps what it reads for others."""
 
     call_id: str
@@ -77,7 +77,11 @@ class RelayBoard:
         self._lock = threading.Lock()
 
     def keep(
-        self, relay: Relay, ranges: Sequence[ByteRange], views: Sequence[memoryview], errand: Errand
+        self,
+        relay: Relay,
+        ranges: Sequence[ByteRange],
+        views: Sequence[memoryview],
+        relay_request: RelayRequest,
     ) -> None:
         """Puts bytes that were read where neighbours can map them, and tells those who wait.
 
@@ -85,7 +89,7 @@ class RelayBoard:
             relay: Whose bytes they are.
             ranges: All bytes of the call's rows that the source holds, in order.
             views: The bytes of each range.
-            errand: Of which call, under which lease.
+            relay_request: Of which call, under which lease.
 
         Raises:
             OutOfSpace: They do not fit; those who wait hear of it by `fail`.
@@ -99,13 +103,13 @@ class RelayBoard:
                 start += len(view)
 
         try:
-            shard = self._store.fill(sum(map(len, views)), errand.lease, write)
+            shard = self._store.fill(sum(map(len, views)), relay_request.lease, write)
         except OutOfSpace as error:
             raise OutOfSpace(
                 f"{error}; they are of {relay.source}, kept for other ranks of this host"
             ) from None
         kept = Kept(tuple(ranges), shard)
-        self._settle(errand.call_id, relay.source, lambda future: future.set_result(kept))
+        self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
         """Tells those who wait that the bytes will not come; those that came stay."""
@@ -170,7 +174,7 @@ class RelayBoard:
 class RelayTaker:
     """Takes bytes that neighbours have read. Thread-safe."""
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
         self._memory = MemfdTransport()

@@ -18,15 +18,28 @@ ROOT = Path(__file__).parent.parent
 
 MAY_IMPORT = {
     "protos/rlhf": {"rlhf"},
+    "settings": {"rlhf", "settings"},
     "nccl_transfer": {"rlhf", "nccl_transfer"},
-    "services": {"rlhf", "nccl_transfer", "services"},
+    "services": {"rlhf", "settings", "nccl_transfer", "services"},
     "client": {"rlhf", "client"},
-    "controller": {"rlhf", "nccl_transfer", "client", "controller"},
-    "deploy": {"rlhf", "controller.config.tables", "deploy"},
+    "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
+    "deploy": {"rlhf", "settings", "controller.config", "deploy"},
     "conformance": {"rlhf", "conformance"},
-    "loadtest": {"rlhf", "nccl_transfer", "loadtest"},
+    "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
+    "reports": {"reports"},
 }
-OURS = ("rlhf", "nccl_transfer", "services", "client", "controller", "deploy", "conformance", "loadtest")
+OURS = (
+    "rlhf",
+    "settings",
+    "reports",
+    "nccl_transfer",
+    "services",
+    "client",
+    "controller",
+    "deploy",
+    "conformance",
+    "loadtest",
+)
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
 WITHOUT_TORCH = [
     "client.rank",
@@ -119,5 +132,17 @@ def test_no_pickle_of_ours() -> None:
         for path in sources(room)
         for module in imports(path)
         if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+    ]
+    assert wrong == []
+
+
+def test_connections_are_opened_and_accepted_in_one_file() -> None:
+    makers = {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure_port"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} calls {node.attr}"
+        for room in MAY_IMPORT
+        for path in sources(room)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in makers and path.name != "channels.py"
     ]
     assert wrong == []

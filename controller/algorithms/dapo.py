@@ -12,16 +12,17 @@ from controller.advantage import Advantage, Scores, sequence_scores
 from controller.advantage.columns import mean
 from controller.advantage.groups import differs_within, group_advantage
 from controller.advantage.lengths import overlong_penalty
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
 from controller.training.rewards import Reward
 from controller.training.run import Actor, Run, Step
-from rlhf.config import Positive, RewardTable, Strict
 from rlhf.errors import ConfigError, InvalidRequest
+from settings.reward import RewardTable
+from settings.strict import Positive, Strict
 
 
-class Options(Strict):
+class DAPOOptions(Strict):
     """Options of DAPO."""
 
     max_rounds: Positive = 10
@@ -41,7 +42,7 @@ CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
 """Functions whose scores say whether an answer is right."""
 
 
-def check(config: Config, options: Options) -> None:
+def check(config: Config, options: DAPOOptions) -> None:
     """Refuses a buffer that is longer than a response may be, and a reward of which nothing says what to filter by."""
     filtered_by(config, options)
     longest = config.rollout.max_response_tokens
@@ -54,14 +55,14 @@ def check(config: Config, options: Options) -> None:
 
 @algorithm(
     services=("actor", "reward"),
-    options=Options,
+    options=DAPOOptions,
     defaults={"clip_high": 0.28},
     compares_groups=True,
     quickstart="groups",
     reads=(*POLICY, *REWARD),
     check=check,
 )
-def dapo(run: Run, options: Options) -> None:
+def dapo(run: Run, options: DAPOOptions) -> None:
     """Actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
@@ -71,7 +72,7 @@ def dapo(run: Run, options: Options) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
-def filtered_by(config: Config, options: Options) -> list[str]:
+def filtered_by(config: Config, options: DAPOOptions) -> list[str]:
     """Services whose scores have to differ within a group: a row's is the first of them that scores it. Empty where
     every reward is that of one service.
 
@@ -96,7 +97,7 @@ def filtered_by(config: Config, options: Options) -> list[str]:
     return list(found)
 
 
-def _is_filter(config: Config, service: str, options: Options) -> bool:
+def _is_filter(config: Config, service: str, options: DAPOOptions) -> bool:
     if options.filter_by:
         return service == options.filter_by
     table = config.services.get(service)
@@ -105,7 +106,7 @@ def _is_filter(config: Config, service: str, options: Options) -> bool:
     )
 
 
-def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: Options) -> FutureBatch:
+def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: DAPOOptions) -> FutureBatch:
     """Dynamic sampling (section 3.2): generates and scores rounds of prompts until as many groups as a step has prompts
     have responses with different scores of the services they are filtered by, and returns those."""
     wanted, found, rounds = run.config.data.prompts_per_step, 0, []
@@ -144,7 +145,7 @@ def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.n
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
 
-def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: Options) -> FutureBatch:
+def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
     """Column advantages, from one reward per response and its length."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(

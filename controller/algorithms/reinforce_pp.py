@@ -21,15 +21,15 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
 from controller.training.run import Run, Step
-from rlhf.config import Strict
 from rlhf.errors import ConfigError
+from settings.strict import Strict
 
 
-class Options(Strict):
+class ReinforcePPOptions(Strict):
     """Options of REINFORCE++."""
 
     baseline: Literal["batch", "group"] = "batch"
@@ -37,7 +37,7 @@ class Options(Strict):
     prompt's, whitened over the batch (REINFORCE++-baseline), for rollout.samples_per_prompt above 1."""
 
 
-def check(config: Config, options: Options) -> None:
+def check(config: Config, options: ReinforcePPOptions) -> None:
     """Refuses groups of one, whose mean is their only reward."""
     if options.baseline == "group" and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
@@ -48,11 +48,11 @@ def check(config: Config, options: Options) -> None:
 
 @algorithm(
     services=("actor", "reference", "reward"),
-    options=Options,
+    options=ReinforcePPOptions,
     reads=(*POLICY, *REWARD, *KL_REWARD, "gamma"),
     check=check,
 )
-def reinforce_pp(run: Run, options: Options) -> None:
+def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
     """Actor, reference and reward; KL in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
@@ -66,7 +66,7 @@ def reinforce_pp(run: Run, options: Options) -> None:
 
 
 def compute_advantage(
-    run: Run, step: Step, batch: FutureBatch, kl: KlController, options: Options
+    run: Run, step: Step, batch: FutureBatch, kl: KlController, options: ReinforcePPOptions
 ) -> FutureBatch:
     """Column advantages, from rewards and log-probabilities."""
     config = run.config.algorithm

@@ -16,14 +16,14 @@ from controller.training.algorithm import SCHEDULE, algorithm
 from controller.training.evaluation import Evaluation, Measured
 from controller.training.run import Run
 from nccl_transfer.refs.batch import LocalColumn
-from rlhf.config import Strict
 from rlhf.errors import InvalidRequest
+from settings.strict import Strict
 
 Z_95 = 1.959964
 """Standard score of a two-sided confidence of 95 %."""
 
 
-class Options(Strict):
+class RewardModelOptions(Strict):
     """Options of reward-model training."""
 
     loss: Literal["bradley_terry", "cost"] = "bradley_terry"
@@ -32,9 +32,13 @@ class Options(Strict):
 
 
 @algorithm(
-    services=("reward",), options=Options, columns=("chosen", "rejected"), trains="reward", reads=SCHEDULE
+    services=("reward",),
+    options=RewardModelOptions,
+    columns=("chosen", "rejected"),
+    trains="reward",
+    reads=SCHEDULE,
 )
-def reward_model(run: Run, options: Options) -> None:
+def reward_model(run: Run, options: RewardModelOptions) -> None:
     """Reward, of kind model with an optimizer; rows with prompt, chosen and rejected."""
     reward = run.reward_model()
     sign = -1.0 if options.loss == "cost" else 1.0

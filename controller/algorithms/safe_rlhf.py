@@ -10,15 +10,15 @@ from pydantic import Field
 
 from controller.advantage import KlController, kl_controller, sequence_scores, steer
 from controller.advantage.safe import Multiplier, safe_advantage
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
 from controller.training.run import Run, Step
-from rlhf.config import Positive, Strict
 from rlhf.errors import ConfigError
+from settings.strict import Positive, Strict
 
 
-class Options(Strict):
+class SafeRLHFOptions(Strict):
     """Options of Safe-RLHF."""
 
     cost_limit: float = 0.0
@@ -35,7 +35,7 @@ class Options(Strict):
     """Bound of the rewards and costs of tokens."""
 
 
-def check(config: Config, options: Options) -> None:
+def check(config: Config, options: SafeRLHFOptions) -> None:
     """Refuses a multiplier that starts above its bound."""
     if options.initial_lambda > options.largest_lambda:
         raise ConfigError(
@@ -53,7 +53,7 @@ def check(config: Config, options: Options) -> None:
         "reward": "reward",
         "cost": "reward",
     },
-    options=Options,
+    options=SafeRLHFOptions,
     defaults={
         "lam": 0.95,
         "value_clip": 5.0,
@@ -74,7 +74,7 @@ def check(config: Config, options: Options) -> None:
     ),
     check=check,
 )
-def safe_rlhf(run: Run, options: Options) -> None:
+def safe_rlhf(run: Run, options: SafeRLHFOptions) -> None:
     """Actor, reference, reward and cost, with a critic for either; KL in both."""
     actor, reference, reward, cost = run.actor(), run.reference(), run.reward(), run.reward("cost")
     critic, cost_critic = run.critic(), run.critic("cost_critic")
@@ -96,7 +96,12 @@ def safe_rlhf(run: Run, options: Options) -> None:
 
 
 def compute_advantage(
-    run: Run, step: Step, batch: FutureBatch, kl: KlController, multiplier: Multiplier, options: Options
+    run: Run,
+    step: Step,
+    batch: FutureBatch,
+    kl: KlController,
+    multiplier: Multiplier,
+    options: SafeRLHFOptions,
 ) -> FutureBatch:
     """Columns advantages, returns and cost_returns; the multiplier moves first, so that the actor feels it."""
     config = run.config.algorithm

@@ -114,7 +114,7 @@ def _compile(text: str, now: datetime) -> Any:
         required("jinja2.ext", "chat templates"),
     )
 
-    class Generation(extensions.Extension):
+    class GenerationTag(extensions.Extension):
         """`{% generation %}` marks what the assistant said; it stays as it is."""
 
         tags = {"generation"}
@@ -139,7 +139,7 @@ def _compile(text: str, now: datetime) -> Any:
         )
 
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, extensions.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

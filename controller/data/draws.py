@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from controller.config.tables import Config, longest_rows
+from controller.config.config import Config
 from controller.data.chat import Chat
 from controller.data.loader import Loader, NothingKept
 from rlhf.errors import ConfigError
@@ -145,12 +145,13 @@ def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeRespo
     ]
     if config.data.max_prompt_tokens:
         limits.append((config.data.max_prompt_tokens, "data.max_prompt_tokens"))
-    return _limit(config, limits, asked_for=bool(config.data.max_prompt_tokens))
+    return _limit(config, limits, "data.max_prompt_tokens" if config.data.max_prompt_tokens else "")
 
 
 def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """The limit of the texts of data.pretrain, which end with one token more; see `prompt_limit`."""
-    longest = _longest(config, services).items()
+    """The limit of the texts of data.pretrain, which only actors read and end with one token; see `prompt_limit`."""
+    actors = {name: each for name, each in services.items() if config.services[name].role == "actor"}
+    longest = _longest(config, actors).items()
     return _limit(config, [(most - 1, f"services.{name}, {most} less an end") for name, most in longest])
 
 
@@ -158,27 +159,34 @@ def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]
     """By service, or key of one, the most tokens that a prompt and its response may have together."""
     found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
     for name in services:
-        found |= {f"{name}.{key}": most for key, most in longest_rows(config.services[name]).items()}
+        found |= {f"{name}.{key}": most for key, most in config.services[name].row_limits.items()}
     return found
 
 
-def _limit(config: Config, limits: Sequence[tuple[int, str]], *, asked_for: bool = False) -> Limit | None:
+def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = "") -> Limit | None:
+    """The smallest of the limits. `asked_by` is the key that needs the count of tokens, beside data.overlong."""
     if not limits:
         return None
     refuses = config.data.overlong == "error"
+    asked_by = asked_by or ('data.overlong = "error"' if refuses else "")
     try:
-        count = _counter(config)
+        count = _counter(config, asked_by)
     except ConfigError:
-        if asked_for or refuses:
+        if asked_by:
             raise
         return None
     tokens, why = min(limits)
     return Limit(tokens, why, count, refuses)
 
 
-def _counter(config: Config) -> Callable[[Sequence[str]], list[int]]:
+def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
+    """Counts the tokens of texts, for the key `asked_by`.
+
+    Raises:
+        ConfigError: No tokenizer is configured, or it cannot be read.
+    """
     if config.tokenizer is None:
-        raise ConfigError("data.max_prompt_tokens: needs data.tokenizer, or a service with a model")
+        raise ConfigError(f"{asked_by}: needs data.tokenizer, or a service with a model")
     chat = Chat(config.tokenizer)
     chat.count([""])
     return chat.count

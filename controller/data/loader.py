@@ -45,6 +45,9 @@ class NothingKept(ConfigError):
     """Every row of a source is left out."""
 
 
+MAX_LOOKAHEAD = 256
+"""Most rows of a source asked for at once while none is kept: their number doubles from one attempt to the next."""
+
 Keeps = Callable[[np.ndarray], np.ndarray]
 """From rows [n] int64 to which of them may be dealt out [n] bool."""
 
@@ -122,15 +125,19 @@ class Loader:
         """The next rows of a source [count], and where it stands after them."""
         size, first = self._state.sizes[source], self._first[source]
         read, left_out, in_vain = position.epoch * size + position.index, position.left_out, 0
-        parts: list[np.ndarray] = [np.empty(0, np.int64)]
-        while (missing := count - sum(map(len, parts))) > 0:
-            rows = first + shuffled(read + np.arange(missing), size, self._key(source))
-            kept = rows if keeps is None else rows[keeps(rows)]
-            read, left_out = read + missing, left_out + missing - len(kept)
-            in_vain = 0 if len(kept) else in_vain + missing
+        parts, missing, chunk = [np.empty(0, np.int64)], count, count
+        while missing > 0:
+            rows = first + shuffled(read + np.arange(chunk), size, self._key(source))
+            kept = np.arange(chunk) if keeps is None else np.flatnonzero(keeps(rows))
+            used = kept[:missing]
+            # Rows behind the last one that is used are left for the next call.
+            passed = int(used[-1]) + 1 if len(used) == missing else chunk
+            read, left_out, missing = read + passed, left_out + passed - len(used), missing - len(used)
+            in_vain = 0 if len(used) else in_vain + chunk
             if in_vain >= 2 * size:
                 raise NothingKept(f"data: every row of source {source + 1} is left out")
-            parts.append(kept)
+            parts.append(rows[used])
+            chunk = missing if len(used) else min(2 * chunk, max(missing, MAX_LOOKAHEAD))
         return np.concatenate(parts), Position(*divmod(read, size), left_out)
 
     def _key(self, source: int) -> str:

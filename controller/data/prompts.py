@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from controller.config.tables import Config, SourceTable
+from controller.config.config import Config
+from controller.config.data import SourceTable
 from controller.data.chat import Chat
 from controller.data.loader import shuffled
-from controller.data.readers import Row, Rows, open_rows
+from controller.data.readers import Row, RowReader, open_rows
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
 
@@ -58,7 +59,7 @@ class PromptSource:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         render: Render,
         name: str = "",
         columns: Sequence[str] = (),
@@ -170,10 +171,6 @@ class PromptData:
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
 
-    def read(self, rows: Sequence[int] | np.ndarray) -> list[Prompt]:
-        """Reads these rows."""
-        return [self[int(row)] for row in rows]
-
     def where(self, row: int) -> str:
         """Where a row stands, for messages."""
         source = self._source_of(row)
@@ -181,7 +178,7 @@ class PromptData:
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
         """The columns of these rows, as `columns_of`."""
-        return columns_of(self.read(rows))
+        return columns_of([self[int(row)] for row in rows])
 
     def rows_of_step(self, step: int, count: int, seed: int) -> np.ndarray:
         """Rows of a step, from 1, where there is one source and none is left out: those that a `Loader` deals out."""
@@ -208,7 +205,7 @@ def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
 class TextData:
     """Texts, the field `text` of each row: what a policy goes on learning as it is."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowReader) -> None:
         self._rows = rows
 
     @staticmethod
@@ -278,7 +275,7 @@ def load_data(
 
 
 def _prompt_source(
-    config: Config, table: SourceTable, rows: Rows, render: Render, columns: Sequence[str]
+    config: Config, table: SourceTable, rows: RowReader, render: Render, columns: Sequence[str]
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
     return PromptSource(rows, render, name, columns, table.columns, config.data.chat)

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +32,12 @@ SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
 BATCH = 1000
 """Rows of a dataset read together where all are read."""
 CHUNK_BYTES = 1 << 20
+MAX_DEPTH = 32
+"""Most lists and objects within each other in a row. A reward's request holds three messages for each of an object's
+levels, and protobuf reads at most 100."""
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Rows of a file or dataset, at least one. Reading one raises ConfigError where it is not a row."""
 
     def __len__(self) -> int: ...
@@ -49,7 +53,7 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> Rows:
+def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> RowReader:
     """The rows of a file or a dataset.
 
     Args:
@@ -61,7 +65,7 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
     Raises:
         ConfigError: There is no such file or dataset, it has no rows, or a library is missing.
     """
-    rows: Rows
+    rows: RowReader
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
         rows = DatasetRows(_load_dataset(path, key, split, subset), f"{key}: {path}, split {split}")
     elif path.suffix == ".parquet":
@@ -82,7 +86,7 @@ class JsonRows:
             with _unpacked(path) as file:
                 self._starts = _line_starts(file)
                 self._file = os.dup(file.fileno())
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"{self._source}: {reason}") from None
         weakref.finalize(self, os.close, self._file)
@@ -98,7 +102,7 @@ class JsonRows:
             return _parse(line)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.where(row)}: not UTF-8: {error.reason} at byte {error.start}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.where(row)}: not JSON: {error}") from None
 
     def __iter__(self) -> Iterator[Row]:
@@ -138,8 +142,8 @@ class DatasetRows:
 
     def _plain(self, values: Row, row: int) -> Row:
         try:
-            return json.loads(json.dumps(values, default=str, allow_nan=False))
-        except ValueError as error:
+            return _parse(json.dumps(values, default=str, allow_nan=False).encode())
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.where(row)}: not JSON: {error}") from None
 
 
@@ -199,11 +203,21 @@ def _parse(line: bytes) -> Row:
     Raises:
         ValueError: It is not JSON, or not UTF-8.
     """
-    row = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite)
+    row = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+    _check_depth(row)
     if b"\\u" in line:
         # Half a surrogate pair passes for JSON, but not on the wire.
         json.dumps(row, ensure_ascii=False).encode()
     return row if isinstance(row, dict) else {}
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    """Raises ValueError where lists and objects are nested more than `MAX_DEPTH` deep."""
+    if isinstance(value, dict | list):
+        if depth == MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, depth + 1)
 
 
 def _refuse(constant: str) -> None:
@@ -212,8 +226,13 @@ def _refuse(constant: str) -> None:
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is too large")
+        raise ValueError(f"{text if len(text) < 20 else f'a number of {len(text)} digits'} is too large")
     return number
+
+
+def _integer(text: str) -> int:
+    _finite(text)
+    return int(text)
 
 
 def _load_parquet(path: Path, key: str) -> Any:

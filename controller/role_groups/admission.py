@@ -12,11 +12,12 @@ from typing import Any
 
 from client.rank import RankClient
 from client.session import Session
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.group import RoleGroup
-from rlhf.config import ServiceTable
+from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import worker_pb2
+from settings.service import ServiceTable
 
 GONE_WITHIN_S = 15.0
 """How long to wait for a service whose controller seems to be gone: longer than its ranks wait for that one."""
@@ -56,19 +57,26 @@ def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResp
 
 
 def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse) -> list[str]:
-    """The keys in which a table differs from what the service was started with, with both values. A service that does
-    not tell differs in none."""
+    """The keys in which a table differs from that of a running service, with both values. A service that does not
+    report its table differs in none. Relative paths begin at the working directory of either process; on another host
+    equal texts count as equal.
+    """
     if not description.table:
         return []
     theirs, ours = json.loads(description.table), json.loads(table.model_dump_json())
     if ours.get("matmul") == description.matmul:
         theirs["matmul"] = description.matmul  # what "auto" came to there
-    paths = {name for name, value in table if isinstance(value, Path)}
+    is_on_this_host = any(rank.endpoint.host_id == host_id() for rank in description.ranks)
+    for key in [name for name, value in table if _holds_paths(value)]:
+        there, here = _located(theirs.get(key), description.working_directory), _located(ours.get(key), "")
+        if there == here:
+            theirs[key] = ours[key]
+        elif is_on_this_host and theirs.get(key) == ours.get(key):
+            theirs[key], ours[key] = there, here
     return [
         f"{key} is {_shown(there)} there and {_shown(here)} here"
         for key, there, here in _differences(theirs, ours)
         if key not in WHERE_IT_RUNS
-        and not (key in paths and _is_same_path(there, here, description.working_directory))
     ]
 
 
@@ -82,9 +90,16 @@ def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, An
     return found
 
 
-def _is_same_path(theirs: Any, ours: Any, their_directory: str) -> bool:
-    """Whether two paths lead to the same place, each from where it is relative to."""
-    return bool(theirs and ours) and (Path(their_directory) / theirs).resolve() == Path(ours).resolve()
+def _holds_paths(value: Any) -> bool:
+    """Whether a value of a table is a path or a tuple of paths."""
+    return isinstance(value, Path) or (isinstance(value, tuple) and any(map(_holds_paths, value)))
+
+
+def _located(value: Any, directory: str) -> Any:
+    """A path, or each of a list, as an absolute one; relative paths begin at `directory`."""
+    if isinstance(value, list):
+        return [_located(each, directory) for each in value]
+    return str((Path(directory) / value).resolve()) if value else value
 
 
 def _shown(value: Any) -> str:

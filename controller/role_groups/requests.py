@@ -16,15 +16,16 @@ import numpy as np
 from client.rank import RankClient
 from client.session import StepContext
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Endpoint, LocalColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.v1 import transfer_pb2
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BatchPart:
     """Rows of a call that some of its ranks need alike.
 
     Attributes:
@@ -38,7 +39,7 @@ class Part:
     batch: Batch
 
 
-def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[Part]:
+def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[BatchPart]:
     """The parts into which a transfer protocol cuts a batch, each once, in the order of their first ranks."""
     keys: dict[int, bytes] = {}  # ranks of a part mostly share one array, which need not be compared
     ranks: dict[bytes, list[int]] = {}
@@ -50,7 +51,7 @@ def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[Part]:
         key = keys[id(rows)]
         places.setdefault(key, rows)
         ranks.setdefault(key, []).append(rank)
-    return [Part(tuple(ranks[key]), rows, batch.take(rows)) for key, rows in places.items()]
+    return [BatchPart(tuple(ranks[key]), rows, batch.take(rows)) for key, rows in places.items()]
 
 
 def local_bytes(batch: Batch) -> int:
@@ -59,8 +60,12 @@ def local_bytes(batch: Batch) -> int:
 
 
 async def share_columns(
-    parts: Sequence[Part], clients: Sequence[RankClient], session: str, step: StepContext, timeout_s: float
-) -> list[Part]:
+    parts: Sequence[BatchPart],
+    clients: Sequence[RankClient],
+    session: str,
+    step: StepContext,
+    timeout_s: float,
+) -> list[BatchPart]:
     """Stores the controller's columns of each part of several ranks in the arena of the first of them.
 
     Args:
@@ -77,7 +82,7 @@ async def share_columns(
         RlhfError: A rank cannot store them; the text says why.
     """
 
-    async def share(part: Part) -> Part:
+    async def share(part: BatchPart) -> BatchPart:
         local = [name for name, column in part.batch.columns.items() if isinstance(column, LocalColumn)]
         if len(part.ranks) == 1 or not local or not part.batch.rows:
             return part
@@ -91,7 +96,7 @@ async def share_columns(
 
 
 def serialized(
-    parts: Sequence[Part], ranks: Sequence[Endpoint], encode: Callable[[Part, Sequence[Relay]], Any]
+    parts: Sequence[BatchPart], ranks: Sequence[Endpoint], encode: Callable[[BatchPart, Sequence[Relay]], Any]
 ) -> list[bytes]:
     """The request of every rank; those of the ranks of a part are one and the same object.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -61,9 +62,10 @@ class RunDirectory:
         return self.path.resolve() / service
 
     def remove_if_only(self, names: Set[str]) -> None:
-        """Removes the directory of a run that has left nothing in it but these."""
-        if {path.name for path in self.path.iterdir()} <= names:
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Removes the directory where it holds no files but these. One that cannot be read, or is gone, stays so."""
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.iterdir()} <= names:
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, name: str, obj: Any) -> Path:
         """Write `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.config.tables import AlgorithmTable, Config
+from controller.config.algorithm import AlgorithmTable
+from controller.config.config import Config
 from controller.training.run import Run
-from rlhf.config import Strict, validate
 from rlhf.errors import ConfigError
+from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
 """Keys of `[algorithm]` that every update reads; those below are read by what they are named after."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from controller.data.prompts import PromptData
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import RewardGroup
+from controller.role_groups.roles import RewardGroup
 from controller.tracking.metrics import Sample
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -92,8 +92,8 @@ def _name(is_accuracy: bool) -> str:
 
 def _measure_policy(run: Run, prompts: FutureBatch) -> Measured:
     responses = run.actor().generate_sequences(prompts, greedy=True)
-    scored = run.reward().judge(prompts | responses)
-    others = {name: run.reward(name).judge(prompts | responses) for name in _other_rewards(run)}
+    scored = run.reward().score_for_eval(prompts | responses)
+    others = {name: run.reward(name).score_for_eval(prompts | responses) for name in _other_rewards(run)}
     values = {name: row_scores(other) for name, other in others.items()} | {SCORES: row_scores(scored)}
     if "source" in prompts:
         values[SOURCES] = np.asarray(_texts(prompts, "source"))

@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 
 from client.session import StepContext
-from controller.role_groups.dataflow import CallRecord, FutureBatch, all_of, then
-from controller.role_groups.group import RewardGroup
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.futures import all_of, then
+from controller.role_groups.roles import RewardGroup
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest, RewardFailed
@@ -38,7 +39,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedRows:
     """The rows [n] of a batch that one service scores, each with a weight [n]."""
 
     service: str
@@ -125,7 +126,7 @@ class Reward:
             return FutureBatch(batch.rows, columns, settled.calls, batch.step)
         parts = self._parts(batch)
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
-        if len(parts) == 1 and len(parts[0].rows) == batch.rows and np.all(parts[0].weights == 1):
+        if not self._composed and len(parts) == 1 and np.all(parts[0].weights == 1):
             return made[0]
         rewards = then(
             all_of([each["rewards"] for each in made]),
@@ -149,14 +150,14 @@ class Reward:
 
     @staticmethod
     def _part_scores(
-        service: str, rows: int, parts: Sequence[Part], made: Sequence[FutureBatch]
+        service: str, rows: int, parts: Sequence[WeightedRows], made: Sequence[FutureBatch]
     ) -> Future[Column]:
         for part, each in zip(parts, made, strict=True):
             if part.service == service:
                 return then(each["rewards"], partial(_spread_column, rows, part.rows))
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
-    def judge(self, batch: FutureBatch) -> FutureBatch:
+    def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
         """rewards, as `compute_reward`; not-a-number where a row could not be scored and the config says to drop."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
@@ -169,7 +170,7 @@ class Reward:
         columns = FutureBatch.of(rewards=_column(verdicts, self._name)).columns
         return FutureBatch(batch.rows, columns, settled.calls, batch.step)
 
-    def _parts(self, batch: FutureBatch) -> list[Part]:
+    def _parts(self, batch: FutureBatch) -> list[WeightedRows]:
         """Which service scores which rows, with which weights."""
         recipes = list(self._recipes.values())
         if len(recipes) == 1:
@@ -183,10 +184,10 @@ class Reward:
             weights = np.asarray([recipe.get(service, np.nan) for recipe in recipes])[recipe_of]
             rows = np.flatnonzero(~np.isnan(weights))
             if len(rows):
-                parts.append(Part(service, self._groups[service], rows, weights[rows]))
+                parts.append(WeightedRows(service, self._groups[service], rows, weights[rows]))
         return parts
 
-    def _combined(self, rows: int, parts: Sequence[Part], columns: Sequence[Column]) -> list[Verdict]:
+    def _combined(self, rows: int, parts: Sequence[WeightedRows], columns: Sequence[Column]) -> list[Verdict]:
         """Weighted sum of what the services said about each row."""
         totals: list[Verdict | None] = [None] * rows
         for part, column in zip(parts, columns, strict=True):
@@ -214,7 +215,7 @@ class Reward:
         verdicts = [0.0 if total is None else total for total in totals]
         return Settled(verdicts, causes, tuple(calls), scores)
 
-    def _retried(self, part: Part, batch: FutureBatch, first: FutureBatch) -> Settled:
+    def _retried(self, part: WeightedRows, batch: FutureBatch, first: FutureBatch) -> Settled:
         settled = Settled.of(first)
         for _ in range(self._failures.retries if self._failures.policy == "retry" else 0):
             if not settled.causes:

@@ -11,21 +11,24 @@ import numpy as np
 
 from client.session import StepContext
 from controller.advantage import Advantage
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.draws import Limit, draw, rows_that_fit
 from controller.data.loader import Loader
 from controller.data.prompts import Prompt, PromptData, TextData, columns_of
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import CallRecord, FutureBatch, results
-from controller.role_groups.group import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RoleGroup
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.futures import results
+from controller.role_groups.group import RoleGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
 from controller.tracking.recorder import Recorder
 from controller.tracking.transfer import transfer_metrics
 from controller.training.evaluation import Evaluation, batches, mean_of_scored, policy_evaluation, row_scores
 from controller.training.parity import DriftCheck, parity_metrics
 from controller.training.rewards import Failures, Reward
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Run
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, ShardRun
 from rlhf.errors import TransferError
 
 Ranges = Mapping[Endpoint, Sequence[ByteRange]]
@@ -58,7 +60,7 @@ def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return merged
 
 
-def position(r: ByteRange | Run) -> tuple[int, int]:
+def position(r: ByteRange | ShardRun) -> tuple[int, int]:
     """The order of ranges within a rank."""
     return r.shard.id, r.start
 

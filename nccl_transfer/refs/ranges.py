@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nccl_transfer.refs import checksums
-from nccl_transfer.refs.batch import ELEMENT_BYTES, Shard
+from nccl_transfer.refs.dtypes import ELEMENT_BYTES
+from nccl_transfer.refs.shards import Shard
 from rlhf.errors import TransferError
 
 
@@ -47,3 +50,36 @@ class ByteRange:
             return self
         start, nbytes = checksums.whole_blocks(self.start, self.nbytes, self.shard.nbytes)
         return replace(self, start=start, nbytes=nbytes)
+
+
+class Piece(NamedTuple):
+    """`nbytes` bytes from byte `start` on of item `item` of a sequence."""
+
+    item: int
+    start: int
+    nbytes: int
+
+
+def cut_chunks(
+    sizes: Iterable[int], chunk_bytes: int, max_pieces: int | None = None
+) -> Iterator[list[Piece]]:
+    """Cuts items of these sizes, put end to end, into chunks: `chunk_bytes` each, but for the last.
+
+    Args:
+        sizes: Bytes of each item; empty items are in no chunk.
+        chunk_bytes: Bytes of a chunk, at least 1.
+        max_pieces: Most pieces of a chunk, which is then shorter.
+    """
+    pieces: list[Piece] = []
+    room = chunk_bytes
+    for item, nbytes in enumerate(sizes):
+        start = 0
+        while start < nbytes:
+            count = min(nbytes - start, room)
+            pieces.append(Piece(item, start, count))
+            start, room = start + count, room - count
+            if room == 0 or len(pieces) == max_pieces:
+                yield pieces
+                pieces, room = [], chunk_bytes
+    if pieces:
+        yield pieces

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nccl_transfer.refs.batch import Shard
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64
@@ -28,8 +28,8 @@ COPIED_BYTES = 2 << 20
 """Up to so many bytes of a read are copied for who wants to write: sooner done than mapping and faulting them in."""
 
 NONCE_BYTES = 16
-_HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where condemned
-CONDEMNED = "shard {} is marked bad: bytes of it did not match their checksum"
+_HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where corrupt
+CORRUPT = "shard {} is marked bad: bytes of it did not match their checksum"
 """Message of every read of a shard after one read found it corrupt."""
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # not in the fcntl module before Python 3.12
@@ -79,11 +79,6 @@ class FreeList:
         else:
             self._offsets.insert(index, offset)
             self._sizes.insert(index, nbytes)
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of every gap, in order; no two touch."""
-        return list(zip(self._offsets, self._sizes, strict=True))
 
     @property
     def largest(self) -> int:
@@ -137,7 +132,7 @@ class ArenaReader:
 
         Raises:
             Refused: A shard was released.
-            TransferError: A shard was condemned.
+            TransferError: A shard was marked corrupt.
         """
         memory = self._memory
         for shard in dict.fromkeys(shards):
@@ -146,7 +141,7 @@ class ArenaReader:
             if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, False):
                 continue
             if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, True):
-                raise TransferError(f"{shard.endpoint}: {CONDEMNED.format(shard.id)}")
+                raise TransferError(f"{shard.endpoint}: {CORRUPT.format(shard.id)}")
             raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
@@ -207,9 +202,9 @@ class Arena:
     def nbytes(self) -> int:
         return self.reader.nbytes
 
-    def write_header(self, offset: int, shard_id: int, nbytes: int, condemned: bool = False) -> None:
-        """Declares `nbytes` bytes from `offset` on to be shard `shard_id`, good or condemned."""
-        _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, condemned)
+    def write_header(self, offset: int, shard_id: int, nbytes: int, is_corrupt: bool = False) -> None:
+        """Declares `nbytes` bytes from `offset` on to be shard `shard_id`, good or corrupt."""
+        _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, is_corrupt)
 
     def close(self) -> None:
         """Lets go of mapping and descriptor; views handed out stay good."""

@@ -10,11 +10,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.checksums import digests
 from nccl_transfer.refs.columns import Jagged, encode_texts
+from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.store.arena import ALIGNMENT, CONDEMNED, Arena, ArenaReader, FreeList, align, mib
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.store.arena import ALIGNMENT, CORRUPT, Arena, ArenaReader, FreeList, align, mib
 from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 
 T = TypeVar("T")
@@ -47,7 +50,7 @@ class _Allocation:
     lease: Lease
     writing: bool = True
     released: bool = False
-    condemned: bool = False
+    is_corrupt: bool = False
 
     @property
     def block(self) -> tuple[int, int]:
@@ -128,7 +131,7 @@ class TensorStore:
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
         """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
-        `values` carries (see `nccl_transfer.fetch.CARRIERS`). Errors as in `put`."""
+        `values` carries (see `nccl_transfer.refs.dtypes.CARRIERS`). Errors as in `put`."""
         if isinstance(values, Jagged):
             shard = self.put(values.values, lease)
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
@@ -152,7 +155,7 @@ class TensorStore:
 
         Raises:
             Refused: The shard was released.
-            TransferError: The range reaches beyond the shard, or the shard was condemned.
+            TransferError: The range reaches beyond the shard, or the shard was marked corrupt.
         """
         return self.copy(shard_id, start, nbytes, bytes)
 
@@ -170,7 +173,7 @@ class TensorStore:
         return self._memory(wanted.shard)[start : start + nbytes]
 
     def check(self, shard_ids: Iterable[int]) -> None:
-        """Raises Refused where one of the shards was released, TransferError where one was condemned."""
+        """Raises Refused where one of the shards was released, TransferError where one was marked corrupt."""
         for shard_id in shard_ids:
             self._shard(shard_id)
 
@@ -178,15 +181,15 @@ class TensorStore:
         """Raises as `read_bytes` where a range cannot be read now."""
         ByteRange(self._shard(shard_id), start, nbytes)
 
-    def condemn(self, shard_id: int) -> bool:
+    def mark_corrupt(self, shard_id: int) -> bool:
         """Makes every later read of a shard an error, here and elsewhere; False where it was released already."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:
                 return False
-            allocation.condemned = True
+            allocation.is_corrupt = True
             shard = allocation.shard
-            self._arena.write_header(shard.offset, shard.id, shard.nbytes, condemned=True)
+            self._arena.write_header(shard.offset, shard.id, shard.nbytes, is_corrupt=True)
             return True
 
     def release(self, session: str, steps: Collection[int] | None = None) -> int:
@@ -261,8 +264,8 @@ class TensorStore:
             allocation = self._allocations.get(shard_id)
             if allocation is None:
                 raise Refused(f"shard {shard_id} was released")
-            if allocation.condemned:
-                raise TransferError(CONDEMNED.format(shard_id))
+            if allocation.is_corrupt:
+                raise TransferError(CORRUPT.format(shard_id))
             return allocation.shard
 
     def _memory(self, shard: Shard) -> memoryview:

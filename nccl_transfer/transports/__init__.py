@@ -8,7 +8,7 @@ from nccl_transfer.transports.base import Reading, Traffic, Transport, traffic_s
 from nccl_transfer.transports.byte_server import ByteServer
 from nccl_transfer.transports.grpc_stream import (
     GrpcTransport,
-    condemn_response,
+    mark_corrupt_response,
     serve_fetch,
     stat_response,
     traffic_to_proto,
@@ -26,8 +26,8 @@ __all__ = [
     "TcpTransport",
     "Traffic",
     "Transport",
-    "condemn_response",
     "host_id",
+    "mark_corrupt_response",
     "serve_fetch",
     "stat_response",
     "traffic_since",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from nccl_transfer.refs.ranges import cut_chunks
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
@@ -60,23 +61,10 @@ def cut_frames(
         TransferError: A range reaches beyond its shard.
     """
     check_request(store, request)
-    pieces: Pieces = []
-    shards: set[int] = set()
-    room = chunk_bytes
-    for wanted in request.ranges:
-        start, stop = wanted.start, wanted.start + wanted.nbytes
-        while start < stop:
-            count = min(stop - start, room)
-            pieces.append(store.view(wanted.shard, start, count))
-            shards.add(wanted.shard)
-            start, room = start + count, room - count
-            if room == 0 or len(pieces) == MAX_PIECES - 1:
-                yield pieces
-                store.check(shards)
-                pieces, shards, room = [], set(), chunk_bytes
-    if pieces:
-        yield pieces
-        store.check(shards)
+    ranges = request.ranges
+    for chunk in cut_chunks((r.nbytes for r in ranges), chunk_bytes, MAX_PIECES - 1):
+        yield [store.view(ranges[n].shard, ranges[n].start + start, nbytes) for n, start, nbytes in chunk]
+        store.check({ranges[piece.item].shard for piece in chunk})
 
 
 @dataclass(eq=False)

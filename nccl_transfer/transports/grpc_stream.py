@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import grpc
 import grpc.experimental
 
-from nccl_transfer.refs.batch import Endpoint, Shard
-from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import (
     Reading,
@@ -22,13 +22,14 @@ from nccl_transfer.transports.base import (
     remaining_s,
 )
 from nccl_transfer.transports.sink import Sink
+from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
-CONDEMN_S = 2.0
+MARK_CORRUPT_S = 2.0
 """How long a rank may take to note that a shard of it is bad."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
@@ -43,18 +44,18 @@ _CLIENT_OPTIONS = (
 )
 
 
-def insecure_channel(address: str) -> grpc.Channel:
-    """A channel without encryption, for loopback and trusted networks."""
-    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+def stream_channel(address: str) -> grpc.Channel:
+    """A channel on a connection of its own, whose streams are read in the calling thread."""
+    return open_channel(address, _CLIENT_OPTIONS)
 
 
-def condemn(shard: Shard, reason: str) -> None:
+def mark_corrupt(shard: Shard, reason: str) -> None:
     """Tells the rank that holds a shard that it was read wrong. Whoever found that knows already: a rank that
     cannot be told is only noted in the log."""
-    with insecure_channel(shard.endpoint.address) as channel:
+    with stream_channel(shard.endpoint.address) as channel:
         request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
-            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=CONDEMN_S)
+            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=MARK_CORRUPT_S)
         except grpc.RpcError as error:
             logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))
 
@@ -68,7 +69,7 @@ class GrpcTransport(Transport):
 
     name = "grpc"
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = insecure_channel) -> None:
+    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
@@ -136,22 +137,15 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
     """
     check_request(store, request)
     chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
-    pieces: list[bytes] = []
-    room = chunk_bytes
-    for wanted in request.ranges:
-        start, stop = wanted.start, wanted.start + wanted.nbytes
-        while start < stop:
-            count = min(stop - start, room)
-            pieces.append(store.read_bytes(wanted.shard, start, count))
-            start, room = start + count, room - count
-            if room == 0:
-                yield pb.FetchResponse(data=b"".join(pieces))
-                pieces, room = [], chunk_bytes
-    if pieces:
+    ranges = request.ranges
+    for chunk in cut_chunks((r.nbytes for r in ranges), chunk_bytes):
+        pieces = (
+            store.read_bytes(ranges[n].shard, ranges[n].start + start, size) for n, start, size in chunk
+        )
         yield pb.FetchResponse(data=b"".join(pieces))
 
 
-def condemn_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
+def mark_corrupt_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
     """The answer to a Condemn.
 
     Raises:
@@ -159,7 +153,7 @@ def condemn_response(store: TensorStore, request: pb.CondemnRequest) -> pb.Conde
     """
     check_epoch(store, request.epoch)
     logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
-    return pb.CondemnResponse(found=store.condemn(request.shard))
+    return pb.CondemnResponse(found=store.mark_corrupt(request.shard))
 
 
 def stat_response(

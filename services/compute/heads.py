@@ -64,12 +64,12 @@ def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
     return micro_batch.read(at_least_float32(values_BK), micro_batch.predicting_BR)
 
 
-def unread(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
+def dummy_head(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
     """A scalar of all there is, for a micro-batch of which nothing counts."""
     return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
 
 
-def no_loss(output: Any) -> Tensor:
+def zero_loss(output: Any) -> Tensor:
     """A loss of 0, whose backward pass reaches all weights, for a micro-batch whose own loss failed."""
     tensors = [output] if isinstance(output, Tensor) else list(vars(output).values())
     return torch.stack([x.sum() for x in tensors if x.requires_grad]).sum() * 0

@@ -15,7 +15,7 @@ from services.compute.matmul import onednn_product as _product
 
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` computes the product through oneDNN."""
-    is_float32 = suits(x) and suits(weight) and not torch.is_autocast_enabled("cpu")
+    is_float32 = is_cpu_float32(x) and is_cpu_float32(weight) and not torch.is_autocast_enabled("cpu")
     return is_float32 and matmul.backend() == "onednn"
 
 
@@ -62,6 +62,6 @@ def _outer(of_y: Tensor, x: Tensor) -> Tensor:
     return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
 
 
-def suits(x: Tensor) -> bool:
+def is_cpu_float32(x: Tensor) -> bool:
     """Whether it is of the only kind that has ways of its own on CPUs."""
     return x.is_cpu and x.dtype == torch.float32

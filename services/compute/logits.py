@@ -113,7 +113,7 @@ class _Scores(torch.autograd.Function):
             z_NV = layer._logits(hidden[chunk], weight, temperature)
             largest_N = layer._reduce(z_NV.amax(dim=-1), dist.ReduceOp.MAX)
             z_NV -= largest_N[:, None]
-            columns_N, is_ours_N = rows_of(ids_N[chunk], layer.first_id, z_NV.shape[-1])
+            columns_N, is_ours_N = local_rows(ids_N[chunk], layer.first_id, z_NV.shape[-1])
             of_token_N = z_NV.gather(-1, columns_N[:, None])[:, 0] * is_ours_N
             weights_NV = z_NV.exp()
             total_N = weights_NV.sum(dim=-1)
@@ -142,7 +142,7 @@ class _Scores(torch.autograd.Function):
             log_p_NV = layer._logits(hidden[chunk], weight, ctx.temperature)
             log_p_NV -= normalizer_N[chunk, None]
             of_z_NV = log_p_NV.exp()
-            columns_N, is_ours_N = rows_of(ids_N[chunk], layer.first_id, of_z_NV.shape[-1])
+            columns_N, is_ours_N = local_rows(ids_N[chunk], layer.first_id, of_z_NV.shape[-1])
             slope = of_log_probs_N[chunk, None]
             if of_entropy_N is not None:
                 log_p_NV += entropy_N[chunk, None]
@@ -170,7 +170,7 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
         yield slice(first, first + size)
 
 
-def rows_of(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def local_rows(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Where tokens are among the rows of a rank (0 where they are not), and whether they are there."""
     rows = ids - first_id
     is_ours = (rows >= 0) & (rows < num_rows)

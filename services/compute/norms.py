@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from services.compute.linear import suits
+from services.compute.linear import is_cpu_float32
 
 _NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if suits(hidden_states) and suits(self.weight):
+        if is_cpu_float32(hidden_states) and is_cpu_float32(self.weight):
             arguments = hidden_states, self.weight, self.variance_epsilon
             return _Norm.apply(*arguments) if torch.is_grad_enabled() else _normed(*arguments)[0]  # type: ignore[return-value]
         x = hidden_states.to(torch.float32)

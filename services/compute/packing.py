@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 ATTENTION = "sdpa_by_sequence"
 """Name in transformers of an attention that is sdpa's, and that knows packed rows."""
 
-LIKE = 1.5
+MAX_LENGTH_RATIO = 1.5
 """The longest of sequences that attend side by side is at most so many times as long as the shortest."""
 
 TILE = 16
@@ -68,7 +68,7 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class SequenceGroup:
     """S neighbouring sequences of a row, side by side.
 
     Args:
@@ -79,7 +79,7 @@ class Group:
     positions_ST: Tensor
     own_N: Tensor
 
-    def side_by_side(self, x_HTD: Tensor) -> Tensor:
+    def unpack(self, x_HTD: Tensor) -> Tensor:
         """A row of the packed tensor with all heads, as [S, H, T, D]."""
         x_THD = x_HTD.transpose(0, 1)
         if x_THD.is_cuda:  # where the gradients of index_select are summed in no certain order
@@ -87,7 +87,7 @@ class Group:
         x_NHD = x_THD.index_select(0, self.positions_ST.flatten())
         return x_NHD.unflatten(0, self.positions_ST.shape).transpose(1, 2)
 
-    def end_to_end(self, x_STHD: Tensor) -> Tensor:
+    def pack(self, x_STHD: Tensor) -> Tensor:
         """The inverse, of each cell of the row once: [N, H, D]."""
         return x_STHD.flatten(0, 1).index_select(0, self.own_N)
 
@@ -102,7 +102,7 @@ class Packing:
     """
 
     position_ids_1T: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[SequenceGroup, ...]
 
     @classmethod
     def of(cls, places: Places) -> Packing:
@@ -113,7 +113,7 @@ class Packing:
         return cls(torch.from_numpy(positions)[None], groups)
 
     def to(self, device: torch.device) -> Packing:
-        groups = (Group(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
+        groups = (SequenceGroup(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
         return Packing(self.position_ids_1T.to(device), tuple(groups))
 
     def arguments(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Packing:
         }
 
 
-def finish_what_is_read(layer: Any) -> None:
+def skip_unread_positions_in_last_layer(layer: Any) -> None:
     """Have the last layer of a model of the Llama family know `read_N`, the tokens [N] of a packed row whose output is
     wanted: of what all tokens attend to it computes these alone, and gives them alone, in this order."""
     whole, reading = layer.forward, None
@@ -159,7 +159,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_groups: tuple[Group, ...] | None = None,
+    sequence_groups: tuple[SequenceGroup, ...] | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -172,10 +172,10 @@ def attend(
         )
     parts = []
     for group in sequence_groups:
-        own_query, own_key, own_value = (group.side_by_side(x[0]) for x in (query, key, value))
+        own_query, own_key, own_value = (group.unpack(x[0]) for x in (query, key, value))
         mask = _window_mask(group.positions_ST, sliding_window)
         attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
-        parts.append(group.end_to_end(attended_STHD))
+        parts.append(group.pack(attended_STHD))
     return torch.cat(parts)[None], None
 
 
@@ -211,13 +211,13 @@ def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
     first, shortest, longest = 0, np.inf, 0.0
     for number, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
-        if longest > LIKE * shortest:
+        if longest > MAX_LENGTH_RATIO * shortest:
             yield slice(first, number)
             first, shortest, longest = number, length, length
     yield slice(first, len(lengths))
 
 
-def _group(places: Places, run: slice) -> Group:
+def _group(places: Places, run: slice) -> SequenceGroup:
     sequences_S1 = np.arange(run.start, run.stop)[:, None]
     longest = int(places.lengths[run].max())
     tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)
@@ -226,7 +226,7 @@ def _group(places: Places, run: slice) -> Group:
     # none, because all it reads is in common, may begin where the row ends.
     positions_ST = places.cells(sequences_S1, np.where(is_real_ST, tokens_T, 0))
     is_own_ST = is_real_ST & (tokens_T >= places.common[sequences_S1])
-    return Group(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_own_ST)))
+    return SequenceGroup(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_own_ST)))
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf.config import CriticTable
 from services.runtime.worker import Worker
+from settings.critic import CriticTable
 
 
 def worker_class(table: CriticTable) -> type[Worker]:

@@ -59,11 +59,13 @@ class RunToEnd(Iterator[T]):
         deque(self, maxlen=0)
 
 
-NOTHING: RunToEnd[object] = RunToEnd(())
+NO_COLLECTIVE: RunToEnd[object] = RunToEnd(())
 
 
 @contextmanager
-def all_or_none(action: str, device: torch.device, collective: RunToEnd[Any] = NOTHING) -> Iterator[None]:
+def all_or_none(
+    action: str, device: torch.device, collective: RunToEnd[Any] = NO_COLLECTIVE
+) -> Iterator[None]:
     """A block that fails on one rank fails on all. It contains no collective, except for one iterator that all ranks
     run to its end.
 
@@ -95,7 +97,7 @@ def new_directory(
     directory: Path,
     device: torch.device,
     progressed: Callable[[], None] = lambda: None,
-    collective: RunToEnd[Any] = NOTHING,
+    collective: RunToEnd[Any] = NO_COLLECTIVE,
 ) -> Iterator[Path]:
     """Where all ranks write what becomes `directory` once every one of them has, in place of what had that name.
 

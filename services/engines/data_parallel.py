@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from services.compute.heads import Head, no_loss, unread
-from services.compute.microbatch import MicroBatch, blank
-from services.engines.agreement import RunToEnd, all_or_none, new_directory
+from services.compute.heads import Head, dummy_head, zero_loss
+from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn, OptimizerOptions
+from services.engines.collectives import max_over_ranks, stop_together
+from services.engines.export import export_gathered
+from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
-from services.engines.tally import Tally
-from services.models.families import stored_as_computed, tensors_sha256, write_config, write_model
+from services.models.export import stored_as_computed, tensors_sha256, write_config, write_model
 from services.models.loading import Model, repeated_names
 from services.models.weights import cast, write_weights
 
@@ -57,17 +59,17 @@ class DataParallelEngine(ShardedEngine):
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
         """A forward pass: what a head reads off the model."""
 
-    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
+    def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
         """A forward pass of which nothing counts, because other ranks have more to do; a scalar that backward passes
         can begin at."""
-        return self._read(micro_batch, unread)
+        return self._read(micro_batch, dummy_head)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a micro-batch, the last one of a step or not, to those before it."""
         loss.backward()
 
     @abstractmethod
-    def _hand_over_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         """Leave in `.grad` of what is kept what backward passes have added up."""
 
     @abstractmethod
@@ -92,11 +94,11 @@ class DataParallelEngine(ShardedEngine):
         self.check_onloaded()
         outputs = []
         with self._computing():
-            for micro_batch in self._evened(micro_batches):
-                self._stop_together(should_stop())
+            for micro_batch in self._pad_with_dummies(micro_batches):
+                stop_together(should_stop(), self.device)
                 self.progressed()
-                if micro_batch.is_blank:
-                    self._run_along(micro_batch)
+                if micro_batch.is_dummy:
+                    self._run_dummy(micro_batch)
                 else:
                     outputs.append(self._read(micro_batch, head))
                     progress(len(outputs))
@@ -117,13 +119,13 @@ class DataParallelEngine(ShardedEngine):
         repeated = repeated_names(self._model)
         tensors = {name: x for name, x in self._tensors().items() if name not in repeated}
         write_companions = self._gather_companions()
-        sha256 = ""
-        gathered = RunToEnd(self._gather(tensors, dtype), self.progressed)
-        with new_directory(directory, self.device, self.progressed, gathered) as partial:
-            if self.data_rank == 0:
-                sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
-                write_companions(partial)
-        return self._from_rank_0(sha256)
+
+        def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
+            sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
+            write_companions(partial)
+            return sha256
+
+        return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and what else is in a checkpoint, as the model has them, by name and in the order of names."""
@@ -160,36 +162,38 @@ class DataParallelEngine(ShardedEngine):
         write_config(self._model, directory, tokenizer, dtype)
         return sha256
 
-    def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches on the device, and blank ones until no rank has more, which is 1 at least.
 
         Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run them
         equally often.
         """
-        missing = max(self._most(len(micro_batches)), 1) - len(micro_batches)
-        return [each.to(self.device) for each in (*micro_batches, *(blank() for _ in range(missing)))]
+        missing = max(max_over_ranks(len(micro_batches), self.device), 1) - len(micro_batches)
+        return [
+            each.to(self.device) for each in (*micro_batches, *(dummy_micro_batch() for _ in range(missing)))
+        ]
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        tally, evened = Tally(self.device), self._evened(micro_batches)
+        accumulator, padded = LossAccumulator(self.device), self._pad_with_dummies(micro_batches)
         failures: list[Exception] = []
         with self._computing():
-            for micro_batch in evened:
+            for micro_batch in padded:
                 self.progressed()
-                if micro_batch.is_blank:
-                    loss, counts = self._run_along(micro_batch) * 0, {}
+                if micro_batch.is_dummy:
+                    loss, counts = self._run_dummy(micro_batch) * 0, {}
                 else:
                     output = self._read(micro_batch, head)
                     try:
                         loss, counts = loss_fn(output, micro_batch)
                     except Exception as error:  # noqa: BLE001 - raised below: other ranks wait for this backward pass
                         failures.append(error)
-                        loss, counts = no_loss(output), {}
-                self._backward(loss, is_last=micro_batch is evened[-1])
-                tally.add(loss, counts)
+                        loss, counts = zero_loss(output), {}
+                self._backward(loss, is_last=micro_batch is padded[-1])
+                accumulator.add(loss, counts)
         with all_or_none("the loss", self.device):
             for error in failures:
                 raise error
-        self._hand_over_gradients()
-        return tally.over_ranks()
+        self._store_gradients()
+        return accumulator.total()

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from services.storage.checkpoint import Shard
+from services.compute.torch_internals import global_offset
+from services.storage.checkpoint import WeightShard
 
 
 def shard_modules(
@@ -22,7 +22,7 @@ def shard_modules(
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard modules with FSDP2 so that gradients are summed, each on its own, what it holds before itself.
+    """WeightShard modules with FSDP2 so that gradients are summed, each on its own, what it holds before itself.
 
     Args:
         dtype: of the weights, their gradients and their reduction, which is in float32 or finer.
@@ -51,11 +51,9 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def box(local: Tensor, parameter: Tensor) -> Shard:
+def box(local: Tensor, parameter: Tensor) -> WeightShard:
     """Where the local part of a parameter, or a tensor shaped like it, lies in the whole."""
     offsets: Sequence[int] = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    return Shard(local, tuple(offsets), tuple(parameter.shape))
+        offsets = global_offset(parameter)
+    return WeightShard(local, tuple(offsets), tuple(parameter.shape))

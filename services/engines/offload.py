@@ -14,50 +14,50 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Parked:
+class OffloadedStorage:
     """A storage, and a copy of its bytes in host memory."""
 
     storage: torch.UntypedStorage
     host: torch.UntypedStorage
 
 
-def copy_to_host(tensors: Iterable[Tensor]) -> list[Parked]:
+def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
     """Copy the storages of tensors, each once, to the host. The tensors keep theirs until `free`.
 
     Raises:
         RuntimeError: memory ran out.
     """
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-    parked = [Parked(storage, _allocate(storage.nbytes())) for storage in storages.values()]
-    for item in parked:
+    offloaded = [OffloadedStorage(storage, _allocate(storage.nbytes())) for storage in storages.values()]
+    for item in offloaded:
         item.host.copy_(item.storage)
-    return parked
+    return offloaded
 
 
-def free(parked: Iterable[Parked]) -> None:
+def free(offloaded: Iterable[OffloadedStorage]) -> None:
     """Free the storages; until `bring_back` nothing may read the tensors."""
-    for item in parked:
+    for item in offloaded:
         item.storage.resize_(0)
 
 
-def bring_back(parked: Sequence[Parked]) -> None:
+def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
     """Give the tensors their memory back, with the same bits. The copies in host memory stay.
 
     Raises:
         RuntimeError: memory ran out; the storages are free as before.
     """
     try:
-        for item in parked:
+        for item in offloaded:
             _grow(item.storage, item.host.nbytes())
-        for item in parked:
+        for item in offloaded:
             item.storage.copy_(item.host)
     except BaseException:
-        free(parked)
+        free(offloaded)
         raise
 
 
-def num_bytes(parked: Iterable[Parked]) -> int:
-    return sum(item.host.nbytes() for item in parked)
+def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
+    return sum(item.host.nbytes() for item in offloaded)
 
 
 def _allocate(num_bytes: int) -> torch.UntypedStorage:

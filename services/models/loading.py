@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.models.families import ValueModel, stored_as_computed
+from services.compute.torch_internals import registered_tensors
+from services.models.export import stored_as_computed
+from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 Model = PreTrainedModel | ValueModel
 
@@ -23,7 +25,7 @@ class Load(Protocol):
     def __call__(self, directory: Path, dtype: torch.dtype, /, *, on_meta: bool = False) -> Model: ...
 
 
-def load_to_share(load: Load, directory: Path, dtype: torch.dtype) -> Model:
+def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
     """A model whose weights are on the meta device, all of them in the directory's files as `read_parts` reads them.
     One that only transformers can read, because it stores tensors in another form, comes whole.
 
@@ -41,7 +43,7 @@ def load_to_share(load: Load, directory: Path, dtype: torch.dtype) -> Model:
     return load(directory, dtype)
 
 
-def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Puts tensors with memory and without values in the place of those that are on the meta device, one at a time.
 
     It does so only as far as it is iterated over.
@@ -51,8 +53,7 @@ def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
     """
     made: dict[Tensor, Tensor] = {}
     for path, owner in model.named_modules():
-        kinds: Any = (owner._parameters, owner._buffers)
-        for tensors in kinds:
+        for tensors in registered_tensors(owner):
             for name, on_meta in tensors.items():
                 if on_meta is None or not on_meta.is_meta:
                     continue
@@ -64,7 +65,7 @@ def give_memory(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
                     yield f"{path}.{name}" if path else name, made[on_meta]
 
 
-def read_parts(directory: Path, shards: Iterable[tuple[str, Shard]]) -> None:
+def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
     """Reads boxes of the weights of a model, with their names; of a value head that is not there, zeros.
 
     Raises:
@@ -77,15 +78,15 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, Shard]]) -> None:
 
 @torch.no_grad()
 def read_first_values(
-    load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, Shard]]
+    load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters, with their names, with the values that `load_to_share` and `read_parts` give
+    """Fills boxes of a model's parameters, with their names, with the values that `load_on_meta` and `read_parts` give
     them together: parameters that the files lack, such as a new head, and whole models come from `load`.
 
     Raises:
         FileNotFoundError, ValueError: as `load` and `read_parts`.
     """
-    model = load_to_share(load, directory, dtype)
+    model = load_on_meta(load, directory, dtype)
     given = {name: x for name, x in model.named_parameters() if not x.is_meta}
     in_files = []
     for name, shard in shards:

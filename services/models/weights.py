@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.models.families import VALUE_HEAD_FILE, tensors_sha256
-from services.storage.checkpoint import Shard
+from services.models.directory import VALUE_HEAD_FILE
+from services.models.export import tensors_sha256
+from services.storage.checkpoint import WeightShard
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +57,7 @@ class WeightsReader:
         return stored is not None and tuple(stored.get_shape()) == shape
 
     @torch.no_grad()
-    def fill(self, name: str, shard: Shard) -> None:
+    def fill(self, name: str, shard: WeightShard) -> None:
         """Read the box of a tensor that `shard` is, in the type of its tensor.
 
         Raises:
@@ -140,7 +141,7 @@ class WeightsWriter:
 
 def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
     """Write whole tensors as the safetensors files of a Hugging Face directory; returns their sha256, as
-    `services.models.families.tensors_sha256`.
+    `services.models.export.tensors_sha256`.
 
     Args:
         sizes: As of `WeightsWriter`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf.config import ReferenceTable
 from services.runtime.worker import Worker
+from settings.reference import ReferenceTable
 
 
 def worker_class(table: ReferenceTable) -> type[Worker]:

@@ -1,22 +1,23 @@
-"""The parent's view of a fork server and of the processes that it forks; `services.reward.child` is the other end."""
+"""The service's end of a fork server and of the processes that it forks; `services.reward.child` is the other end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.v1 import reward_pb2
 from services.reward import child as wire
 
 START_TIMEOUT_S = 60.0
-"""Longest time in which the fork server imports what functions need, and in which a process loads its function."""
+"""Longest time in which the fork server imports its modules, and in which a process loads its function."""
 ANSWER_TIMEOUT_S = 10.0
 """Longest time the fork server takes to fork or end a process."""
 
@@ -24,9 +25,15 @@ ANSWER_TIMEOUT_S = 10.0
 class ForkServer:
     """Forks processes that score rows with a function, and ends them.
 
+    Commands and answers carry no numbers, so an answer that is late or missing closes the server for good, and its
+    processes end with it.
+
     Args:
         function: Its name, as `find_function` takes it.
         options: Keyword arguments of every call.
+
+    Attributes:
+        is_closed: Whether the server has been closed or has failed: no process of it is alive any more.
     """
 
     def __init__(self, function: str, options: Mapping[str, Any]) -> None:
@@ -34,7 +41,7 @@ class ForkServer:
         self._control.setblocking(False)
         fd, parent = theirs.fileno(), os.getpid()
         with theirs:
-            # What functions print goes to the log, and there is nothing that they could read.
+            # The output of functions goes to the log, and their standard input is empty.
             self._process = subprocess.Popen(
                 (*(sys.executable, "-m", "services.reward.child"),
                  *(str(fd), str(parent), function, json.dumps(dict(options)))),
@@ -42,52 +49,73 @@ class ForkServer:
             )  # fmt: skip
         self._is_ready = False
         self._turn = asyncio.Lock()
+        self._discards: set[asyncio.Task[None]] = set()
+        self.is_closed = False
 
     def close(self) -> None:
-        """Ends the server, and with it the processes that have not been ended."""
+        """Ends the server, and with it all processes that it has forked."""
+        self.is_closed = True
         self._control.close()
         self._process.kill()
         self._process.wait()
 
     async def fork(self) -> Child:
-        """A process that has loaded its function.
+        """Returns a process that has loaded its function.
 
         Raises:
-            TimeoutError: It, or the server, was not ready in time.
-            EOFError, OSError: It, or the server, has ended.
+            TimeoutError: The process was not ready in time, or the server was not and is closed.
+            EOFError, OSError: The process has ended, or the server has.
         """
-        async with self._turn:
-            if not self._is_ready:
-                await self._answer(START_TIMEOUT_S)
-                self._is_ready = True
         ours, theirs = socket.socketpair()
-        with theirs:
-            (pid,) = wire.PID.unpack(await self._ask(wire.FORK.pack(b"f"), [theirs.fileno()]))
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        child = Child(self, pid, reader, writer)
+        forking = asyncio.ensure_future(self._fork(theirs))
         try:
+            child = Child(self, await asyncio.shield(forking), reader, writer)
             await asyncio.wait_for(child.wait_until_loaded(), START_TIMEOUT_S)
+            return child
         except BaseException:
-            await child.end()
+            writer.close()
+            if forking.done():
+                await self._discard(forking)
+            else:  # The caller is cancelled, and the process is not there yet.
+                discard = asyncio.ensure_future(self._discard(forking))
+                self._discards.add(discard)
+                discard.add_done_callback(self._discards.discard)
             raise
-        return child
 
     async def end(self, pid: int, is_ending: bool) -> tuple[int, bool]:
-        """Return code of a process that it ends, and whether that had ended by itself; see `wire.END`."""
-        return wire.ENDED.unpack(await self._ask(wire.END.pack(b"e", pid, is_ending)))
+        """Ends a process; returns its return code and whether it had ended by itself, as `wire.END`.
 
-    async def _ask(self, command: bytes, fds: tuple[int, ...] | list[int] = ()) -> bytes:
+        Raises:
+            TimeoutError, EOFError, OSError: The server does not answer, and is closed.
+        """
         # A cancelled caller must not leave its answer to the next one.
-        return await asyncio.shield(asyncio.ensure_future(self._exchange(command, list(map(os.dup, fds)))))
+        return wire.ENDED.unpack(await asyncio.shield(self._ask(wire.END.pack(b"e", pid, is_ending))))
 
-    async def _exchange(self, command: bytes, fds: list[int]) -> bytes:
-        try:
-            async with self._turn:
-                socket.send_fds(self._control, [command], fds)
+    async def _fork(self, theirs: socket.socket) -> int:
+        with theirs:
+            return wire.PID.unpack(await self._ask(wire.FORK.pack(b"f"), [theirs.fileno()]))[0]
+
+    async def _discard(self, forking: asyncio.Task[int]) -> None:
+        """Ends a process that nobody waits for, when it is there."""
+        with contextlib.suppress(
+            EOFError, OSError
+        ):  # then the server is closed, and the process has ended with it
+            await self.end(await forking, False)
+
+    async def _ask(self, command: bytes, fds: Sequence[int] = ()) -> bytes:
+        async with self._turn:
+            if self.is_closed:
+                raise EOFError("the fork server is closed")
+            try:
+                if not self._is_ready:
+                    await self._answer(START_TIMEOUT_S)
+                    self._is_ready = True
+                socket.send_fds(self._control, [command], list(fds))
                 return await self._answer(ANSWER_TIMEOUT_S)
-        finally:
-            for fd in fds:
-                os.close(fd)
+            except (EOFError, OSError):
+                self.close()
+                raise
 
     async def _answer(self, timeout_s: float) -> bytes:
         loop = asyncio.get_running_loop()
@@ -101,7 +129,7 @@ class Child:
     """A process that scores one row at a time.
 
     Attributes:
-        has_read_truth: Whether it has read the ground truth of the row that it is scoring.
+        has_read_truth: Whether the process has read the ground truth of the row that it is scoring.
     """
 
     def __init__(
@@ -113,12 +141,17 @@ class Child:
         self._writer = writer
         self.has_read_truth = False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process has ended because its fork server was closed."""
+        return self._server.is_closed
+
     async def wait_until_loaded(self) -> None:
-        """Returns when its function is loaded. Raises EOFError where it has ended."""
+        """Returns when the process has loaded its function. Raises EOFError where it has ended."""
         await self._read()
 
     async def score(self, row: reward_pb2.TextRow) -> tuple[reward_pb2.RowScore, str]:
-        """The score of a row, and why the verifier gave up on its response, where it did.
+        """Returns the score of a row, and the cause where the verifier gave up on its response, else "".
 
         Raises:
             EOFError, ConnectionError: The process has ended.
@@ -136,11 +169,18 @@ class Child:
         return reward_pb2.RowScore.FromString(answer), ""
 
     async def end(self) -> int | None:
-        """Ends the process and all that it has started; returns with which code it had ended by itself, negative for a
-        signal, None where it had not. Raises as `ForkServer.fork`."""
+        """Ends the process and all processes that it has started.
+
+        Returns:
+            The code with which the process had ended by itself, negative for a signal; None where it had not. -SIGKILL
+            where its fork server is closed: no more is known then, and the response is not the cause.
+        """
         is_ending = self._reader.at_eof()
         self._writer.close()
-        code, had_ended = await self._server.end(self._pid, is_ending)
+        try:
+            code, had_ended = await self._server.end(self._pid, is_ending)
+        except (EOFError, OSError):
+            return -signal.SIGKILL
         return code if had_ended else None
 
     async def _read(self) -> tuple[bytes, bytes]:
@@ -150,7 +190,7 @@ class Child:
 
 
 def described(code: int | None) -> str:
-    """How a process ended, in words; empty where it had not."""
+    """Returns in words how a process ended; "" where it had not."""
     if code is None:
         return ""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,9 +1,8 @@
-"""Reward functions in processes of their own, because what they call may hang or crash: then the process is killed and
-the others go on.
+"""Reward functions in processes of their own: a function that hangs or crashes is killed, and the others go on.
 
 A verifier reads a row's ground truth before it looks at the response. When it hangs or crashes after that, the response
-is the cause, and is wrong: it scores 0, and the metrics count it by cause. Before that, and for functions that read no
-ground truth, the row carries an error.
+is the cause, and is wrong: it scores 0, and the metrics count it by cause. Before that, for functions that read no
+ground truth, and where the service's own processes fail, the row carries an error.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
 
 FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
-"""Return codes of processes that somebody else has ended: the kernel for want of memory, or a person."""
+"""Return codes of processes that were ended from outside: by the kernel for want of memory, by a person, or by the end
+of the fork server."""
 
 
 class ProcessScorer(Scorer):
@@ -31,7 +31,7 @@ class ProcessScorer(Scorer):
     Args:
         name: Function, as `find_function` takes it.
         options: Keyword arguments of every call.
-        processes: How many, forked as rows come.
+        processes: Most processes, forked as rows come.
         row_timeout_s: Longest time a row may take.
     """
 
@@ -43,34 +43,32 @@ class ProcessScorer(Scorer):
         self._row_timeout_s = row_timeout_s
         self._is_verifier = truth_reader(name) is not None
         self._children: list[Child | None] = [None] * processes
-        self._loop = asyncio.new_event_loop()
-        self._server: ForkServer | None = ForkServer(name, options)
+        self._loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._server = ForkServer(name, options)
+        self._is_closed = False
         self._causes: Counter[str] = Counter()
 
     def kind(self) -> str:
         return f"function {self._name}, {len(self._children)} processes"
 
     def close(self) -> None:
-        """Ends the processes. They end with this one too, however it ends."""
-        if not self._loop.is_closed():
-            self._loop.run_until_complete(self._drop_all())
-            self._close_server()
+        """Ends the processes, which also end with this one, however it ends."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.run(self._drop_all())
+            self._server.close()
             self._loop.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         self._causes = Counter()
-        scoring = score_side_by_side(rows, call, len(self._children), self._score)
-        scores = self._loop.run_until_complete(scoring)
+        scores = self._loop.run(score_side_by_side(rows, call, len(self._children), self._score))
         self.metrics = gave_up_metrics(self._causes, len(rows)) if self._is_verifier else {}
         return scores
 
     async def _score(self, slot: int, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
-        child = self._children[slot]
         try:
-            if child is None:
-                child = self._children[slot] = await self._fork()
+            child = await self._child(slot)
         except (EOFError, OSError) as error:
-            self._close_server()
             what = "did not start in time" if isinstance(error, TimeoutError) else "ended before it was ready"
             return self._error(f"{what}; the service's log has its last words")
         try:
@@ -92,25 +90,23 @@ class ProcessScorer(Scorer):
     def _error(self, what: str) -> reward_pb2.RowScore:
         return reward_pb2.RowScore(error=f"{self._name}: its process {what}")
 
-    async def _fork(self) -> Child:
-        if self._server is None:
-            self._server = ForkServer(self._name, self._options)
-        return await self._server.fork()
-
-    def _close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server, self._children = None, [None] * len(self._children)
+    async def _child(self, slot: int) -> Child:
+        """Returns the slot's process, or a new one of a fork server that works. Raises as `ForkServer.fork`."""
+        child = self._children[slot]
+        if child is not None and child.is_lost:
+            await self._drop(slot)
+            child = None
+        if child is None:
+            if self._server.is_closed:
+                self._server = ForkServer(self._name, self._options)
+            child = self._children[slot] = await self._server.fork()
+        return child
 
     async def _drop_all(self) -> None:
         for slot in range(len(self._children)):
             await self._drop(slot)
 
     async def _drop(self, slot: int) -> int | None:
-        """Ends a process whose answer nobody waits for; the next row gets a new one. Returns as `Child.end`."""
+        """Ends the slot's process; the next row gets a new one. Returns as `Child.end`."""
         child, self._children[slot] = self._children[slot], None
-        try:
-            return await child.end() if child else None
-        except (EOFError, OSError):
-            # Its fork server has gone, and it with that.
-            return -signal.SIGKILL
+        return await child.end() if child else None

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError
 from services.runtime.worker import Worker
+from settings.reward import RewardTable
 
 
 def worker_class(table: RewardTable) -> type[Worker]:
-    """The reward's worker: one that learns where the table has an optimizer.
+    """The reward's worker: one with a model for kind "model", which learns where the table has an optimizer.
 
     Raises:
         ConfigError: The table has an optimizer, and its kind is not "model".
     """
-    if table.optimizer is None:
-        # Imports the libraries of every kind of reward, so the configuration is checked first.
-        from services.reward.worker import RewardWorker
+    if table.kind == "model":
+        # Imported here: they need torch, which takes seconds and which other kinds of reward do without.
+        from services.reward.model import LearningRewardWorker, ModelRewardWorker
 
-        return RewardWorker
-    if table.kind != "model":
+        return LearningRewardWorker if table.optimizer else ModelRewardWorker
+    if table.optimizer:
         raise ConfigError(f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has")
-    # Imports torch, which other kinds of reward do without.
-    from services.reward.model import LearningRewardWorker
+    # Imported here: kind "model" does without its extras.
+    from services.reward.worker import RewardWorker
 
-    return LearningRewardWorker
+    return RewardWorker

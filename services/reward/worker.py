@@ -1,13 +1,12 @@
-"""The reward: scores by a function, a sequence-classification model or the code grader. Only the model needs torch."""
+"""Workers of rewards that need no torch: scores by a function, the code grader or an LLM judge."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf.config import RewardTable, ServiceTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.reward.functions import find_function, score_range, score_row, truth_reader
@@ -17,12 +16,13 @@ from services.reward.sandbox.scorer import SandboxScorer
 from services.reward.scorers.base import Scorer, gave_up_metrics, score_request
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import RewardTable
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 
 
 class FunctionScorer(Scorer):
-    """Calls a function once per row; a row on which it fails carries the error."""
+    """Calls a function once per row, in this process; its exceptions become errors of rows."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name = name
@@ -45,12 +45,7 @@ class FunctionScorer(Scorer):
 
 
 def make_scorer(table: RewardTable) -> Scorer:
-    """The scorer that a table asks for."""
-    if table.kind == "model":
-        # Only a model needs torch.
-        from services.reward.model import ModelScorer
-
-        return ModelScorer(table)
+    """The scorer of a table whose kind is not "model"."""
     if table.kind == "sandbox":
         return SandboxScorer(table.sandbox)
     if table.kind == "judge":
@@ -62,23 +57,19 @@ def make_scorer(table: RewardTable) -> Scorer:
 
 
 class RewardWorker(Worker):
-    """A reward or cost."""
+    """A reward or cost that needs no torch, and the base of those that do.
+
+    Args:
+        make: Makes the scorer.
+    """
 
     role = "reward"
 
-    def __init__(self, table: RewardTable, ranks: Ranks) -> None:
+    def __init__(
+        self, table: RewardTable, ranks: Ranks, make: Callable[[RewardTable], Scorer] = make_scorer
+    ) -> None:
         super().__init__(table, ranks)
-        self.scorer = make_scorer(table)
-
-    @classmethod
-    def uses_torch(cls, table: ServiceTable) -> bool:
-        return isinstance(table, RewardTable) and table.kind == "model"
-
-    def prepare_thread(self) -> None:
-        if self.uses_torch(self.table):
-            import torch
-
-            torch.set_num_threads(self.table.threads)
+        self.scorer = make(table)
 
     def close(self) -> None:
         self.scorer.close()
@@ -88,10 +79,6 @@ class RewardWorker(Worker):
         answer.input_form = self.scorer.input_form
         answer.vocabulary_hash = self.scorer.vocabulary_hash
         answer.engine = self.scorer.kind()
-        if self.uses_torch(self.table):
-            import torch
-
-            answer.torch, answer.cpu_capability = torch.__version__, torch.backends.cpu.get_cpu_capability()
         if self.scorer.score_range:
             lowest, highest = self.scorer.score_range
             answer.score_range.CopyFrom(worker_pb2.ScoreRange(lowest=lowest, highest=highest))

@@ -26,11 +26,6 @@ def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return masked(x_BT, mask_BT).sum()
 
 
-def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over the tokens of the mask, a scalar; 0 where the mask is empty."""
-    return masked_sum(x_BT, mask_BT) / mask_BT.sum().clamp(min=1)
-
-
 def aggregate(
     loss_BT: Tensor,
     mask_BT: Tensor,

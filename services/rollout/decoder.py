@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from services.engines.offload import Parked, bring_back, copy_to_host, free, num_bytes
+from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
 
@@ -69,7 +69,7 @@ class WholeDecoder(Decoder):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
         self.device = model.device
-        self._parked: list[Parked] = []
+        self._offloaded: list[OffloadedStorage] = []
         self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:
@@ -95,14 +95,14 @@ class WholeDecoder(Decoder):
         return 0 if self.device.type == "cpu" else self._leave_device()
 
     def wake(self) -> int:
-        bring_back(self._parked)
-        taken, self._parked = num_bytes(self._parked), []
+        bring_back(self._offloaded)
+        taken, self._offloaded = num_bytes(self._offloaded), []
         return taken
 
     def _leave_device(self) -> int:
         """As `sleep`, whatever the device."""
-        parked = copy_to_host([*self._model.parameters(), *self._model.buffers()])
-        free(parked)
-        self._parked = parked
+        offloaded = copy_to_host([*self._model.parameters(), *self._model.buffers()])
+        free(offloaded)
+        self._offloaded = offloaded
         torch.cuda.empty_cache()
-        return num_bytes(parked)
+        return num_bytes(offloaded)

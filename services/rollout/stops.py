@@ -33,12 +33,12 @@ class StopStrings:
         found = [position for stop in self.texts if (position := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
-    def watch(self, num_rows: int) -> StopWatch:
+    def watch(self, num_rows: int) -> StopMatcher:
         """Reads along while this many responses are generated."""
-        return StopWatch(self, num_rows)
+        return StopMatcher(self, num_rows)
 
 
-class StopWatch:
+class StopMatcher:
     """Which of several responses have come to a stop string. Of each it keeps and decodes the last tokens only.
 
     They are enough: a token that is not special stands for at least one byte of a text. One token more, because some

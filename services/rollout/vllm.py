@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import VLLM_TEMPERATURES, VllmTable
 from services.rollout.base import (
     FinishReason,
     Generation,
@@ -29,9 +28,10 @@ from services.rollout.base import (
     SamplingOptions,
     check_names,
 )
-from services.rollout.stops import StopWatch
+from services.rollout.stops import StopMatcher
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
+from settings.actor import VLLM_TEMPERATURES, VllmTable
 
 # vLLM reads some of them when it is imported. Its engine is to run in this process, on the threads this process has;
 # the log is this service's; and nothing is sent home.
@@ -165,7 +165,7 @@ class VLLMRollout(RolloutEngine):
     def _check_sampling(self, sampling: SamplingOptions) -> None:
         check_temperature(sampling)
 
-    def _run(self, num_rows: int, watch: StopWatch | None, meter: Meter) -> list[Any]:
+    def _run(self, num_rows: int, watch: StopMatcher | None, meter: Meter) -> list[Any]:
         """Steps the engine until every row is complete; returns vLLM's outputs, in the order of the rows."""
         completions: dict[int, Any] = {}
         try:
@@ -182,7 +182,7 @@ class VLLMRollout(RolloutEngine):
             self._engine.abort_request([str(row) for row in range(num_rows) if row not in completions])
         return [completions[row] for row in range(num_rows)]
 
-    def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopWatch) -> None:
+    def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopMatcher) -> None:
         """Marks the completions that have just come to a stop string as finished, and has vLLM go on without them."""
         rows = list(stepped)
         ended = watch.ended(rows, [stepped[row].token_ids[-1] for row in rows])

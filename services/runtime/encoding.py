@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import Method
 from rlhf.v1 import common_pb2

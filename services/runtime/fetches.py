@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import LocalColumn
-from nccl_transfer.relay import Errand
+from nccl_transfer.relay import RelayRequest
 from nccl_transfer.store.store import Lease
 from nccl_transfer.transports import traffic_since, traffic_to_proto
 from rlhf.v1 import common_pb2
@@ -93,9 +93,11 @@ def fetch_rows(
     inline = (column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
     timing.inline_bytes = sum(inline)
     call = context.call
-    errand = Errand(call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message))
+    relay_request = RelayRequest(
+        call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message)
+    )
     before = fetcher.traffic()
-    fetched = fetcher.fetch(batch, time_to_agree(context.deadline), errand, writable=writable)
+    fetched = fetcher.fetch(batch, time_to_agree(context.deadline), relay_request, writable=writable)
     # One fetch runs at a time, so the difference is this call's, except where a dropped fetch is still under way.
     for name, moved in traffic_to_proto(traffic_since(fetcher.traffic(), before)).items():
         timing.traffic[name].CopyFrom(moved)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from nccl_transfer.refs.batch import Endpoint
-from rlhf.config import ServiceTable
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import ConfigError
 from rlhf.rendezvous import is_on_one_host
+from settings.service import ServiceTable
 
 LOOPBACK = "127.0.0.1"
 

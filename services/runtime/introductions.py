@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.wire import endpoint_from_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto
 from rlhf.addresses import check_address
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2

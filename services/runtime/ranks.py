@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import OutOfStep, PeerFailed
 from rlhf.rendezvous import TCP, VARIABLE
 

@@ -20,13 +20,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.wire import endpoint_to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import create_transports, unavailable
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id
+from nccl_transfer.transports import (
+    ArenaServer,
+    ByteServer,
+    host_id,
+)
 from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.config import ServiceTable
+from rlhf.channels import listen
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
@@ -36,6 +40,7 @@ from services.runtime.hosts import check_reachable, host_addresses
 from services.runtime.transfer_handlers import TransferHandlers
 from services.runtime.worker import Worker, registered_methods
 from services.runtime.worker_handlers import WorkerHandlers
+from settings.service import ServiceTable
 
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -123,7 +128,7 @@ class RankServer:
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
         key = f"services.{self.name}.{table.bind_key}"
         try:
-            port = server.add_insecure_port(address)
+            port = listen(server, address)
         except RuntimeError as error:
             raise ConfigError(f"{key}: cannot listen on {address}: {error}") from None
         if port == 0:

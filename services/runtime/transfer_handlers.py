@@ -9,7 +9,7 @@ from typing import Any
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import condemn_response, serve_fetch, stat_response
+from nccl_transfer.transports import mark_corrupt_response, serve_fetch, stat_response
 from rlhf.errors import Refused
 from rlhf.v1 import transfer_pb2
 from services.runtime.boundary import Handler, timeout_s
@@ -43,7 +43,7 @@ class TransferHandlers:
             "TakeRelayed": self._take_relayed,
             "Put": self._put,
             "Stat": self._stat,
-            "Condemn": self._condemn,
+            "Condemn": self._mark_corrupt,
         }
 
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
@@ -62,5 +62,5 @@ class TransferHandlers:
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self._store, self._fetcher.traffic(), self._unavailable)
 
-    async def _condemn(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
-        return condemn_response(self._store, request)
+    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+        return mark_corrupt_response(self._store, request)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from nccl_transfer import fetch
-from rlhf.config import ServiceTable
+from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
+from settings.service import ServiceTable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,10 +65,10 @@ class CallRows:
         numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
     """
 
-    fetched: fetch.Rows
+    fetched: FetchedRows
     numbers: np.ndarray
 
-    def __getitem__(self, name: str) -> fetch.Values:
+    def __getitem__(self, name: str) -> Values:
         if name not in self.fetched.values:
             raise InvalidRequest(f"column {name!r} is missing; given: {sorted(self.fetched.values)}")
         return self.fetched.values[name]
@@ -89,7 +89,7 @@ class CallRows:
         return self.fetched.rows
 
 
-NO_ROWS = CallRows(fetch.Rows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from nccl_transfer.refs.wire import mesh_to_proto
+from nccl_transfer.refs.wire_ranks import mesh_to_proto
 from nccl_transfer.store.store import TensorStore
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, ServiceLost

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.storage.publish import settle, sync
+from services.storage.publish import sync
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -32,7 +32,7 @@ NO_SCALARS: Scalars = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class WeightShard:
     """A box of a global tensor of shape `whole`: `tensor` begins at `offsets`, one per dimension."""
 
     tensor: Tensor
@@ -50,7 +50,7 @@ class Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
-def write_shards(directory: Path, rank: int, shards: Mapping[str, Shard]) -> None:
+def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) -> None:
     """Write the shards of one rank into an existing directory.
 
     Raises:
@@ -79,7 +79,6 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
         FileNotFoundError: there is no checkpoint in the directory.
         ValueError: it has a format that is not ours.
     """
-    settle(directory)
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
@@ -92,7 +91,7 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
 def read_shards(
     directory: Path,
     num_ranks: int,
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, WeightShard],
     progressed: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill `shards` from whatever parts of the checkpoint overlap them.
@@ -141,7 +140,7 @@ def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[
         yield from ((name, stored_name) for stored_name in stored.get(name.partition(PART)[0], ()))
 
 
-def _copy_overlap(shard: Shard, stored, stored_offsets: list[int], name: str) -> int:
+def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: str) -> int:
     """Copy what a stored box and `shard` have in common; returns the number of elements."""
     begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
     ends = [

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, as vLLM does it, so that training shards nest in its own."""
@@ -68,10 +68,6 @@ class Layout:
         first, *rest = self.gathered_shape
         return (first // max(self.parts, 1), *rest)
 
-    def gathered_bytes(self, bytes_each: int) -> int:
-        """Of all parts end to end."""
-        return math.prod(self.gathered_shape) * bytes_each
-
     def merged(self, stages: int, parts: int) -> Self:
         """How ranks keep it of which each has what so many stages have, and so many parts of it."""
         return replace(self, stage=self.stage // stages, parts=self.parts // parts)
@@ -81,7 +77,7 @@ class Layout:
         real = gathered[: len(gathered) - self.padding]
         return real.t() if self.transposed else real
 
-    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> Shard:
+    def shard(self, kept: Tensor, part: int, first_row: int = 0) -> WeightShard:
         """View of a rank's part as a box of the checkpoint's tensor.
 
         Args:
@@ -93,7 +89,7 @@ class Layout:
         real = kept[: num_real - begin]
         offsets = [0] * len(self.shape)
         offsets[-1 if self.transposed else 0] = begin
-        return Shard(real.t() if self.transposed else real, tuple(offsets), self.shape)
+        return WeightShard(real.t() if self.transposed else real, tuple(offsets), self.shape)
 
 
 def layouts_of(

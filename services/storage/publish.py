@@ -5,7 +5,6 @@ A directory of ours lists its files. One that holds anything else may hold someb
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import json
@@ -85,13 +84,20 @@ def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lam
     shutil.rmtree(previous, ignore_errors=True)
 
 
+def readable_path(directory: Path) -> Path:
+    """The path from which `directory` can be read: its predecessor's while `publish` is between its two renames, or was
+    interrupted there, on a file system without an atomic exchange. Renames nothing, so it disturbs no writer."""
+    previous = _previous_of(directory)
+    return previous if not os.path.lexists(directory) and os.path.lexists(previous) else directory
+
+
 def settle(directory: Path) -> None:
-    """Ends what a crash interrupted where two directories cannot be exchanged: the old one gets its name back."""
+    """Finishes an interrupted `publish` before the next one: its predecessor gets its name back, or is removed where
+    the new directory has the name. For the only writer of `directory`."""
     previous = _previous_of(directory)
     if os.path.lexists(directory):
         shutil.rmtree(previous, ignore_errors=True)
-        return
-    with contextlib.suppress(FileNotFoundError):  # there is none, or another rank was first
+    elif os.path.lexists(previous):
         os.rename(previous, directory)
 
 

@@ -575,7 +575,7 @@ FILES = {
     "our own sources": _in_function(
         """
         ours = "/sandbox/services/reward/sandbox"
-        return reads(f"{ours}/judge.py", f"{ours}/grader.py", "OUR_SOURCE")
+        return reads(f"{ours}/test_runner.py", f"{ours}/grader.py", "OUR_SOURCE")
         """
     ),
     "writing the interpreter": _in_function(
@@ -927,7 +927,7 @@ VERDICTS = {
     ),
     "import shadowing": _attack(
         """
-        for name in ("judge", "json", "math", "services"):
+        for name in ("test_runner", "json", "math", "services"):
             with open(f"/tmp/{name}.py", "w") as file:
                 file.write("agree = lambda *args: True\\nloads = lambda text: {'reasons': ['', '']}")
         sys.path.insert(0, "/tmp")
@@ -1068,7 +1068,7 @@ VERDICTS = {
     "an exit code that is no number": _attack(
         """
         from services.reward.sandbox import candidate
-        candidate.Program._run = lambda *args: {"stdout": "", "exit": "0"}
+        candidate.ProgramRunner._run = lambda *args: {"stdout": "", "exit": "0"}
         """,
         "raised",
     ),
@@ -1182,7 +1182,7 @@ def f(x):
         "    async for found in Cases(): assert found == 2\n"
         "asyncio.run(check_all())",
     ),
-    "the end of the judge": _on_loop(
+    "the end of the test runner": _on_loop(
         "SystemExit(0)", "import sys\ntry:\n    f(1)\nexcept SystemExit:\n    pass"
     ),
     "an exception without text": _in_function(

@@ -25,10 +25,10 @@ import pytest
 from chaos.conftest import wait_until
 from chaos.sandbox_attacks import ATTACKS, FILES, Attack
 
-from rlhf.config import SandboxTable
 from services.reward.sandbox import cgroups
-from services.reward.sandbox.grader import Grader, Verdict
-from services.reward.sandbox.program import Program, read_row
+from services.reward.sandbox.grader import Grader, ProgramVerdict
+from services.reward.sandbox.program import Submission, read_row
+from settings.reward import SandboxTable
 
 TABLE = SandboxTable(
     workers=8, wall_time_s=3.0, cpu_time_s=1, memory_mb=256, processes=16, output_kb=64, tmpfs_mb=8
@@ -94,7 +94,7 @@ class Arena:
         filled = [{key: self.fill(text) for key, text in test.items()} for test in attack.tests]
         return self.fill(attack.code), filled or TESTS
 
-    def submit(self, attack: Attack) -> Future[Verdict]:
+    def submit(self, attack: Attack) -> Future[ProgramVerdict]:
         code, tests = self.row(attack)
         return self.grader.submit(read_row("", code, "", {"tests": tests}, "fraction"))
 
@@ -125,7 +125,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.fixture(scope="module")
-def verdicts(arena: Arena) -> Mapping[str, Future[Verdict]]:
+def verdicts(arena: Arena) -> Mapping[str, Future[ProgramVerdict]]:
     """All attacks at once, through the pool."""
     return {name: arena.submit(attack) for name, attack in ATTACKS.items()}
 
@@ -147,7 +147,9 @@ OWNER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 """Another user than root; or root as one who is not, but owns all that root does."""
 
 
-def graded_by(user: Sequence[str], arena: Arena, attacks: Mapping[str, Attack]) -> Mapping[str, Verdict]:
+def graded_by(
+    user: Sequence[str], arena: Arena, attacks: Mapping[str, Attack]
+) -> Mapping[str, ProgramVerdict]:
     """Verdicts of a grader of another user, on a host without control groups."""
     paths = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, Path(__file__).parents[2])}
     hidden = {path: top for path in paths for top in path.parents if not top.stat().st_mode & 1}
@@ -161,27 +163,33 @@ def graded_by(user: Sequence[str], arena: Arena, attacks: Mapping[str, Attack]) 
         input=json.dumps(given), stdout=subprocess.PIPE, check=True, text=True, timeout=VERDICT_TIMEOUT_S,
         env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[1])},
     ).stdout  # fmt: skip
-    return {name: Verdict(tuple(reasons), fault) for name, (reasons, fault) in json.loads(said).items()}
+    return {
+        name: ProgramVerdict(tuple(reasons), fault) for name, (reasons, fault) in json.loads(said).items()
+    }
 
 
 UNGROUPED = {name: attack for name, attack in ATTACKS.items() if not attack.needs_groups}
 
 
 @pytest.fixture(scope="module")
-def verdicts_of_plain_user(arena: Arena, verdicts: Mapping[str, Future[Verdict]]) -> Mapping[str, Verdict]:
+def verdicts_of_plain_user(
+    arena: Arena, verdicts: Mapping[str, Future[ProgramVerdict]]
+) -> Mapping[str, ProgramVerdict]:
     """Nearly all attacks once more, as a plain user without control groups."""
     futures.wait(verdicts.values(), VERDICT_TIMEOUT_S)
     return graded_by(ANOTHER, arena, UNGROUPED)
 
 
 @pytest.fixture(scope="module")
-def verdicts_of_owner(arena: Arena, verdicts: Mapping[str, Future[Verdict]]) -> Mapping[str, Verdict]:
+def verdicts_of_owner(
+    arena: Arena, verdicts: Mapping[str, Future[ProgramVerdict]]
+) -> Mapping[str, ProgramVerdict]:
     """Attacks on files, as a plain user who owns the files that all sandboxes share."""
     futures.wait(verdicts.values(), VERDICT_TIMEOUT_S)
     return graded_by(OWNER, arena, FILES)
 
 
-def check(verdict: Verdict, attack: Attack) -> None:
+def check(verdict: ProgramVerdict, attack: Attack) -> None:
     assert verdict.fault == ""
     assert verdict.reason in attack.reasons
     assert attack.passes_some or "" not in verdict.reasons
@@ -204,7 +212,7 @@ def test_tests_that_lie_behind_a_descriptor_would_be_seen(arena: Arena) -> None:
 
 @pytest.mark.timeout(VERDICT_TIMEOUT_S + 10)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_is_contained_and_graded_as_failed(name: str, verdicts: Mapping[str, Future[Verdict]]) -> None:
+def test_is_contained_and_graded_as_failed(name: str, verdicts: Mapping[str, Future[ProgramVerdict]]) -> None:
     check(verdicts[name].result(VERDICT_TIMEOUT_S), ATTACKS[name])
 
 
@@ -216,7 +224,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 @pytest.mark.timeout(2 * VERDICT_TIMEOUT_S + 10)
 @pytest.mark.parametrize("name", UNGROUPED)
 def test_is_contained_as_a_plain_user_without_control_groups(
-    name: str, verdicts_of_plain_user: Mapping[str, Verdict]
+    name: str, verdicts_of_plain_user: Mapping[str, ProgramVerdict]
 ) -> None:
     check(verdicts_of_plain_user[name], ATTACKS[name])
 
@@ -225,14 +233,14 @@ def test_is_contained_as_a_plain_user_without_control_groups(
 @pytest.mark.timeout(2 * VERDICT_TIMEOUT_S + 10)
 @pytest.mark.parametrize("name", FILES)
 def test_the_owner_of_the_files_reaches_no_other_sandbox_by_them(
-    name: str, verdicts_of_owner: Mapping[str, Verdict]
+    name: str, verdicts_of_owner: Mapping[str, ProgramVerdict]
 ) -> None:
     check(verdicts_of_owner[name], FILES[name])
 
 
 @pytest.mark.timeout(VERDICT_TIMEOUT_S + 10)
 def test_nothing_is_left_over_and_the_grader_still_answers(
-    arena: Arena, verdicts: Mapping[str, Future[Verdict]]
+    arena: Arena, verdicts: Mapping[str, Future[ProgramVerdict]]
 ) -> None:
     for verdict in verdicts.values():
         verdict.result(VERDICT_TIMEOUT_S)
@@ -251,9 +259,9 @@ def test_nothing_is_left_over_and_the_grader_still_answers(
 
 LONE_GRADER = """
 import sys
-from rlhf.config import SandboxTable
+from settings.reward import SandboxTable
 from services.reward.sandbox.grader import Grader
-from services.reward.sandbox.program import Program, read_row
+from services.reward.sandbox.program import Submission, read_row
 
 code = '''
 import subprocess, sys
@@ -307,14 +315,14 @@ def f(number):
 def test_honest_programs_beside_spinning_ones_take_at_most_three_times_as_long() -> None:
     grader = Grader(SandboxTable(workers=8, wall_time_s=60.0, processes=32))
 
-    def row(code: str, number: int) -> Program:
+    def row(code: str, number: int) -> Submission:
         test = {"kind": "call", "function": "f", "args": [number], "expected": number}
         return read_row("", code, "", {"tests": [test]}, "all")
 
     def time_honest(first: int) -> float:
         started = time.monotonic()
         honest = [grader.submit(row(HONEST, first + number)) for number in range(4)]
-        assert all(future.result(VERDICT_TIMEOUT_S) == Verdict(("",)) for future in honest)
+        assert all(future.result(VERDICT_TIMEOUT_S) == ProgramVerdict(("",)) for future in honest)
         return time.monotonic() - started
 
     alone = time_honest(0)
@@ -322,7 +330,7 @@ def test_honest_programs_beside_spinning_ones_take_at_most_three_times_as_long()
     beside = time_honest(4)
     print(f"4 honest programs: {alone:.2f} s alone, {beside:.2f} s beside 4 that spin with 31 processes each")
     assert beside <= 3 * alone
-    assert [future.result(VERDICT_TIMEOUT_S) for future in spinning] == [Verdict(("died",))] * 4
+    assert [future.result(VERDICT_TIMEOUT_S) for future in spinning] == [ProgramVerdict(("died",))] * 4
     grader.close()
 
 

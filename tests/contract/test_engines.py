@@ -24,20 +24,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines import offload
 from services.engines.base import EngineOffloaded, OptimizerOptions, Snapshot, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.models.families import load_causal_lm, tensors_sha256
-from services.models.loading import load_to_share
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm
+from services.models.loading import load_on_meta
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.decoder import WholeDecoder
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
-from services.storage.checkpoint import Shard, read_shards
+from services.storage.checkpoint import WeightShard, read_shards
 
 LOSS_TOLERANCE = 0.02
 """Of the loss, relative. Matrix products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
@@ -166,7 +169,7 @@ def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.
 def make_engine(name: str, directory: Path, device: torch.device) -> ShardedEngine:
     """An engine that learns, on one rank, computing in bfloat16."""
     if name == "fsdp":
-        model = load_to_share(load_causal_lm, directory, torch.float32)
+        model = load_on_meta(load_causal_lm, directory, torch.float32)
         return FSDPEngine(
             model,
             device,
@@ -219,7 +222,7 @@ def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path)
     which every engine's tensors lie alike."""
     engine.save(directory)
     moments = {
-        f"exp_avg.{name}": Shard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
+        f"exp_avg.{name}": WeightShard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
         for name, x in expected.items()
     }
     read_shards(directory, 1, moments)
@@ -250,7 +253,7 @@ def memory_meter(engine: ShardedEngine) -> Callable[[], int]:
         return lambda: torch.cuda.memory_allocated(engine.device)
     tensors = [*engine._state().values()]
     if isinstance(engine, ThreeDParallelEngine):
-        tensors += engine._over_data.weights.values()
+        tensors += engine._sharding.weights.values()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     return lambda: sum(storage.nbytes() for storage in storages.values())
 
@@ -482,7 +485,7 @@ def test_what_is_exported_are_the_weights_that_the_optimizer_has(
     engine.save(tmp_path / "checkpoint")
     engine.export(tmp_path / "export")
     exported = load_causal_lm(tmp_path / "export").state_dict()
-    saved = {f"weight.{key}": Shard.of_whole(torch.zeros_like(x)) for key, x in exported.items()}
+    saved = {f"weight.{key}": WeightShard.of_whole(torch.zeros_like(x)) for key, x in exported.items()}
     read_shards(tmp_path / "checkpoint", 1, saved)
     assert all(torch.equal(saved[f"weight.{key}"].tensor, x) for key, x in exported.items())
     assert not all(torch.equal(x, x.bfloat16().float()) for x in exported.values())

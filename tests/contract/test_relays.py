@@ -21,16 +21,18 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from controller.role_groups.requests import cut
-from nccl_transfer.fetch import Fetcher, Rows
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Endpoint, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.registry import create_transports
-from nccl_transfer.relay import Errand
+from nccl_transfer.relay import RelayRequest
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch, traffic_since
@@ -168,7 +170,7 @@ def store_rows(holder: Rank, rows: Sequence[Row]) -> Batch:
     return Batch(len(rows), columns)
 
 
-def rows_of(fetched: Rows) -> list[Row]:
+def rows_of(fetched: FetchedRows) -> list[Row]:
     fixed, jagged = fetched["fixed"], fetched["jagged"]
     assert isinstance(fixed, np.ndarray)
     assert isinstance(jagged, Jagged)
@@ -186,12 +188,12 @@ def start_fetch(
     call_id: str,
     calls: ThreadPoolExecutor,
     timeout_s: float = 10,
-) -> Future[Rows]:
+) -> Future[FetchedRows]:
     """Fetches as a rank does that is sent its part of a call."""
     message = wire.to_proto(part, None, relays)
-    errand = Errand(call_id, LEASE, wire.relays_from_proto(message))
+    relay_request = RelayRequest(call_id, LEASE, wire.relays_from_proto(message))
     batch = wire.from_proto(message)
-    return calls.submit(rank.fetcher.fetch, batch, time.monotonic() + timeout_s, errand)
+    return calls.submit(rank.fetcher.fetch, batch, time.monotonic() + timeout_s, relay_request)
 
 
 @contextmanager
@@ -385,10 +387,10 @@ def test_a_reader_without_space_says_what_does_not_fit_and_its_neighbours_hear_a
         for relay in plan_relays(batch, [r.endpoint for r in together])
     ]
 
-    def start(number: int, call_id: str) -> Future[Rows]:
+    def start(number: int, call_id: str) -> Future[FetchedRows]:
         return start_fetch(together[number], batch, relays, call_id, calls, timeout_s=100)
 
-    def assert_told(fetch: Future[Rows]) -> None:
+    def assert_told(fetch: Future[FetchedRows]) -> None:
         does_not_fit = r"test rank 4 .*: 0\.0 MiB do not fit into the arena of 0\.1 MiB, .*: raise arena_mb"
         whose = r"they are of test rank 1 .*, kept for other ranks of this host"
         with pytest.raises(OutOfSpace, match=f"{does_not_fit}; {whose}$"):
@@ -415,8 +417,8 @@ def keep_of(reader: Rank, number: int, *call_ids: str) -> tuple[Endpoint, memory
     source = Endpoint(f"10.0.0.{number}:7000", ELSEWHERE)
     ranges, read = [ByteRange(Shard(source, 1, 0, 8), 0, 8)], memoryview(number.to_bytes(8, "little"))
     for call_id in call_ids:
-        relay, errand = Relay(source, reader.endpoint), Errand(call_id, LEASE)
-        reader.fetcher.relays.keep(relay, ranges, [read], errand)
+        relay, relay_request = Relay(source, reader.endpoint), RelayRequest(call_id, LEASE)
+        reader.fetcher.relays.keep(relay, ranges, [read], relay_request)
     return source, read
 
 

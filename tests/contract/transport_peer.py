@@ -20,25 +20,26 @@ import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.wire import endpoint_to_proto, to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
-    condemn_response,
     host_id,
+    mark_corrupt_response,
     serve_fetch,
     stat_response,
 )
 from nccl_transfer.transports.byte_server import cut_frames
 from nccl_transfer.transports.gpu import staging
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Event, own_cuda
-from nccl_transfer.transports.gpu.nccl import own_nccl
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError
@@ -189,7 +190,7 @@ class Peer:
         return {
             "Fetch": self.fetch,
             "Stat": self.stat,
-            "Condemn": self.condemn,
+            "Condemn": self.mark_corrupt,
             **self.sources.handlers(),
         }
 
@@ -221,8 +222,8 @@ class Peer:
     async def stat(self, request, context):
         return stat_response(self.store, {}, unavailable())
 
-    async def condemn(self, request, context):
-        return condemn_response(self.store, request)
+    async def mark_corrupt(self, request, context):
+        return mark_corrupt_response(self.store, request)
 
     def put(self, step, columns):
         stored = {}
@@ -264,7 +265,7 @@ class Peer:
         assert isinstance(self.cuda.cuda, HostCuda)
         return {"times": self.cuda.cuda.freed_in_use}
 
-    def end_arrangements(self):
+    def end_sessions(self):
         """As if it was restarted at its address."""
         self.sources.close()
         return {}
@@ -295,7 +296,7 @@ class Peer:
 
     def communicator_epochs(self):
         assert self.sources._nccl is not None
-        return {"epochs": [offer.epoch for offer in self.sources._nccl._offers.values()]}
+        return {"epochs": [session.epoch for session in self.sources._nccl._sessions.values()]}
 
     def forge_generation(self):
         """The next slot is filled with the data, but for its generation."""

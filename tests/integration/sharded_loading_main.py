@@ -17,7 +17,7 @@ from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models import weights
 from services.models.families import load_causal_lm, load_classifier, load_value_model
-from services.models.loading import Model, load_to_share
+from services.models.loading import Model, load_on_meta
 from services.reward.model import last_score
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def run(kind: str, directory: Path, dtype: torch.dtype, out: Path) -> dict:
     rows = rows_of(Mesh(data=dist.get_world_size()), dist.get_rank())
     micro_batches = rows.micro_batches()
     stored = dtype if kind == "lora" else torch.float32
-    model = load_to_share(LOADS[kind], directory, stored)
+    model = load_on_meta(LOADS[kind], directory, stored)
     report: dict[str, Any] = {"bytes read by parts": bytes_on_meta(model)}
     engine = make_engine(kind, model, dtype, directory)
     other = make_engine(kind, LOADS[kind](directory, stored), dtype, None)

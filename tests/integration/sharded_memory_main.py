@@ -12,14 +12,14 @@ from services.engines.sharded import ShardedEngine
 from services.engines.zero.engine import ZeROEngine
 from services.models import weights
 from services.models.families import load_causal_lm
-from services.models.loading import load_to_share
+from services.models.loading import load_on_meta
 
 CPU = torch.device("cpu")
 SEVERAL_FILES, ONE_FILE = 8 << 20, 1 << 40
 
 
 def fsdp(directory: Path, optimizer: OptimizerOptions | None) -> FSDPEngine:
-    model = load_to_share(load_causal_lm, directory, torch.float32)
+    model = load_on_meta(load_causal_lm, directory, torch.float32)
     return FSDPEngine(model, CPU, optimizer=optimizer, directory=directory)
 
 

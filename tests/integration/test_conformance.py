@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from conformance.cli import PROBES, read_rows
-from conformance.findings import Result
-from conformance.reward import MIB, RULES, check_rules
+from conformance.findings import RuleResult
+from conformance.reward import RULES, check_rules
+from conformance.row_checks import MIB
 from conformance.target import COUNT, VERDICTS, RewardTarget, Row
 from integration import broken_rewards as broken
 from integration.harness import ROOT, TIMEOUT_S, Processes, free_ports, is_listening, wait_until
@@ -26,7 +27,7 @@ DEADLINE_S = 4.0
 ROWS = [Row(prompt=prompt, response=response, ground_truth=truth) for prompt, response, truth in PROBES]
 
 
-def outcome(address: str, rows: list[Row] = ROWS) -> dict[Result, list[str]]:
+def outcome(address: str, rows: list[Row] = ROWS) -> dict[RuleResult, list[str]]:
     """Rules by how they came out."""
     target = RewardTarget(address, DEADLINE_S, rows, num_rows=1500, max_bytes=5 * MIB)
     try:
@@ -35,11 +36,11 @@ def outcome(address: str, rows: list[Row] = ROWS) -> dict[Result, list[str]]:
         target.close()
     assert [finding.rule for finding in findings] == list(RULES)
     assert all(finding.seen for finding in findings)
-    assert all(finding.advice for finding in findings if finding.result is Result.FAIL)
-    return {result: [f.rule for f in findings if f.result is result] for result in Result}
+    assert all(finding.advice for finding in findings if finding.result is RuleResult.FAIL)
+    return {result: [f.rule for f in findings if f.result is result] for result in RuleResult}
 
 
-def outcome_of(reward: broken.Good) -> dict[Result, list[str]]:
+def outcome_of(reward: broken.Good) -> dict[RuleResult, list[str]]:
     with broken.served(reward) as address:
         return outcome(address)
 
@@ -65,18 +66,18 @@ def python_reward(directory: Path, function: str) -> Iterator[str]:
 
 def test_our_own_reward_keeps_all_rules(tmp_path: Path) -> None:
     with python_reward(tmp_path, "exact_match") as address:
-        assert outcome(address)[Result.PASS] == list(RULES)
+        assert outcome(address)[RuleResult.PASS] == list(RULES)
 
 
 @pytest.mark.parametrize("reward", ["exact_match", "format"])
 def test_the_node_reward_keeps_all_rules(reward: str, reward_node: Path) -> None:
     with serving(reward_node, reward) as address:
-        assert outcome(address)[Result.PASS] == list(RULES)
+        assert outcome(address)[RuleResult.PASS] == list(RULES)
 
 
 @pytest.mark.parametrize("reward", [broken.Good, broken.OfTokens], ids=lambda reward: reward.__name__)
 def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> None:
-    assert outcome_of(reward())[Result.PASS] == list(RULES)
+    assert outcome_of(reward())[RuleResult.PASS] == list(RULES)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> 
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_the_one_rule_that_is_broken_is_told(reward: type[broken.Good], rule: str) -> None:
-    assert outcome_of(reward())[Result.FAIL] == [rule]
+    assert outcome_of(reward())[RuleResult.FAIL] == [rule]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,11 @@ def test_the_one_rule_that_is_broken_is_told(reward: type[broken.Good], rule: st
 )
 def test_what_is_allowed_and_worth_knowing_is_a_warning(reward: type[broken.Good], rule: str) -> None:
     found = outcome_of(reward())
-    assert (found[Result.WARN], found[Result.FAIL]) == ([rule], [])
+    assert (found[RuleResult.WARN], found[RuleResult.FAIL]) == ([rule], [])
 
 
 def test_verdicts_that_waver_are_not_compared() -> None:
-    assert outcome_of(broken.Wavers())[Result.SKIP] == ["row order"]
+    assert outcome_of(broken.Wavers())[RuleResult.SKIP] == ["row order"]
 
 
 def test_where_no_row_has_a_score_the_first_error_is_told_and_nothing_is_compared(tmp_path: Path) -> None:
@@ -148,10 +149,10 @@ def test_where_no_row_has_a_score_the_first_error_is_told_and_nothing_is_compare
     assert found["row order"]["result"] == "skip"
 
 
-def test_where_nobody_listens_no_other_rule_is_judged() -> None:
+def test_where_nobody_listens_no_other_rule_is_checked() -> None:
     found = outcome(f"127.0.0.1:{free_ports(1)[0]}")
-    assert found[Result.FAIL] == ["reachable"]
-    assert len(found[Result.SKIP]) == len(RULES) - 1
+    assert found[RuleResult.FAIL] == ["reachable"]
+    assert len(found[RuleResult.SKIP]) == len(RULES) - 1
 
 
 SMALL = ("--many", "100", "--max-message", "5")

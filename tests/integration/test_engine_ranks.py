@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from integration.ranks import launch
-from services.storage.checkpoint import Shard, read_manifest, read_shards
+from services.storage.checkpoint import WeightShard, read_manifest, read_shards
 
 DEADLINE_S = 90
 MODELS = ["policy", "kept", "tied", "value"]
@@ -110,7 +110,7 @@ def test_the_checkpoint_of_two_ranks_reads_as_one(runs: tuple[Run, Run], model: 
     if model == "tied":
         del expected["lm_head.weight"]
     whole = {
-        f"weight.{name}": Shard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
+        f"weight.{name}": WeightShard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
         for name, x in expected.items()
     }
     read_shards(directory, num_ranks, whole)

@@ -18,10 +18,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from client.session import Session
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as controller_cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, RewardGroup
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Cluster, Processes, free_ports, take_rows, under_one_name, wait_for_line
@@ -30,9 +30,9 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed
 from rlhf.v1 import actor_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+from settings.reward import RewardTable
 
 TIMEOUT_S = 30.0
 TOLERANCE = 1e-5

@@ -14,14 +14,15 @@ import grpc
 import pytest
 
 from controller import algorithms, cli
-from controller.config.tables import Config, DataTable
+from controller.config.config import Config
+from controller.config.data import DataTable
 from integration import node_reward
 from integration.harness import Cluster, Processes, free_ports, under_one_name, wait_until, write_config
 from integration.test_run import numbers
-from rlhf.config import RewardTable
 from rlhf.contract import PLAIN_OPTIONS
 from rlhf.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.functions import find_function
+from settings.reward import RewardTable
 
 pytestmark = pytest.mark.timeout(240)
 

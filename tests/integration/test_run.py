@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from client.rank import RankClient
 from client.stream import CallStream
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
 from controller.tracking.timeline import read_events
@@ -44,9 +44,10 @@ from integration.harness import (
 )
 from integration.listeners import assert_closed
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, RemoteColumn
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import Refused
-from services.models.families import tensors_sha256
+from services.models.export import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -257,6 +258,7 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
     assert len(read_samples(launched.path)) == 2 * launched.controller.config.run.samples
 
 
+@pytest.mark.slow
 def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
     launched: Finished, config: Config, tmp_path: Path
 ) -> None:

@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until
-from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox import cgroups
 from services.reward.sandbox.bubblewrap import Bubblewrap
-from services.reward.sandbox.grader import Grader, Verdict, grade
+from services.reward.sandbox.grader import Grader, ProgramVerdict, grade
 from services.reward.sandbox.isolation import Unsandboxed
-from services.reward.sandbox.program import Program, read_row
+from services.reward.sandbox.program import Submission, read_row
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 PROTOS = Path(__file__).parents[2] / "protos"
 HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"
@@ -75,11 +75,11 @@ def hasty() -> Iterator[Grader]:
     grader.close()
 
 
-def program(response: str, *tests: dict[str, Any], score: str = "all", **metadata: Any) -> Program:
+def program(response: str, *tests: dict[str, Any], score: str = "all", **metadata: Any) -> Submission:
     return read_row(metadata.pop("prompt", ""), response, "", {"tests": list(tests), **metadata}, score)
 
 
-def verdict(grader: Grader, *arguments: Any, **options: Any) -> Verdict:
+def verdict(grader: Grader, *arguments: Any, **options: Any) -> ProgramVerdict:
     return grader.submit(program(*arguments, **options)).result(TIMEOUT_S)
 
 
@@ -95,11 +95,11 @@ def stdin(given: str, expected: str) -> dict[str, Any]:
     return {"kind": "stdin", "input": given, "expected": expected}
 
 
-def human_eval(grader: Grader, behind: str) -> dict[str, Verdict]:
+def human_eval(grader: Grader, behind: str) -> dict[str, ProgramVerdict]:
     """Verdicts on the canonical solutions, with code put behind them."""
     with gzip.open(HUMAN_EVAL, "rt") as file:
         problems = [json.loads(line) for line in file]
-    futures: dict[str, Future[Verdict]] = {}
+    futures: dict[str, Future[ProgramVerdict]] = {}
     for problem in problems:
         response = problem["canonical_solution"] + behind.replace("ENTRY_POINT", problem["entry_point"])
         tests = asserts(problem["test"], problem["entry_point"])
@@ -111,13 +111,13 @@ def human_eval(grader: Grader, behind: str) -> dict[str, Verdict]:
 def test_all_canonical_solutions_of_human_eval_pass(grader: Grader) -> None:
     verdicts = human_eval(grader, "")
     assert len(verdicts) == 164
-    assert {task: found for task, found in verdicts.items() if found != Verdict(("",))} == {}
+    assert {task: found for task, found in verdicts.items() if found != ProgramVerdict(("",))} == {}
 
 
 def test_all_fail_with_a_wrong_return_value_put_in(grader: Grader) -> None:
     verdicts = human_eval(grader, WRONG)
     assert len(verdicts) == 164
-    assert {task: found for task, found in verdicts.items() if found != Verdict(("wrong",))} == {}
+    assert {task: found for task, found in verdicts.items() if found != ProgramVerdict(("wrong",))} == {}
 
 
 def test_calls_with_arguments_of_all_kinds(grader: Grader) -> None:
@@ -130,12 +130,12 @@ def test_calls_with_arguments_of_all_kinds(grader: Grader) -> None:
         kwargs={"a": True},
         expected=[[1, "é\0", [None, {"k": 0.5}]], {"a": True}],
     )
-    assert verdict(grader, code, test) == Verdict(("",))
+    assert verdict(grader, code, test) == ProgramVerdict(("",))
 
 
 def test_methods_of_a_class_solution(grader: Grader) -> None:
     code = "class Solution:\n    def add(self, a, b):\n        return a + b"
-    assert verdict(grader, code, call("add", 1, 2, expected=3)) == Verdict(("",))
+    assert verdict(grader, code, call("add", 1, 2, expected=3)) == ProgramVerdict(("",))
 
 
 def test_a_fraction_counts_what_passes(grader: Grader) -> None:
@@ -188,20 +188,20 @@ def test_each_run_of_a_program_is_a_new_one(grader: Grader) -> None:
 def test_a_ground_truth_of_inputs_and_outputs(grader: Grader) -> None:
     truth = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
     row = read_row("", "```python\nprint(sum(map(int, input().split())))\n```", truth, {}, "all")
-    assert grader.submit(row).result(TIMEOUT_S) == Verdict(("", ""))
+    assert grader.submit(row).result(TIMEOUT_S) == ProgramVerdict(("", ""))
 
 
 def test_plain_asserts_call_the_program_by_its_name(grader: Grader) -> None:
     test = asserts("import math\nassert math.isclose(f(2), 4)\nassert f(3) == 9")
-    assert verdict(grader, "def f(x):\n    return x * x", test) == Verdict(("",))
-    assert verdict(grader, "def f(x):\n    return x + 2", test) == Verdict(("wrong",))
+    assert verdict(grader, "def f(x):\n    return x * x", test) == ProgramVerdict(("",))
+    assert verdict(grader, "def f(x):\n    return x + 2", test) == ProgramVerdict(("wrong",))
 
 
 def test_tests_see_the_names_of_the_prelude_and_none_of_the_programs(grader: Grader) -> None:
     code, test = "def f(x):\n    return double(x)\nhidden = 1", "assert f(2) == double(2)"
     prelude = "def double(x):\n    return 2 * x\n"
-    assert verdict(grader, code, asserts(test), prelude=prelude) == Verdict(("",))
-    assert verdict(grader, code, asserts(f"{test}\nassert hidden == 1"), prelude=prelude) == Verdict(
+    assert verdict(grader, code, asserts(test), prelude=prelude) == ProgramVerdict(("",))
+    assert verdict(grader, code, asserts(f"{test}\nassert hidden == 1"), prelude=prelude) == ProgramVerdict(
         ("wrong",)
     )
 
@@ -210,13 +210,13 @@ def test_exceptions_of_the_program_reach_tests_that_expect_them(grader: Grader) 
     test = asserts(
         "try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    raise AssertionError('no error')"
     )
-    assert verdict(grader, "def f(x):\n    return 1 / x", test) == Verdict(("",))
-    assert verdict(grader, "def f(x):\n    raise ValueError(x)", test) == Verdict(("wrong",))
+    assert verdict(grader, "def f(x):\n    return 1 / x", test) == ProgramVerdict(("",))
+    assert verdict(grader, "def f(x):\n    raise ValueError(x)", test) == ProgramVerdict(("wrong",))
 
 
 def test_tests_cannot_catch_that_the_program_has_ended(grader: Grader) -> None:
     test = asserts("try:\n    f()\nexcept BaseException:\n    pass")
-    assert verdict(grader, "import os\ndef f():\n    os._exit(0)", test) == Verdict(("died",))
+    assert verdict(grader, "import os\ndef f():\n    os._exit(0)", test) == ProgramVerdict(("died",))
 
 
 @pytest.mark.parametrize(
@@ -247,22 +247,24 @@ def test_tests_are_checked_before_the_program_runs(first: str, grader: Grader) -
 
 def test_a_test_is_asked_once_however_it_catches_errors(grader: Grader) -> None:
     test = asserts("try:\n    found = f()\nexcept BaseException:\n    found = 1\nassert found == 1")
-    assert verdict(grader, "def f():\n    return 1", test) == Verdict(("",))
-    assert verdict(grader, "def f():\n    return 2", test) == Verdict(("wrong",))
+    assert verdict(grader, "def f():\n    return 1", test) == ProgramVerdict(("",))
+    assert verdict(grader, "def f():\n    return 2", test) == ProgramVerdict(("wrong",))
 
 
 def test_the_programs_time_runs_from_its_first_call(hasty: Grader) -> None:
     test = asserts("import time\ntime.sleep(1.2)\nassert f() == 1")
-    assert verdict(hasty, "import time\ndef f():\n    time.sleep(0.6)\n    return 1", test) == Verdict(("",))
+    assert verdict(hasty, "import time\ndef f():\n    time.sleep(0.6)\n    return 1", test) == ProgramVerdict(
+        ("",)
+    )
 
 
 def test_tests_that_end_with_what_the_program_gives_them_count_against_it(grader: Grader) -> None:
     test = asserts("import os\nif f() == 1:\n    os._exit(0)")
-    assert verdict(grader, "def f():\n    return 1", test) == Verdict(("tests_ended",))
+    assert verdict(grader, "def f():\n    return 1", test) == ProgramVerdict(("tests_ended",))
 
 
 def test_a_program_that_does_not_compile_has_failed(grader: Grader) -> None:
-    assert verdict(grader, "def f(:", call("f", expected=1)) == Verdict(("raised",))
+    assert verdict(grader, "def f(:", call("f", expected=1)) == ProgramVerdict(("raised",))
 
 
 def test_a_program_is_graded_once(grader: Grader) -> None:
@@ -271,7 +273,7 @@ def test_a_program_is_graded_once(grader: Grader) -> None:
     row = program(code, *tests)
     first = grader.submit(row)
     assert grader.submit(program(code, *tests)) is first
-    assert first.result(TIMEOUT_S) == Verdict(("wrong",))
+    assert first.result(TIMEOUT_S) == ProgramVerdict(("wrong",))
     assert grader.submit(row) is first
     assert grader.submit(program(code + "\n", *tests)) is not first
 
@@ -293,7 +295,7 @@ def test_faults_are_not_remembered(grader: Grader) -> None:
 def test_what_another_try_may_pass_is_not_remembered(code: str, reason: str, hasty: Grader) -> None:
     row = program(code, asserts("import os\nif f() == 1:\n    os._exit(0)"))
     first = hasty.submit(row)
-    assert first.result(TIMEOUT_S) == Verdict((reason,))
+    assert first.result(TIMEOUT_S) == ProgramVerdict((reason,))
     assert hasty.submit(row) is not first
 
 
@@ -311,7 +313,7 @@ def test_without_a_sandbox_the_same_programs_get_the_same_verdicts() -> None:
     table = TABLE.model_copy(update={"wall_time_s": 0.5})
     for code, reason in ((right, ""), (slow, "timeout")):
         found = grade(program(code, call("f", expected=1)), Unsandboxed(table), table)
-        assert found == Verdict((reason,))
+        assert found == ProgramVerdict((reason,))
 
 
 def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +328,7 @@ def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "getpid", meet)
     rows = [program(f"def f():\n    return {i}", call("f", expected=i)) for i in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda row: grade(row, bubblewrap, TABLE), rows)) == [Verdict(("",))] * 2
+        assert list(pool.map(lambda row: grade(row, bubblewrap, TABLE), rows)) == [ProgramVerdict(("",))] * 2
 
 
 def test_a_program_is_ended_by_the_cpu_time_of_all_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +345,7 @@ def f():
     return 1
 """
     # Each process ends long before its own limit; together they take four seconds.
-    assert grade(program(code, call("f", expected=1)), Bubblewrap(table), table) == Verdict(("died",))
+    assert grade(program(code, call("f", expected=1)), Bubblewrap(table), table) == ProgramVerdict(("died",))
 
 
 def test_the_bubblewrap_that_is_found_is_the_one_that_is_used(
@@ -354,12 +356,14 @@ def test_the_bubblewrap_that_is_found_is_the_one_that_is_used(
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     isolated = Bubblewrap(TABLE)
-    assert grade(program("def f():\n    return 1", call("f", expected=1)), isolated, TABLE) == Verdict(("",))
+    assert grade(program("def f():\n    return 1", call("f", expected=1)), isolated, TABLE) == ProgramVerdict(
+        ("",)
+    )
     assert used.exists()
 
 
 BELOW_TMP = """
-from rlhf.config import SandboxTable
+from settings.reward import SandboxTable
 from services.reward.sandbox.grader import Grader
 from services.reward.sandbox.program import read_row
 grader = Grader(SandboxTable(workers=1))
@@ -389,7 +393,7 @@ def test_a_python_below_the_temporary_directory_is_seen() -> None:
             [interpreter, "-c", BELOW_TMP % str(prefix)], capture_output=True, text=True, timeout=TIMEOUT_S,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PROTOS), *sys.path])}, check=False,
         )  # fmt: skip
-    assert said.stdout == f"{Verdict(('',))}\n", said.stderr
+    assert said.stdout == f"{ProgramVerdict(('',))}\n", said.stderr
 
 
 def test_a_cancelled_call_stops_waiting_and_the_next_one_is_answered() -> None:

@@ -16,11 +16,11 @@ import pytest
 from client.rank import RankClient
 from client.session import Session
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup
+from controller.role_groups.roles import ActorGroup
 from integration.harness import (
     HUGGING_FACE,
     POLICY_LOSS,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller import algorithms, cli
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer
@@ -23,7 +23,7 @@ from integration.harness import Processes, Service, free_ports, jagged, take_row
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
-from services.models.families import SequenceScorer
+from services.models.sequence_scorer import SequenceScorer
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -38,6 +38,8 @@ def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
             time.sleep(600)
         case "pid":
             return os.getpid()
+        case "take a while":
+            time.sleep(1.5)
         case "spin":
             return 9**9**9
         case "give up":

@@ -13,19 +13,20 @@ import tomli_w
 from controller import algorithms
 from controller.advantage import Advantage
 from controller.algorithms import find_algorithm
-from controller.config.tables import AlgorithmTable, Config, load
+from controller.config.algorithm import AlgorithmTable
+from controller.config.config import Config, load
 from controller.training.algorithm import Algorithm, NoOptions, algorithm
 from controller.training.run import Run
 from examples.my_algorithm import compute_advantage
-from rlhf.config import Strict
 from rlhf.errors import ConfigError
+from settings.strict import Strict
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 ALL = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model", "rloo", "safe_rlhf",
        "sft")  # fmt: skip
 
 
-class Options(Strict):
+class StrengthOptions(Strict):
     """Options of the algorithm below."""
 
     strength: float = 1.0
@@ -34,12 +35,12 @@ class Options(Strict):
 
 @algorithm(
     services={"actor": "actor", "cost": "reward"},
-    options=Options,
+    options=StrengthOptions,
     defaults={"clip_high": 0.3},
     compares_groups=True,
     quickstart="groups",
 )
-def declared(run: Run, options: Options) -> None:
+def declared(run: Run, options: StrengthOptions) -> None:
     """Does nothing."""
 
 
@@ -278,13 +279,15 @@ def test_a_plain_function_is_an_algorithm_with_all_services() -> None:
 
 def test_an_algorithm_is_given_its_options() -> None:
     given = []
-    found = algorithm(services=("actor",), options=Options)(lambda run, options: given.append(options))
+    found = algorithm(services=("actor",), options=StrengthOptions)(
+        lambda run, options: given.append(options)
+    )
 
     class Stub:
         config = found.configure(quickstart("quickstart", "algorithm.options.strength=2.5"))
 
     found(Stub())  # type: ignore[arg-type]
-    assert given == [Options(strength=2.5)]
+    assert given == [StrengthOptions(strength=2.5)]
 
 
 def test_the_example_compares_with_the_best_and_the_mean_of_the_others() -> None:

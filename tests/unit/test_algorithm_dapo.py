@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from client.session import StepContext
-from controller.algorithms.dapo import Options, check, filtered_by, sample_groups
-from controller.config.tables import Config
+from controller.algorithms.dapo import DAPOOptions, check, filtered_by, sample_groups
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.run import Step
 from nccl_transfer.refs.columns import Jagged
@@ -52,7 +52,7 @@ class Task:
 
     def sample(self, step: Step, max_rounds: int = 10) -> FutureBatch:
         task: Any = self
-        return sample_groups(task, step, task, task, Options(max_rounds=max_rounds))
+        return sample_groups(task, step, task, task, DAPOOptions(max_rounds=max_rounds))
 
 
 class DenseTask(Task):
@@ -143,7 +143,7 @@ def test_a_dense_term_of_the_reward_does_not_hide_groups_that_are_all_right_or_a
 def test_groups_are_filtered_by_the_first_service_that_checks_answers_or_by_the_one_that_is_named(
     functions: tuple[str, ...], weights: Any, options: dict[str, Any], services: list[str]
 ) -> None:
-    assert filtered_by(config_of(*functions, weights=weights), Options(**options)) == services
+    assert filtered_by(config_of(*functions, weights=weights), DAPOOptions(**options)) == services
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_a_reward_of_which_nothing_says_what_to_filter_by_is_refused(
 ) -> None:
     config = config_of("length", "format", weights={"length": 1, "format": 1})
     with pytest.raises(ConfigError, match=text):
-        check(config, Options(**options))
+        check(config, DAPOOptions(**options))

@@ -8,9 +8,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.checksums import BLOCK_BYTES, digests, first_mismatch, num_blocks, whole_blocks
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import InvalidRequest, Refused, TransferError
@@ -99,7 +101,7 @@ def test_a_reference_with_too_few_checksums_is_refused() -> None:
 def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> None:
     store = new_store()
     bad, good = (store.put(random_bytes(9), LEASE) for _ in range(2))
-    assert store.condemn(bad.id)
+    assert store.mark_corrupt(bad.id)
     for read in (
         lambda: store.view(bad.id, 0, 1),
         lambda: store.read_bytes(bad.id, 0, 1),
@@ -111,5 +113,5 @@ def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> N
     store.release("run")
     with pytest.raises(Refused, match="was released"):
         store.reader.check([bad])
-    assert not store.condemn(bad.id)
+    assert not store.mark_corrupt(bad.id)
     assert store.stat().used_bytes == 0

@@ -1,15 +1,17 @@
-"""What rlhf-controller says of an error that nobody foresaw: one line, and where its traceback is."""
+"""rlhf-controller's last lines: an error with the place of its traceback, or the figures of a run."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from controller import cli
-from controller.config.tables import load
+from controller import algorithms, cli
+from controller.config.config import load
 from controller.launch import LaunchedServices
-from rlhf.errors import InvalidRequest, RlhfError, from_status, to_status
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError, from_status, to_status
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 WHERE = {"service": "actor", "rank": "1"}
@@ -31,3 +33,45 @@ def test_an_unforeseen_error_points_to_the_log_of_its_service(launched: bool, tm
 def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
     error = failed(InvalidRequest("column 'a' is missing"))
     assert cli._pointing_to_log(error, None) is error
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> tuple[str, ...]:
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    return (
+        f"data.train='{tmp_path}/train.jsonl'",
+        f"data.heldout='{tmp_path}/heldout.jsonl'",
+        f"run.directory='{tmp_path}/runs'",
+    )
+
+
+def test_a_run_whose_directory_was_deleted_ends_with_its_own_error(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deleted(*_: object, **__: object) -> NoReturn:
+        shutil.rmtree(tmp_path / "runs")
+        raise RlhfError("the services are lost")
+
+    monkeypatch.setattr(cli, "_run_in", deleted)
+    with pytest.raises(RlhfError, match="the services are lost"):
+        cli.run(algorithms.find_algorithm("ppo"), load(QUICKSTART, settings), launch=False)
+
+
+def test_a_dry_run_refuses_texts_that_cannot_be_read(settings: tuple[str, ...]) -> None:
+    settings = (*settings, "data.pretrain='nowhere.jsonl'")
+    config = load(QUICKSTART.with_name("safe_rlhf.toml"), settings)
+    with pytest.raises(ConfigError, match=r"data\.pretrain: nowhere\.jsonl: No such file"):
+        cli._show(algorithms.find_algorithm("safe_rlhf"), config, launch=False, has_data=True)
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        ({"steps": 3}, ""),
+        ({"steps": 3, "accuracy_before": 0.5, "accuracy_after": 1.0},
+         "held-out accuracy: 50.0% before, 100.0% after 3 steps"),
+    ],
+)  # fmt: skip
+def test_a_run_is_summed_up_by_its_first_figure_where_it_has_one(summary: dict[str, Any], line: str) -> None:
+    assert cli._headline(summary) == line

@@ -66,6 +66,38 @@ def test_rows_left_out_change_no_share_and_no_order() -> None:
     assert kept[kept < 5].tolist() == of_first[of_first % 2 == 0][: np.sum(kept < 5)].tolist()
 
 
+@given(
+    count=st.integers(1, 40),
+    kept=st.lists(st.booleans(), min_size=1, max_size=30).filter(any),
+    takes=st.integers(1, 3),
+)
+def test_rows_come_one_after_the_other_without_those_left_out(
+    count: int, kept: list[bool], takes: int
+) -> None:
+    loader, size = Loader([len(kept)], [1.0], seed=4), len(kept)
+    expected, place = [], 0
+    while len(expected) < count * takes:
+        (row,) = shuffled(np.arange(place, place + 1), size, "data/4")
+        place += 1
+        expected += [int(row)] if kept[row] else []
+    taken = [loader.take(count, lambda rows: np.asarray(kept)[rows]).tolist() for _ in range(takes)]
+    assert list(itertools.chain(*taken)) == expected
+    assert loader.state.positions == (Position(*divmod(place, size), place - len(expected)),)
+
+
+def test_a_source_without_a_row_to_keep_is_found_out_in_few_looks() -> None:
+    looks: list[int] = []
+
+    def keeps(rows: np.ndarray) -> np.ndarray:
+        looks.append(len(rows))
+        return np.zeros(len(rows), bool)
+
+    with pytest.raises(NothingKept):
+        Loader([3000], [1.0], seed=0).take(1, keeps)
+    assert len(looks) < 40
+    assert max(looks) <= 256
+
+
 def test_a_source_of_which_no_row_is_kept_is_an_error() -> None:
     with pytest.raises(NothingKept, match="every row of source 2 is left out"):
         Loader([3, 5], [1.0, 1.0], seed=0).take(4, lambda rows: rows < 3)

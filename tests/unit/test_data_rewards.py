@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from client.session import StepContext
-from controller.config.tables import Config
-from controller.role_groups.dataflow import FutureBatch, all_of, then
+from controller.config.config import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import all_of, then
 from controller.training.rewards import Failures, Reward, rows_to_keep
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -92,6 +93,16 @@ def test_a_reward_of_several_services_keeps_what_each_of_them_says(policy: str) 
         assert rewards(scored, name) == [2, 4, 4, 2]
         assert rewards(scored, f"{name}/a") == [2, 2, 5, 1]
         np.testing.assert_equal(rewards(scored, f"{name}/b"), [0, np.nan, 2, np.nan])
+
+
+@pytest.mark.parametrize("policy", ["stop", "retry", "drop_group"])
+def test_a_step_of_one_source_has_the_columns_of_every_service_of_the_mixture(policy: str) -> None:
+    groups = {"math": Group(DIGITS), "length": Group(LENGTH), "exact": Group(LENGTH)}
+    reward = reward_of(groups, {"x": {"math": 1.0, "length": 0.5}, "y": {"exact": 1.0}}, policy)
+    scored = reward.score(FutureBatch.of(response=ROWS, source=["y"] * 4))
+    assert rewards(scored) == rewards(scored, "rewards/exact") == [2, 2, 5, 1]
+    for service in ("math", "length"):
+        np.testing.assert_equal(rewards(scored, f"rewards/{service}"), [np.nan] * 4)
 
 
 def test_rows_go_to_the_reward_of_their_source_and_come_back_in_order() -> None:
@@ -190,7 +201,7 @@ def test_a_batch_without_any_score_is_an_error() -> None:
 
 def test_a_failure_is_never_a_zero_in_an_evaluation() -> None:
     reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
-    assert np.isnan(rewards(reward.judge(FutureBatch.of(response=ROWS)))).tolist() == [
+    assert np.isnan(rewards(reward.score_for_eval(FutureBatch.of(response=ROWS)))).tolist() == [
         False,
         True,
         False,

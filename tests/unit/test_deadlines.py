@@ -8,13 +8,13 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from rlhf.config import RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import RewardTable
 
 STUCK_S = 0.4
 TIMEOUT_S = 0.2

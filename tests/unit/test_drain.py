@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from rlhf.config import JudgeTable, RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, Refused, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
@@ -19,6 +18,7 @@ from services.runtime import execution, sessions
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import JudgeTable, RewardTable
 
 NOTHING = cast(Any, None)
 TABLE = RewardTable(role="reward", address="127.0.0.1:1")
@@ -87,7 +87,8 @@ def test_a_reward_closes_its_scorer(keys: dict[str, Any]) -> None:
         pytest.importorskip("httpx")
     worker = RewardWorker(TABLE.model_copy(update=keys), NOTHING)
     worker.close()
-    assert cast(Any, worker.scorer)._loop.is_closed()
+    scorer = cast(Any, worker.scorer)
+    assert scorer._server.is_closed if "processes" in keys else scorer._loop.is_closed()
 
 
 def test_a_sandbox_reward_closes_its_grader() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tracemalloc
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
 from controller.data.loader import Loader
 from controller.data.prompts import Prompt, PromptData, TextData
-from controller.data.readers import open_rows
-from rlhf.errors import ConfigError
-from rlhf.v1 import worker_pb2
+from controller.data.readers import MAX_DEPTH, open_rows
+from controller.role_groups.verdicts import text_rows
+from nccl_transfer.refs.batch import Batch
+from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.v1 import reward_pb2, worker_pb2
 
 LENGTHS = (3, 9, 4, 5, 2, 8, 1)
 
@@ -49,7 +52,7 @@ def test_a_million_rows_take_a_few_megabytes(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert held < 10 * rows + 100_000
     assert peak < 30 * rows + 200_000
-    assert [prompt.ground_truth for prompt in data.read([rows - 1, 0])] == [str(rows - 1), "0"]
+    assert [prompt.ground_truth for prompt in (data[rows - 1], data[0])] == [str(rows - 1), "0"]
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(data: PromptData) -> None:
@@ -139,6 +142,15 @@ def test_the_limit_is_what_the_smallest_service_takes_beside_a_response(tokenize
     assert texts.tokens == 449
 
 
+def test_texts_to_learn_are_limited_by_actors_alone(tokenizer: Path) -> None:
+    tables = config(tokenizer).model_dump()
+    tables["services"]["critic"] = {"role": "critic", "address": "127.0.0.1:7102", "model": tokenizer}
+    told = {**SERVICES, "critic": worker_pb2.DescribeResponse(max_tokens=20)}
+    limit = text_limit(Config.model_validate(tables), told)
+    assert limit is not None
+    assert (limit.tokens, limit.why) == (499, "services.actor.rollout_tokens, 500 less an end")
+
+
 def test_a_limit_that_is_given_counts_where_it_is_lower(tokenizer: Path) -> None:
     limit = prompt_limit(config(tokenizer, max_prompt_tokens=7, overlong="error"), SERVICES)
     assert limit is not None
@@ -156,10 +168,37 @@ def test_tokens_that_cannot_be_counted_are_an_error_only_where_a_limit_is_asked_
 
 
 @pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"max_prompt_tokens": 7}, "data.max_prompt_tokens"),
+        ({"overlong": "error"}, 'data.overlong = "error"'),
+    ],
+)
+def test_the_key_that_asks_for_a_count_is_named_where_there_is_no_tokenizer(
+    asked: dict[str, Any], key: str
+) -> None:
+    tables = {
+        "data": {"train": "a.jsonl", "heldout": "b.jsonl", **asked},
+        "services": {"reward": {"role": "reward", "address": "127.0.0.1:7104", "function": "length"}},
+    }
+    with pytest.raises(ConfigError, match=f"^{key}: needs data.tokenizer"):
+        prompt_limit(Config.model_validate(tables), {"reward": worker_pb2.DescribeResponse(max_tokens=600)})
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"prompt": "a", "n": NaN}', "rows.jsonl:4: not JSON: NaN is not a number"),
         (b'{"prompt": "a", "n": 1e999}', "rows.jsonl:4: not JSON: 1e999 is too large"),
+        (
+            b'{"prompt": "a", "n": ' + b"1" * 400 + b"}",
+            "rows.jsonl:4: not JSON: a number of 400 digits is too large",
+        ),
+        (
+            b'{"prompt": "a", "n": ' + b"[" * 32 + b"]" * 32 + b"}",
+            "rows.jsonl:4: not JSON: nested more than 32 deep",
+        ),
+        (b"[" * 200_000 + b"]" * 200_000, "rows.jsonl:4: not JSON: .*recursion"),
         (b'{"prompt": "\\ud800"}', "rows.jsonl:4: not JSON: .*surrogates not allowed"),
         (b'{"prompt": "\xff"}', "rows.jsonl:4: not UTF-8: invalid start byte at byte 12"),
     ],
@@ -170,6 +209,32 @@ def test_a_line_that_is_no_row_is_named_blank_lines_included(
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\n{"prompt": "a"}\n \t\n' + line)
     with pytest.raises(ConfigError, match=message):
+        PromptData.load(path, "data.train")
+
+
+@pytest.mark.parametrize("kind", ["object", "list"])
+def test_metadata_of_a_row_that_was_accepted_reaches_a_reward(tmp_path: Path, kind: str) -> None:
+    value: Any = -(10**308)
+    for _ in range(MAX_DEPTH - 1):
+        value = {"a": value} if kind == "object" else [value]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "n": value}))
+    (row,) = text_rows(PromptData.load(path, "data.train").batch([0]).result(["prompt", "metadata"]))
+    request = reward_pb2.ComputeRewardRequest(text_rows=[row])
+    assert reward_pb2.ComputeRewardRequest.FromString(request.SerializeToString()) == request
+
+
+def test_metadata_that_is_no_object_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"metadata '\{': Failed to load JSON"):
+        text_rows(Batch.of(metadata=["{"]))
+
+
+def test_a_damaged_archive_is_told_with_its_key(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"prompt": "a"}\n' * 1000, mtime=0))
+    packed[12:20] = bytes(8)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"data\.train: .*rows\.jsonl\.gz: Error -3 while decompressing"):
         PromptData.load(path, "data.train")
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import PolicyHead, PolicyOutput, value_head
+from services.compute.jagged_rows import assemble
 from services.compute.linear import speed_up
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.microbatch import MicroBatch
 from services.compute.norms import speed_up_norms
+from services.compute.splitting import split
 from services.engines import sharded
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import bring_back, copy_to_host, free, num_bytes
-from services.models.families import ValueModel, load_causal_lm, load_value_model, tensors_sha256
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm, load_value_model
+from services.models.value_model import ValueModel
+from services.storage import publish
 
 CPU = torch.device("cpu")
 TEMPERATURE = 1.7
@@ -269,6 +275,27 @@ def test_a_checkpoint_that_fails_half_way_leaves_the_older_one(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_a_checkpoint_is_readable_while_it_is_replaced_and_its_writer_is_left_alone(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where two directories cannot be exchanged, there is a moment without a directory of that name."""
+    monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    directory, rename, read = tmp_path / "checkpoint", os.rename, []
+    engine, reader = make_engine(tiny_llama_dir), make_engine(tiny_llama_dir)
+    engine.save(directory, {"version": 1})
+
+    def rename_and_read(source: Path, target: Path) -> None:
+        rename(source, target)
+        if source == directory:
+            read.append(reader.load(directory)["version"])
+
+    monkeypatch.setattr(os, "rename", rename_and_read)
+    engine.save(directory, {"version": 2})
+    assert read == [1]
+    assert reader.load(directory)["version"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def test_a_missing_checkpoint_is_named(tiny_llama_dir: Path, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}"):
         make_engine(tiny_llama_dir).load(tmp_path)
@@ -376,12 +403,12 @@ def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
 def test_parked_memory_is_freed_and_comes_back_under_its_views():
     tensor = torch.randn(6)
     view, expected = tensor[2:].view(2, 2), tensor.clone()
-    parked = copy_to_host([tensor, view])
+    offloaded = copy_to_host([tensor, view])
     assert torch.equal(tensor, expected)
-    free(parked)
+    free(offloaded)
     assert tensor.untyped_storage().nbytes() == 0
-    assert num_bytes(parked) == 6 * 4
-    bring_back(parked)
+    assert num_bytes(offloaded) == 6 * 4
+    bring_back(offloaded)
     assert torch.equal(tensor, expected)
     assert torch.equal(view.flatten(), expected[2:])
 

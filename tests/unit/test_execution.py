@@ -18,19 +18,22 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from nccl_transfer import fetch
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Column, Endpoint, LocalColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, InvalidRequest, OutOfStep, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.engines.base import EngineOffloaded
-from services.models.families import vocabulary_hash
+from services.models.tokenizers import vocabulary_hash
 from services.reference.worker import ReferenceWorker
 from services.roles import model_worker
+from services.roles.columns import jagged_column
 from services.roles.model_worker import ModelWorker
-from services.roles.traces import Traces
+from services.roles.profiler import CallProfiler
+from services.roles.tokenization import MAX_CHARACTERS
 from services.runtime import deadlines, ranks, responses
 from services.runtime.calls import ActiveCall
 from services.runtime.execution import CallQueue
@@ -38,6 +41,7 @@ from services.runtime.phases import RankPhase
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 Stored = tuple[TensorStore, fetch.Fetcher, Column]
 
@@ -94,7 +98,7 @@ class OffloadedReference(ModelWorker):
     def __init__(self, table: ReferenceTable, ranks: Ranks) -> None:
         Worker.__init__(self, table, ranks)
         self.torch_device = torch.device("cpu")
-        self._traces = Traces(self)
+        self._profiler = CallProfiler()
 
     def prepare_thread(self) -> None:
         """As it is."""
@@ -110,7 +114,7 @@ class TensorReference(OffloadedReference):
     @register("3D_PROTO")
     def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         array = cast(Jagged[np.ndarray], rows["prompt_ids"]).values
-        tensor = self.column(rows, "prompt_ids").values
+        tensor = jagged_column(rows, "prompt_ids").values
         return CallResult(metrics={"same memory": (float(tensor.data_ptr() == array.ctypes.data), 1.0)})
 
 
@@ -141,7 +145,7 @@ class WatchedFetcher(fetch.Fetcher):
     def __init__(self) -> None:
         super().__init__("", [])
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+    def fetch(self, *arguments: Any, **options: Any) -> FetchedRows:
         rows = super().fetch(*arguments, **options)
         self.last = weakref.ref(rows)
         return rows
@@ -327,8 +331,8 @@ def test_texts_are_tokenized_as_by_the_tokenizer_unless_one_is_longer_than_any_t
     texts = [f"{number}+1=" for number in range(200)]
     assert worker.tokenized(texts, call) == worker.tokenizer(texts)["input_ids"]
     assert worker.tokenized([], call) == []
-    with pytest.raises(InvalidRequest, match=f"a text has {model_worker.MAX_CHARACTERS + 1} characters"):
-        worker.tokenized(["1", "1" * (model_worker.MAX_CHARACTERS + 1)], call)
+    with pytest.raises(InvalidRequest, match=f"a text has {MAX_CHARACTERS + 1} characters"):
+        worker.tokenized(["1", "1" * (MAX_CHARACTERS + 1)], call)
     call.cancelled = True
     with pytest.raises(CallCancelled):
         worker.tokenized(texts, call)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import GrpcTransport, TcpTransport, Transport, byte_server, serve_fetch
@@ -67,13 +67,26 @@ def test_a_batch_that_claims_more_than_it_brings_is_refused(message: pb.Batch, w
 
 @pytest.mark.parametrize(
     "numbers",
-    [(0, HUGE), (0, 1 << 33), (HUGE, HUGE + 1), (5, 4), ((1 << 64) - 2, (1 << 64) - 1)],
+    [
+        (0, HUGE),
+        (0, 1 << 33),
+        (HUGE, HUGE + 1),
+        (5, 4),
+        ((1 << 64) - 2, (1 << 64) - 1),
+        (1 << 46, (1 << 46) + 1),
+        (wire.MAX_ROWS, wire.MAX_ROWS + 1),  # mini-batches are dealt in blocks up to the largest row number
+    ],
 )
 def test_row_numbers_are_counted_before_they_are_built(numbers: tuple[int, int]):
     start, stop = numbers
     message = batch(1, row_numbers=(pb.RowRange(start=start, stop=stop),))
     with pytest.raises(InvalidRequest, match="row number"):
         wire.row_numbers(message)
+
+
+def test_the_largest_row_number_is_that_of_the_last_row_of_the_largest_batch():
+    message = batch(1, row_numbers=(pb.RowRange(start=wire.MAX_ROWS - 1, stop=wire.MAX_ROWS),))
+    assert wire.row_numbers(message).tolist() == [wire.MAX_ROWS - 1]
 
 
 CLAIMS = [1 << 32, 1 << 46]

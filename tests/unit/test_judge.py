@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf.config import JudgeTable
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.judge import JudgeScorer, fill, read_completion, read_score
 from services.runtime.worker import CallContext
+from settings.reward import JudgeTable
 
 pytest.importorskip("httpx")
 
@@ -161,6 +161,17 @@ def test_an_endpoint_that_stays_busy_is_an_error_of_the_row_after_all_tries(endp
     (verdict,) = judged(table(endpoint, retries=2), "a")
     assert verdict.error == "judge judge-1: HTTP 503, after 3 tries"
     assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize("seconds", ["86400", "9" * 400])
+def test_an_endpoint_that_asks_for_a_long_wait_is_an_error_of_the_row_at_once(
+    seconds: str, endpoint: Endpoint
+) -> None:
+    endpoint.answer = lambda number, body: (429, {"Retry-After": seconds}, "busy")
+    (verdict,) = judged(table(endpoint), "a", context=call(timeout_s=5.0))
+    assert "HTTP 429, to be tried again after" in verdict.error
+    assert "at most 60 s are waited" in verdict.error
+    assert len(endpoint.requests) == 1
 
 
 def test_waits_grow_and_are_at_least_what_the_endpoint_asks_for(endpoint: Endpoint) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.models.families import VALUE_HEAD_FILE
+from services.models.directory import VALUE_HEAD_FILE
 from services.models.weights import WeightsReader, WeightsWriter
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
 
 LAYOUTS = [
@@ -67,7 +67,7 @@ def test_what_is_written_in_any_number_of_files_is_read_back_box_by_box(tmp_path
         for name, x in TENSORS.items():
             for begin, end in itertools.combinations(range(len(x) + 1), 2):
                 part = torch.full_like(x[begin:end], torch.nan)
-                reader.fill(name, Shard(part, (begin,) + (0,) * (x.ndim - 1), tuple(x.shape)))
+                reader.fill(name, WeightShard(part, (begin,) + (0,) * (x.ndim - 1), tuple(x.shape)))
                 assert torch.equal(part, x[begin:end])
 
 
@@ -93,8 +93,8 @@ def test_a_backbone_is_found_under_the_names_of_a_causal_model_and_a_missing_val
     save_file(TENSORS, tmp_path / "model.safetensors")
     norm, head = torch.empty(4), torch.full((1, 4), torch.nan)
     with WeightsReader(tmp_path) as reader:
-        reader.fill("backbone.norm.weight", Shard(norm, (0,), (4,)))
-        reader.fill("value_head.weight", Shard(head, (0, 0), (1, 4)))
+        reader.fill("backbone.norm.weight", WeightShard(norm, (0,), (4,)))
+        reader.fill("value_head.weight", WeightShard(head, (0, 0), (1, 4)))
     assert torch.equal(norm, TENSORS["model.norm.weight"])
     assert torch.equal(head, torch.zeros(1, 4))
 
@@ -120,7 +120,7 @@ def test_what_is_not_there_as_expected_is_named(
 ):
     save_file(TENSORS, tmp_path / "model.safetensors")
     with WeightsReader(tmp_path) as reader, pytest.raises(ValueError, match=error):
-        reader.fill(name, Shard(torch.empty(shape), (0,), shape))
+        reader.fill(name, WeightShard(torch.empty(shape), (0,), shape))
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path):

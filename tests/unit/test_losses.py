@@ -10,9 +10,10 @@ from torch import Tensor
 
 from controller.advantage import kl_estimate
 from nccl_transfer.refs.columns import Jagged
-from services.actor.losses import PolicyLossConfig, policy_loss, ppo_clip_loss
+from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.surrogates import ppo_clip_loss
 from services.critic.losses import value_loss
-from services.roles.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty, masked_mean
+from services.roles.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty
 
 MAX_LENGTH = 11
 SEEDS = range(5)
@@ -97,24 +98,11 @@ def value_token(value: float, old_value: float, target: float, clip: float | Non
     return max((value - target) ** 2, (clipped - target) ** 2) / 2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_masked_mean_equals_the_loop(seed, dtype):
-    mask = random_mask(seed)
-    x = random_like(mask, seed)
-    close(masked_mean(x, mask.to(dtype)), sum_over_mask(x.tolist(), mask) / int(mask.sum()))
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 def test_a_mean_over_tokens_is_exact(dtype: torch.dtype):
     mask, x = torch.ones(2, 1).to(dtype), torch.full((2, 1), 3.0, dtype=torch.float64)
-    assert masked_mean(x, mask).item() == 3
     mean = aggregate(x, mask, "seq-mean-token-mean", num_tokens=2, num_sequences=2)
     assert mean.item() == 3
-
-
-def test_masked_mean_of_nothing_is_zero():
-    assert masked_mean(torch.full((2, 3), 7.0), torch.zeros(2, 3)).item() == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

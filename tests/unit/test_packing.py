@@ -24,11 +24,13 @@ from transformers import (
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import value_head
-from services.compute.microbatch import MicroBatch, assemble, split
-from services.compute.packing import LIKE, TILE, Packing, Places, attend
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.packing import MAX_LENGTH_RATIO, TILE, Packing, Places, attend
+from services.compute.splitting import split
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.models.families import ValueModel
+from services.models.value_model import ValueModel
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -161,12 +163,12 @@ def test_groups_hold_every_token_once_in_order_and_only_sequences_of_like_length
     row = torch.arange(sum(lengths), dtype=torch.float64)
     parts, sizes = [], []
     for group in packing.groups:
-        side_by_side = group.side_by_side(row[None, :, None])
-        assert side_by_side.shape == (len(group.positions_ST), 1, group.positions_ST.shape[1], 1)
-        parts.append(group.end_to_end(side_by_side.transpose(1, 2)).flatten())
+        unpacked = group.unpack(row[None, :, None])
+        assert unpacked.shape == (len(group.positions_ST), 1, group.positions_ST.shape[1], 1)
+        parts.append(group.pack(unpacked.transpose(1, 2)).flatten())
         own = lengths[len(sizes) : len(sizes) + len(group.positions_ST)]
         sizes += own
-        assert max(own) <= LIKE * min(own)
+        assert max(own) <= MAX_LENGTH_RATIO * min(own)
         left_over = max(own) % TILE
         added = TILE - left_over if left_over > TILE // 2 else 0
         assert group.positions_ST.shape[1] == max(own) + added
@@ -225,9 +227,7 @@ def test_what_sequences_have_in_common_lies_in_the_row_once(
     assert packing.position_ids_1T.tolist() == [[token for _, token in row]]
     cells = torch.arange(len(row))
     assert torch.equal(
-        torch.cat(
-            [g.end_to_end(g.side_by_side(cells[None, :, None]).transpose(1, 2)) for g in packing.groups]
-        ).flatten(),
+        torch.cat([g.pack(g.unpack(cells[None, :, None]).transpose(1, 2)) for g in packing.groups]).flatten(),
         cells,
     )
     laid = [cells_T.tolist() for group in packing.groups for cells_T in group.positions_ST]

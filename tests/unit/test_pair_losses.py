@@ -10,8 +10,7 @@ import torch
 
 from controller.algorithms.reward_model import wilson_interval
 from services.actor.losses import supervised_loss
-from services.reward.losses import bradley_terry_loss, cost_loss
-from services.reward.model import pair_loss
+from services.reward.losses import bradley_terry_loss, cost_loss, pair_loss
 
 
 def minus_log_sigmoid(x: float) -> float:

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.role_groups.requests import cut
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
+from nccl_transfer.refs.batch import Batch, concat_columns
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Slice, needed, plan_relays, plan_slices, union
 from nccl_transfer.refs.protocols import TransferProtocol
-from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.errors import TransferError
 
 SHARD_BYTES = 40
@@ -39,6 +41,19 @@ def byte_ranges(draw: st.DrawFn) -> list[ByteRange]:
             ByteRange(draw(st.sampled_from(SHARDS)), start, draw(st.integers(1, SHARD_BYTES - start)))
         )
     return ranges
+
+
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 20), st.one_of(st.none(), st.integers(1, 4)))
+def test_chunks_hold_every_byte_once_in_order_and_are_full_but_for_the_last(sizes, chunk_bytes, max_pieces):
+    chunks = list(cut_chunks(sizes, chunk_bytes, max_pieces))
+    cut = [(item, start + i) for chunk in chunks for item, start, nbytes in chunk for i in range(nbytes)]
+    assert cut == [(item, at) for item, size in enumerate(sizes) for at in range(size)]
+    for chunk in chunks:
+        assert all(piece.nbytes for piece in chunk)
+        assert 0 < sum(piece.nbytes for piece in chunk) <= chunk_bytes
+        assert max_pieces is None or len(chunk) <= max_pieces
+    for chunk in chunks[:-1]:
+        assert sum(piece.nbytes for piece in chunk) == chunk_bytes or len(chunk) == max_pieces
 
 
 @given(byte_ranges())

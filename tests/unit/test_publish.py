@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from services.storage import publish
-from services.storage.publish import FILES, check_replaceable, check_writable, partial_of, settle
+from services.storage.publish import (
+    FILES,
+    check_replaceable,
+    check_writable,
+    partial_of,
+    readable_path,
+    settle,
+)
 
 CRASHED = 9
 
@@ -135,8 +142,10 @@ def test_a_crash_leaves_the_old_one_or_the_new_one(
             publish.publish(partial, directory)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        readable = read(readable_path(directory))
         if not exchanges:
             settle(directory)
+        assert read(directory) == readable
         found.append(read(directory))
     assert code == 0
     assert found == sorted(found, reverse=True), "old ones, then new ones"

@@ -19,22 +19,29 @@ from unit.test_execution import MetRanks
 from client.rank import WORKER, RankClient
 from client.session import Session
 from controller.role_groups import group
-from controller.role_groups.dataflow import FutureBatch, Loop, Placement, resolved
-from controller.role_groups.group import ReferenceGroup
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.fanout import FanOut
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
+from controller.role_groups.placement import Placement
+from controller.role_groups.roles import ReferenceGroup
 from controller.training.run import Run
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import host_id
-from rlhf.config import ReferenceTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
 from services.runtime.server import RankServer
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 TIMEOUT_S = 30.0
 ROWS, SEED = 16, 3
@@ -115,7 +122,7 @@ def connected(servers: list[RankServer], session: Session) -> Iterator[Reference
 
         clients, description = loop.run(connect(), TIMEOUT_S)
         try:
-            ranks = ReferenceGroup(clients, description, frozenset({"0"}), session, Placement(), loop)
+            ranks = ReferenceGroup(FanOut(clients), description, frozenset({"0"}), session, Placement(), loop)
             ranks.synchronize().records(TIMEOUT_S)  # the first call begins the session
             yield ranks
         finally:

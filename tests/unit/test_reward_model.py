@@ -16,15 +16,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from nccl_transfer import fetch
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import OptimizerTable, RewardTable
-from rlhf.errors import RlhfError
+from nccl_transfer.rows import FetchedRows
+from rlhf.errors import CallCancelled, ConfigError, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
+from services.compute import matmul
 from services.models.families import load_classifier
-from services.reward.model import LearningRewardWorker, ModelScorer
-from services.runtime.ranks import Ranks
+from services.reward.model import LearningRewardWorker, ModelRewardWorker
+from services.reward.model_scorer import ModelScorer
+from services.roles import tokenization
+from services.runtime.ranks import FailedAlone, Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallRows
+from settings.model import OptimizerTable
+from settings.reward import RewardTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -95,7 +99,7 @@ def test_token_ids_beyond_the_budget_are_an_error_of_their_row_alone(directory: 
     lengths = np.array([3, BUDGET])
     ids = Jagged(np.arange(lengths.sum()) % 50 + 3, lengths)
     values = {"prompt_ids": ids, "response_ids": ids}
-    rows = CallRows(fetch.Rows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
+    rows = CallRows(FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
     assert [score.WhichOneof("verdict") for score in scorer.score_tokens(rows, make_call())] == [
         "score",
         "error",
@@ -110,8 +114,100 @@ def test_a_reward_model_is_computed_in_the_type_that_is_asked_for(directory: Pat
     assert scores[1] == pytest.approx(scores[0], abs=0.05)
 
 
+class StopsAfter(CallContext):
+    """A call that is cancelled once it has reported progress a number of times."""
+
+    reports = 1
+
+    def progress(self, done: int, of: int) -> None:
+        super().progress(done, of)
+        self.reports -= done > 0
+        self.cancelled = self.reports <= 0
+
+
+def test_scoring_by_a_model_tells_its_progress_and_stops_between_micro_batches(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scorer, call = ModelScorer(make_table(directory)), make_call()
+    scorer.score_texts(text_rows(*[BUDGET] * 5, 0), call)
+    assert (call.done, call.done_of) == (5, 5)
+    computed, model = [], scorer._scorer.model
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **given: (computed.append(1), forward(**given))[1])
+    stopping = StopsAfter(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+    with pytest.raises(CallCancelled):
+        scorer.score_texts(text_rows(*[BUDGET] * 5), stopping)
+    assert len(computed) == 1
+
+
+def test_texts_are_tokenized_in_groups_between_which_the_call_may_stop(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scorer, groups = ModelScorer(make_table(directory)), []
+    tokenizer = scorer._scorer.tokenizer
+
+    def tokenize(texts: list[str], **options: Any) -> Any:
+        groups.append(len(texts))
+        return tokenizer(texts, **options)
+
+    monkeypatch.setattr(scorer._scorer, "tokenizer", tokenize)
+    assert len(scorer.score_texts(text_rows(*[1] * 200), make_call())) == 200
+    assert max(groups) <= tokenization.TEXTS_PER_GROUP
+    call = make_call()
+    call.cancelled = True
+    groups.clear()
+    with pytest.raises(CallCancelled):
+        scorer.score_texts(text_rows(1), call)
+    assert groups == []
+
+
+def test_a_text_too_long_to_tokenize_is_an_error_of_its_row_alone(directory: Path):
+    scorer = ModelScorer(make_table(directory))
+    texts = ["w3", "w" * (tokenization.MAX_CHARACTERS + 1)]
+    fine, failed = scorer.score_texts([reward_pb2.TextRow(response=text) for text in texts], make_call())
+    assert fine.WhichOneof("verdict") == "score"
+    assert "has 262145 characters; at most 262144 are tokenized" in failed.error
+
+
+@pytest.fixture
+def no_matmul_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_in_use", [])
+
+
+@pytest.mark.usefixtures("no_matmul_yet")
+@pytest.mark.parametrize(("mkl", "onednn", "chosen"), [(2.0, 1.0, "onednn"), (1.0, 2.0, "mkl")])
+def test_all_ranks_multiply_with_the_library_that_was_faster_on_all_of_them_and_tell_which(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, mkl: float, onednn: float, chosen: str
+):
+    monkeypatch.setattr(Ranks, "total", lambda *_: [mkl, onednn])
+    worker = ModelRewardWorker(make_table(directory), Ranks(0, 1, 0))
+    assert worker.describe().matmul == chosen
+
+
+@pytest.mark.usefixtures("no_matmul_yet")
+def test_a_library_that_torch_does_not_have_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(matmul, "_onednn_linear", None)
+    with pytest.raises(ConfigError, match="this build of torch has no oneDNN"):
+        ModelRewardWorker(make_table(directory, matmul="onednn"), Ranks(0, 1, 0))
+
+
+def test_weights_that_cannot_be_gathered_end_the_rank_instead_of_leaving_its_peers_waiting(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    worker = make_learner(directory)
+
+    def gather() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(gathered))
+        raise RuntimeError("a collective failed")
+
+    gathered = dict(worker.engine.full_tensors()).items()
+    monkeypatch.setattr(worker.engine, "full_tensors", gather)
+    with pytest.raises(FailedAlone, match="a collective failed"):
+        worker.copy_weights()
+
+
 def update(worker: LearningRewardWorker) -> None:
-    rows = CallRows(fetch.Rows(3, PAIRS, {}, 0), np.arange(3))
+    rows = CallRows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
     worker.around(lambda: worker.update_reward(rows, request, make_call()))
 

@@ -1,5 +1,5 @@
 """Reward functions in processes of their own: one that hangs or crashes costs its row only, and a verifier that does so
-over a response has judged it."""
+over a response has found it wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.config import RewardTable
 from rlhf.errors import CallCancelled, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
+from services.reward import fork_server
 from services.reward.processes import ProcessScorer
 from services.reward.worker import make_scorer
 from services.runtime.worker import CallContext
+from settings.reward import RewardTable
 
 ROW_TIMEOUT_S = 1.0
 
@@ -196,7 +197,72 @@ def test_where_the_fork_server_is_killed_a_row_fails_and_then_there_is_another(p
         scorer.close()
 
 
-def test_mathematics_is_judged_by_as_many_processes_as_there_are_cores() -> None:
+@contextlib.contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """A block in which a process answers nothing."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def fork_server_of(scorer: ProcessScorer) -> psutil.Process:
+    (verdict,) = scorer.score_texts(rows("pid"), call())
+    parent = psutil.Process(int(verdict.score)).parent()
+    assert parent is not None
+    return parent
+
+
+@pytest.fixture
+def impatient(path: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessScorer]:
+    """A verifier in two processes, whose fork server has 0.3 s for an answer."""
+    monkeypatch.setattr(fork_server, "ANSWER_TIMEOUT_S", 0.3)
+    scorer = ProcessScorer("hostile_verifiers:verify", {}, processes=2, row_timeout_s=10.0)
+    yield scorer
+    scorer.close()
+
+
+def test_a_row_whose_process_ends_with_the_fork_server_is_an_error_and_no_zero(
+    impatient: ProcessScorer,
+) -> None:
+    with stopped(fork_server_of(impatient)):
+        lost, unborn = impatient.score_texts(rows("take a while", "a"), call())
+    assert "killed by SIGKILL" in lost.error
+    assert "did not start in time" in unborn.error
+    assert impatient.metrics == {"gave_up": (0.0, 2.0)}
+    assert [verdict.score for verdict in impatient.score_texts(rows("a", "bb", "ccc"), call())] == [1, 2, 3]
+
+
+def test_an_answer_of_the_fork_server_that_is_late_is_not_taken_for_the_next_one(
+    impatient: ProcessScorer,
+) -> None:
+    server = fork_server_of(impatient)
+    with stopped(server):
+        (verdict,) = impatient.score_texts(rows("crash"), call())
+    assert "killed by SIGKILL" in verdict.error
+    for _ in range(2):
+        crashed, right = impatient.score_texts(rows("crash", "a"), call())
+        assert (crashed.WhichOneof("verdict"), crashed.score, right.score) == ("score", 0, 1)
+        assert impatient.metrics["gave_up/crashed"] == (1.0, 2.0)
+
+
+def test_a_fork_that_nobody_waits_for_any_more_leaves_no_process(path: None) -> None:
+    scorer = ProcessScorer("hostile_verifiers:obey", {}, processes=1, row_timeout_s=ROW_TIMEOUT_S)
+    try:
+        server = fork_server_of(scorer)
+        scorer.score_texts(rows("crash"), call())
+        with stopped(server), pytest.raises(DeadlineExceeded):
+            scorer.score_texts(rows("a"), call(timeout_s=0.3))
+        assert [verdict.score for verdict in scorer.score_texts(rows("a"), call())] == [1]
+        assert fork_server_of(scorer) == server
+        assert len(server.children()) == 1
+    finally:
+        scorer.close()
+
+
+def test_mathematics_is_scored_by_as_many_processes_as_there_are_cores() -> None:
     pytest.importorskip("math_verify")
     scorer = make_scorer(RewardTable(role="reward", address="127.0.0.1:1", function="math"))
     try:

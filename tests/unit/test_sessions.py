@@ -14,16 +14,18 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session, StepContext
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
-from controller.role_groups import dataflow
+from controller.role_groups import loop as loop_module
 from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import FutureBatch, promise
-from rlhf.config import ActorTable
-from rlhf.errors import InvalidRequest, Refused
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import promise
+from nccl_transfer.transports import host_id
+from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.sessions import CurrentSession
+from settings.actor import ActorTable
 
 HOUR_NS = 3600 * 10**9
 
@@ -154,11 +156,18 @@ def test_a_step_waits_for_its_calls_and_not_for_those_of_others() -> None:
     assert not other.done()
 
 
+def test_a_step_whose_call_does_not_end_is_an_error_that_names_it() -> None:
+    step = StepContext(7)
+    step.made(promise())
+    with pytest.raises(DeadlineExceeded, match=r"step 7: 1 calls are under way after 0\.01 s"):
+        step.wait(timeout_s=0.01)
+
+
 def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What ended the run is what its user is to be told."""
-    for module in (cluster_module, dataflow):
+    for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
     cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()
 
@@ -194,6 +203,25 @@ def test_paths_are_compared_from_where_they_are_relative_to() -> None:
     assert differing_keys(here, told) == ['model is "../model" there and "model" here']
     told.table = here.model_dump_json()
     assert differing_keys(here, told) == [], "the same on another host"
+
+
+def test_a_path_is_another_where_the_service_runs_on_this_host_in_another_directory() -> None:
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"), output_roots=(Path("runs"),))
+    told = worker_pb2.DescribeResponse(table=here.model_dump_json(), working_directory="/elsewhere")
+    told.ranks.add().endpoint.host_id = host_id()
+    assert differing_keys(here, told) == [
+        f'model is "/elsewhere/model" there and "{Path.cwd()}/model" here',
+        f'output_roots is ["/elsewhere/runs"] there and ["{Path.cwd()}/runs"] here',
+    ]
+
+
+def test_a_list_of_paths_is_compared_from_where_they_are_relative_to() -> None:
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"), output_roots=(Path("runs"),))
+    there = here.model_copy(update={"model": Path("../model"), "output_roots": (Path("../runs"),)})
+    told = worker_pb2.DescribeResponse(table=there.model_dump_json())
+    told.working_directory = str(Path.cwd() / "services")
+    told.ranks.add().endpoint.host_id = host_id()
+    assert differing_keys(here, told) == []
 
 
 def test_a_config_keeps_what_services_measured_and_they_differ_in_nothing_from_it() -> None:

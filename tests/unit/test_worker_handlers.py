@@ -9,7 +9,6 @@ import pytest
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
-from rlhf.config import RewardTable
 from rlhf.v1 import worker_pb2
 from services.runtime import worker_handlers
 from services.runtime.boundary import RpcBoundary
@@ -17,6 +16,7 @@ from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import Worker
 from services.runtime.worker_handlers import WorkerHandlers
+from settings.reward import RewardTable
 
 
 class Reward(Worker):

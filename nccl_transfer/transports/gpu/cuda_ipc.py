@@ -20,12 +20,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from nccl_transfer.refs.batch import Endpoint
-from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
-from nccl_transfer.transports.gpu.arrangement import Arrangement, Arrangements
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
-from nccl_transfer.transports.gpu.tether import Tether, answer, tether_channel
+from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from rlhf.errors import TransferError
 from rlhf.v1 import transfer_pb2 as pb
 
@@ -45,19 +45,11 @@ class _Piece:
 def fills(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
     """Cuts ranges into lists of pieces that fill a slot each, but for the last."""
     offsets, _ = layout(r.nbytes for r in ranges)
-    pieces: list[_Piece] = []
-    room = slot_bytes
-    for offset, r in zip(offsets, ranges, strict=True):
-        done = 0
-        while done < r.nbytes:
-            count = min(r.nbytes - done, room)
-            pieces.append(_Piece(replace(r, start=r.start + done, nbytes=count), offset + done))
-            done, room = done + count, room - count
-            if room == 0:
-                yield pieces
-                pieces, room = [], slot_bytes
-    if pieces:
-        yield pieces
+    for chunk in cut_chunks((r.nbytes for r in ranges), slot_bytes):
+        yield [
+            _Piece(replace(ranges[n], start=ranges[n].start + start, nbytes=nbytes), offsets[n] + start)
+            for n, start, nbytes in chunk
+        ]
 
 
 class CudaIpcTransport(Transport):
@@ -71,10 +63,10 @@ class CudaIpcTransport(Transport):
     name = "cuda_ipc"
 
     def __init__(
-        self, cuda: Cuda | None = None, channel: Callable[[str], grpc.Channel] = tether_channel
+        self, cuda: Cuda | None = None, channel: Callable[[str], grpc.Channel] = liveness_channel
     ) -> None:
         self._cuda = cuda or own_cuda()
-        self._borrowers = Arrangements(partial(_Borrower, self._cuda), channel)
+        self._clients = PeerConnections(partial(StagingClient, self._cuda), channel)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -94,7 +86,7 @@ class CudaIpcTransport(Transport):
         def copy_out(target: int, pointer: int, nbytes: int) -> None:
             self._cuda.copy_out(data[target : target + nbytes], pointer)
 
-        self._borrowers.of(source).read(source, ranges, copy_out, deadline)
+        self._clients.of(source).read(source, ranges, copy_out, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
@@ -110,21 +102,21 @@ class CudaIpcTransport(Transport):
             self._cuda.copy(buffer.pointer + target, pointer, nbytes)
 
         try:
-            self._borrowers.of(source).read(source, ranges, copy, deadline)
+            self._clients.of(source).read(source, ranges, copy, deadline)
         except BaseException:
             buffer.free()
             raise
         return buffer
 
     def close(self) -> None:
-        self._borrowers.close()
+        self._clients.close()
 
 
-class _Loan:
+class _MappedStaging:
     """Staging memory of a source, open in this process."""
 
-    def __init__(self, cuda: Cuda, tether: Tether, lent: pb.OpenStagingResponse) -> None:
-        self.tether = tether
+    def __init__(self, cuda: Cuda, liveness: LivenessStream, lent: pb.OpenStagingResponse) -> None:
+        self.liveness = liveness
         self.slot_bytes = lent.slot_bytes
         self.generations = itertools.count(1)
         self.events = [cuda.open_event(handle) for handle in lent.event_handles]
@@ -147,26 +139,26 @@ class _Loan:
         self._cuda.close(self._memory)
         for event in self.events:
             event.close()
-        self.tether.cut()
+        self.liveness.cancel()
 
 
-class _Borrower(Arrangement):
-    """This process and one source: at most one loan, and one read at a time."""
+class StagingClient(PeerConnection):
+    """This process and one source: at most one staging, and one read at a time."""
 
     def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel)
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
-        self._loan: _Loan | None = None
+        self._staging: _MappedStaging | None = None
 
     @property
-    def tether(self) -> Tether | None:
-        return self._loan.tether if self._loan is not None else None
+    def liveness(self) -> LivenessStream | None:
+        return self._staging.liveness if self._staging is not None else None
 
     def end(self) -> None:
-        if self._loan is not None:
-            self._loan.end()
-        self._loan = None
+        if self._staging is not None:
+            self._staging.end()
+        self._staging = None
 
     def read(
         self,
@@ -178,35 +170,37 @@ class _Borrower(Arrangement):
         """Hands every piece to `copy(target, pointer, nbytes)`, which puts it at `target` of the whole."""
         with self.turn(source, str(source), deadline):
             try:
-                loan = self._borrowed(source, deadline)
+                staging = self._open_staging(source, deadline)
                 under_way: deque[tuple[list[_Piece], int, int, Any]] = deque()
-                for number, pieces in enumerate(fills(ranges, loan.slot_bytes)):
-                    slot, generation = number % len(loan.events), next(loan.generations)
-                    if len(under_way) == len(loan.events):
-                        self._empty(source, loan, *under_way.popleft(), copy, deadline)
+                for number, pieces in enumerate(fills(ranges, staging.slot_bytes)):
+                    slot, generation = number % len(staging.events), next(staging.generations)
+                    if len(under_way) == len(staging.events):
+                        self._empty(source, staging, *under_way.popleft(), copy, deadline)
                     call = self._fill(source, slot, generation, pieces, deadline)
                     under_way.append((pieces, slot, generation, call))
                 while under_way:
-                    self._empty(source, loan, *under_way.popleft(), copy, deadline)
+                    self._empty(source, staging, *under_way.popleft(), copy, deadline)
             except BaseException:
                 # What is still under way would fill slots that the next read asks for.
                 self.end()
                 raise
 
-    def _borrowed(self, source: Endpoint, deadline: float) -> _Loan:
-        if self._loan is not None and not self._loan.tether.holds:
+    def _open_staging(self, source: Endpoint, deadline: float) -> _MappedStaging:
+        if self._staging is not None and not self._staging.liveness.is_alive:
             self.end()
-        if self._loan is None:
+        if self._staging is None:
             request = pb.OpenStagingRequest(
                 reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid
             )
-            tether = Tether(self.stub.OpenStaging(request), self.closed)
+            liveness = LivenessStream(self.stub.OpenStaging(request), self.closed)
             try:
-                self._loan = _Loan(self._cuda, tether, tether.first(deadline, f"{source}: open staging"))
+                self._staging = _MappedStaging(
+                    self._cuda, liveness, liveness.first(deadline, f"{source}: open staging")
+                )
             except BaseException:
-                tether.cut()
+                liveness.cancel()
                 raise
-        return self._loan
+        return self._staging
 
     def _fill(
         self, source: Endpoint, slot: int, generation: int, pieces: Sequence[_Piece], deadline: float
@@ -220,7 +214,7 @@ class _Borrower(Arrangement):
     def _empty(
         self,
         source: Endpoint,
-        loan: _Loan,
+        staging: _MappedStaging,
         pieces: Sequence[_Piece],
         slot: int,
         generation: int,
@@ -228,16 +222,16 @@ class _Borrower(Arrangement):
         copy: Callable[[int, int, int], None],
         deadline: float,
     ) -> None:
-        answer(call, loan.tether, deadline, f"{source}: slot {slot}")
-        loan.events[slot].wait()
-        self._check_generation(source, loan, slot, generation)
-        pointer = loan.slot(slot) + HEADER_BYTES
+        wait_for_answer(call, staging.liveness, deadline, f"{source}: slot {slot}")
+        staging.events[slot].wait()
+        self._check_generation(source, staging, slot, generation)
+        pointer = staging.slot(slot) + HEADER_BYTES
         for piece in pieces:
             copy(piece.target, pointer, piece.range.nbytes)
             pointer += piece.range.nbytes
-        self._check_generation(source, loan, slot, generation)
+        self._check_generation(source, staging, slot, generation)
 
-    def _check_generation(self, source: Endpoint, loan: _Loan, slot: int, expected: int) -> None:
-        found = loan.generation(slot)
+    def _check_generation(self, source: Endpoint, staging: _MappedStaging, slot: int, expected: int) -> None:
+        found = staging.generation(slot)
         if found != expected:
             raise TransferError(f"{source}: slot {slot} holds generation {found}, not {expected}")

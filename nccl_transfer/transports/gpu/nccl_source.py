@@ -12,15 +12,17 @@ from typing import Any
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import check_epoch, layout
 from nccl_transfer.transports.gpu.communicator import (
+    READER,
+    SOURCE,
     Communicator,
     CommunicatorError,
     Message,
     Nccl,
+    abort_in_background,
     version_text,
 )
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.manifest import check_manifest
-from nccl_transfer.transports.gpu.nccl import READER, SOURCE, abort
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
@@ -33,7 +35,7 @@ GRACE_S = 0.25
 reader does not: one that ended at the same moment would be blamed for what nobody could do in time."""
 
 
-class _Offer:
+class NcclSession:
     """The source's side of an attachment: a communicator, the thread in which it is used, and one transaction.
 
     Everything but what runs in the thread is called from the event loop.
@@ -57,7 +59,7 @@ class _Offer:
         return sum(message.nbytes for message in self._sends)
 
     def begin(self, transaction: Transaction, within_s: float) -> None:
-        """Takes up a transaction; what is not over soon after its deadline ends the offer."""
+        """Takes up a transaction; what is not over soon after its deadline ends the session."""
         self.transaction = transaction
         self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
@@ -76,7 +78,7 @@ class _Offer:
         """Runs work in the thread.
 
         Raises:
-            Refused: The offer has ended.
+            Refused: The session has ended.
             TransferError: The communicator failed, or was aborted.
         """
         if self.ended.is_set():
@@ -99,7 +101,7 @@ class _Offer:
         self._produced.record()
 
     def send(self) -> None:
-        """In the thread: sends what was staged, and returns when it is gone, or when the offer has ended."""
+        """In the thread: sends what was staged, and returns when it is gone, or when the session has ended."""
         communicator = self._joined.result()
         communicator.wait(self._produced)
         communicator.group(self._sends, [])
@@ -120,7 +122,7 @@ class _Offer:
         self.ended.set()
         if self.transaction is not None and self.transaction.phase is not Phase.DONE:
             self.transaction.abort(reason)
-        self._joined.add_done_callback(abort)
+        self._joined.add_done_callback(abort_in_background)
         self._worker.submit(self._produced.close)
         self._worker.shutdown(wait=False)
 
@@ -137,7 +139,7 @@ class NcclSource:
         self._store = store
         self._nccl = nccl
         self._cuda = cuda
-        self._offers: dict[str, _Offer] = {}
+        self._sessions: dict[str, NcclSession] = {}
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
         """The stream that answers an Attach.
@@ -149,22 +151,22 @@ class NcclSource:
         if request.nccl_version != self._nccl.version:
             here, there = version_text(self._nccl.version), version_text(request.nccl_version)
             raise Refused(f"NCCL is {here} here and {there} at the reader: versions must not be mixed")
-        before = self._offers.get(request.reader)
+        before = self._sessions.get(request.reader)
         if before is not None and request.communicator_epoch <= before.epoch:
             raise Refused(f"communicator {request.communicator_epoch} is not newer than {before.epoch}")
         if before is not None:
             before.end("the reader made a new communicator")
-        offer = _Offer(
+        session = NcclSession(
             request.communicator_epoch, self._cuda, lambda: self._nccl.join(request.unique_id, SOURCE, 2)
         )
-        self._offers[request.reader] = offer
+        self._sessions[request.reader] = session
         try:
             yield pb.AttachResponse(nccl_version=self._nccl.version)
-            await offer.ended.wait()
+            await session.ended.wait()
         finally:
-            offer.end("the reader has gone")
-            if self._offers.get(request.reader) is offer:
-                del self._offers[request.reader]
+            session.end("the reader has gone")
+            if self._sessions.get(request.reader) is session:
+                del self._sessions[request.reader]
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
         """The answer to a Prepare.
@@ -176,19 +178,19 @@ class NcclSource:
             OutOfSpace: The GPU has no room to stage it.
         """
         check_epoch(self._store, request.epoch)
-        offer = self._offer(request)
-        if offer.transaction is not None and not offer.transaction.phase.over:
-            raise Refused(f"{offer.transaction} is under way")
+        session = self._session_of(request)
+        if session.transaction is not None and not session.transaction.phase.over:
+            raise Refused(f"{session.transaction} is under way")
         transaction = Transaction(request.plan, request.communicator_epoch)
         check_manifest(request.items, request.nbytes)
-        offer.begin(transaction, request.deadline_s)
+        session.begin(transaction, request.deadline_s)
         try:
-            await offer.run(offer.stage, self._store, request.items)
+            await session.run(session.stage, self._store, request.items)
             transaction.prepare()
         except BaseException as error:
             if not transaction.phase.over:
                 transaction.abort(str(error))
-            offer.rest()
+            session.rest()
             raise
         return pb.PrepareResponse(nbytes=request.nbytes)
 
@@ -199,40 +201,40 @@ class NcclSource:
             Refused: It is not what was prepared, or was given up.
             TransferError: The communicator failed or was aborted.
         """
-        offer = self._offer(request)
-        if offer.transaction is None:
+        session = self._session_of(request)
+        if session.transaction is None:
             raise Refused(f"plan {request.plan} was not prepared")
-        transaction = offer.transaction
+        transaction = session.transaction
         transaction.commit(request.plan, request.communicator_epoch)
-        nbytes = offer.nbytes
+        nbytes = session.nbytes
         try:
-            await offer.run(offer.send)
+            await session.run(session.send)
             transaction.finish()
         except BaseException as error:
-            offer.end(str(error))
+            session.end(str(error))
             raise
-        offer.rest()
+        session.rest()
         return pb.CommitResponse(nbytes=nbytes)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         """The answer to an Abort."""
-        offer = self._offers.get(request.reader)
-        if offer is None or offer.epoch != request.communicator_epoch:
+        session = self._sessions.get(request.reader)
+        if session is None or session.epoch != request.communicator_epoch:
             return pb.AbortResponse(found=False)
         logging.warning("plan %s was given up by its reader: %s", request.plan, request.reason)
-        offer.end(request.reason)
+        session.end(request.reason)
         return pb.AbortResponse(found=True)
 
     def close(self) -> None:
         """Ends all communicators."""
-        for offer in self._offers.values():
-            offer.end("the source is shutting down")
+        for session in self._sessions.values():
+            session.end("the source is shutting down")
 
-    def _offer(self, request: pb.PrepareRequest | pb.CommitRequest) -> _Offer:
-        offer = self._offers.get(request.reader)
-        if offer is None or offer.epoch != request.communicator_epoch:
-            current = offer.epoch if offer is not None else "none"
+    def _session_of(self, request: pb.PrepareRequest | pb.CommitRequest) -> NcclSession:
+        session = self._sessions.get(request.reader)
+        if session is None or session.epoch != request.communicator_epoch:
+            current = session.epoch if session is not None else "none"
             raise Refused(
                 f"plan {request.plan} is for communicator {request.communicator_epoch}, current is {current}"
             )
-        return offer
+        return session

@@ -19,7 +19,7 @@ SLOT_BYTES = 32 << 20
 
 
 class _Staging:
-    """The source's side of a loan: the memory, and the thread that fills it."""
+    """The source's side of a staging: the memory, and the thread that fills it."""
 
     def __init__(self, cuda: Cuda, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -115,7 +115,7 @@ class StagingSource:
         """The answer to a Stage, once the copies are under way; the slot's event tells when they are done.
 
         Raises:
-            Refused: Wrong epoch, no loan, an old generation, or a shard was released.
+            Refused: Wrong epoch, no staging, an old generation, or a shard was released.
             InvalidRequest: There is no such slot, or it is too small.
             TransferError: A range reaches beyond its shard.
         """

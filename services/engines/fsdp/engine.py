@@ -14,19 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from services.compute.heads import Head, unread
+from services.compute.heads import Head, dummy_head
 from services.compute.linear import Linear
 from services.compute.logits import DeferredLogits, OutputLayer
-from services.compute.microbatch import MicroBatch, blank
-from services.compute.packing import ATTENTION, finish_what_is_read
+from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
+from services.compute.transformers_internals import block_class_names
 from services.engines.base import OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
-from services.models.families import FAMILIES, ValueModel
-from services.models.loading import Load, give_memory, read_first_values, read_parts
+from services.models.families import FAMILIES
+from services.models.loading import Load, materialize, read_first_values, read_parts
+from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 Output = TypeVar("Output")
 
@@ -35,7 +37,7 @@ class FSDPEngine(DataParallelEngine):
     """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
 
     Args:
-        model: in float32 where it is trained; whole, with the same weights on every rank, or of `load_to_share`.
+        model: in float32 where it is trained; whole, with the same weights on every rank, or of `load_on_meta`.
         device: where this rank computes; the current device, if CUDA.
         optimizer: None for a model that is never trained: it has no optimizer state.
         compute_dtype: of forward and backward, default that of the model; weights, gradients and moments keep
@@ -63,8 +65,9 @@ class FSDPEngine(DataParallelEngine):
         load: Load | None = None,
     ) -> None:
         self._directory, self._load, self._dtype = directory, load, next(model.parameters()).dtype
+        self.config = transformer_of(model).config
         self.packs = _know_packed_rows(model)
-        self._reader = _Reader(model)
+        self._reader = _ModelAndHead(model)
         if activation_checkpointing:
             recompute_in_backward(_blocks(model))
         casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
@@ -78,11 +81,11 @@ class FSDPEngine(DataParallelEngine):
                 compute_dtype=compute_dtype,
                 reshard_after_forward=reshard_after_forward,
             )
-        self._fill({name: box(local_part(x), x) for name, x in give_memory(model, device)}, directory)
+        self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)}, directory)
         if is_sharded:
             # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
             with torch.no_grad(), self._computing():
-                self._reader(blank().to(device), unread)
+                self._reader(dummy_micro_batch().to(device), dummy_head)
         else:
             nn.Module.to(model, device)
         self.num_parameters = sum(p.numel() for p in model.parameters())
@@ -92,13 +95,13 @@ class FSDPEngine(DataParallelEngine):
         shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(model, device, shards, trained, optimizer)
 
-    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
         """Gives values to what has none yet of this rank's tensors."""
         if empty:
             assert directory is not None, "a model on the meta device has its weights in files"
             read_parts(directory, empty.items())
 
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         if self._directory is None or self._load is None:
             raise RuntimeError("this engine was made of a model in memory, which it cannot load again")
         read_first_values(self._load, self._directory, self._dtype, weights.items())
@@ -114,7 +117,7 @@ class FSDPEngine(DataParallelEngine):
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
         return self._reader(micro_batch, head)
 
-    def _hand_over_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         for name in self._trained_names:
             gradient, shard = self._parameters[name].grad, self._kept[name]
             shard.grad = local_part(gradient) if gradient is not None else torch.zeros_like(shard)
@@ -125,7 +128,7 @@ class FSDPEngine(DataParallelEngine):
         for name, tensor in tensors.items():
             yield name, cast(whole(tensor), dtype)
 
-    def _shard(self, name: str, kept: Tensor) -> Shard:
+    def _shard(self, name: str, kept: Tensor) -> WeightShard:
         return box(kept, self._parameters[name])
 
     def _drop_gradients(self) -> None:
@@ -134,7 +137,7 @@ class FSDPEngine(DataParallelEngine):
             parameter.grad = None
 
 
-class _Reader(nn.Module):
+class _ModelAndHead(nn.Module):
     """A model and what a head reads off it, as one forward pass: so the weight of the output layer is gathered while
     the head computes with it, chunk by chunk."""
 
@@ -159,11 +162,11 @@ class _Reader(nn.Module):
 def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
     """Have the model understand packed micro-batches, where it is of a family that hands on to its attention whatever
     it is given; returns whether it does."""
-    backbone = model.backbone if isinstance(model, ValueModel) else model
+    backbone = transformer_of(model)
     if backbone.config.model_type not in FAMILIES:
         return False
     backbone.set_attn_implementation(ATTENTION)
-    finish_what_is_read(_blocks(model)[-1])
+    skip_unread_positions_in_last_layer(_blocks(model)[-1])
     return True
 
 
@@ -178,6 +181,6 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
-    backbone = model.backbone if isinstance(model, ValueModel) else model
-    names = set(backbone._no_split_modules or ())
-    return [module for module in backbone.modules() if type(module).__name__ in names]
+    transformer = transformer_of(model)
+    names = block_class_names(transformer)
+    return [module for module in transformer.modules() if type(module).__name__ in names]

@@ -24,7 +24,8 @@ from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
 from services.models.weights import cast
-from services.storage.checkpoint import NO_SCALARS, Scalars, Shard, read_manifest
+from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_manifest
+from services.storage.publish import readable_path
 
 ADAPTER_DIRECTORY = "adapter"
 """Of an export: what peft loads, beside the merged model."""
@@ -109,7 +110,7 @@ class LoRAEngine(FSDPEngine):
 
     def load(self, directory: Path) -> Scalars:
         with all_or_none(f"reading {directory}", self.device):
-            alpha = read_manifest(directory)[1].get(ALPHA)
+            alpha = read_manifest(readable_path(directory))[1].get(ALPHA)
             if alpha != self._adapters.alpha:
                 held = "no adapters" if alpha is None else f"adapters with alpha {alpha:g}"
                 raise ValueError(
@@ -118,7 +119,7 @@ class LoRAEngine(FSDPEngine):
         return {name: value for name, value in super().load(directory).items() if name != ALPHA}
 
     @torch.no_grad()
-    def _fill(self, empty: Mapping[str, Shard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
         weights = dict(empty)
         for name, first in _first_values(self._layers, self._adapters):
             part = weights.pop(name)
@@ -126,7 +127,7 @@ class LoRAEngine(FSDPEngine):
         super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
 
     @torch.no_grad()
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         for name, first in _first_values(self._layers, self._adapters):
             weights[name].tensor.copy_(first[weights[name].box])
 

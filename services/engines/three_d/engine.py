@@ -13,19 +13,21 @@ from transformers import PreTrainedTokenizerBase
 
 from nccl_transfer.refs.mesh import Mesh
 from services.compute import matmul
-from services.compute.heads import Head, unread
-from services.compute.microbatch import MicroBatch, blank
-from services.engines.agreement import RunToEnd, all_or_none, new_directory
+from services.compute.heads import Head, dummy_head
+from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn, OptimizerOptions
+from services.engines.collectives import max_over_ranks, stop_together
+from services.engines.export import export_gathered
+from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
-from services.engines.tally import Tally
 from services.engines.three_d.groups import MeshGroups
-from services.engines.three_d.over_data import OverData, ReplicatedOverData, ShardedOverData
 from services.engines.three_d.pipeline import run_forward, run_forward_backward
 from services.engines.three_d.stage import ModelStage
 from services.engines.three_d.transition import Kind, Transition
+from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
 from services.models.weights import write_weights
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 
 Output = TypeVar("Output")
 
@@ -108,14 +110,14 @@ class ThreeDParallelEngine(ShardedEngine):
         self.cached_tokens = CACHED_TOKENS if is_cached else None
         self.config = self._stage.config
         self.num_parameters = sum(torch.Size(layout.shape).numel() for layout in layouts.values())
-        self._like_hidden = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
-        self._over_data: OverData = (
-            ShardedOverData(self._stage, self._groups, learns_in)
+        self._hidden_template = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
+        self._sharding: WeightSharding = (
+            FullySharded(self._stage, self._groups, learns_in)
             if shards_over_data
-            else ReplicatedOverData(self._stage, self._groups, learns_in, memory=memory)
+            else Replicated(self._stage, self._groups, learns_in, memory=memory)
         )
         self._stage.module.register_forward_hook(lambda *_: self.progressed())
-        kept = self._over_data.kept
+        kept = self._sharding.kept
         super().__init__(device, kept, list(kept), optimizer)
 
     @torch.no_grad()
@@ -130,19 +132,19 @@ class ThreeDParallelEngine(ShardedEngine):
         self.check_onloaded()
         num_stages = self._groups.mesh.pipeline
         per_round = 1 if num_stages == 1 else ROUND_PER_STAGE * num_stages
-        evened = self._evened(micro_batches)
+        padded = self._pad_with_dummies(micro_batches)
         outputs, num_done = [], 0
 
         def read(raw: Any, micro_batch: MicroBatch) -> Output | Tensor:
-            return (unread if micro_batch.is_blank else head)(raw, micro_batch)
+            return (dummy_head if micro_batch.is_dummy else head)(raw, micro_batch)
 
-        with self._over_data.computing():
-            for first in range(0, self._most(len(evened)), per_round):
-                self._stop_together(should_stop())
-                ours = [each.to(self.device) for each in evened[first : first + per_round]]
-                results = run_forward(self._stage, self._groups, ours, read, self._like_hidden)
+        with self._sharding.computing():
+            for first in range(0, max_over_ranks(len(padded), self.device), per_round):
+                stop_together(should_stop(), self.device)
+                ours = [each.to(self.device) for each in padded[first : first + per_round]]
+                results = run_forward(self._stage, self._groups, ours, read, self._hidden_template)
                 for micro_batch, output in zip(ours, results, strict=True):
-                    if micro_batch.is_blank:
+                    if micro_batch.is_dummy:
                         continue
                     num_done += 1
                     progress(num_done)
@@ -154,13 +156,13 @@ class ThreeDParallelEngine(ShardedEngine):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.check_onloaded()
         names = [*self._stage.layouts, *self._stage.aliases]
-        yield from self._gather(self._over_data.weights, names, self._stage.dtype)
+        yield from self._gather(self._sharding.weights, names, self._stage.dtype)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.check_onloaded()
         if self.transition is None:
             return self.full_tensors()
-        return self.transition.gather(self._over_data.parts(self._over_data.weights, self._stage.dtype))
+        return self.transition.gather(self._sharding.parts(self._sharding.weights, self._stage.dtype))
 
     def export(
         self,
@@ -170,51 +172,51 @@ class ThreeDParallelEngine(ShardedEngine):
     ) -> str:
         self.check_onloaded()
         dtype = dtype or self._kept_dtype
-        kept = self._gather(self._over_data.kept, self._stage.layouts, self._kept_dtype)
-        gathered, sha256 = RunToEnd(kept, self.progressed), ""
-        with new_directory(directory, self.device, self.progressed, gathered) as partial:
-            if dist.get_rank() == 0:
-                sha256 = self._write(partial, gathered, tokenizer, dtype)
-        return self._from_rank_0(sha256)
+        kept = self._gather(self._sharding.kept, self._stage.layouts, self._kept_dtype)
 
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+        def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
+            return self._write(partial, gathered, tokenizer, dtype)
+
+        return export_gathered(directory, kept, write, self.device, self.progressed)
+
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        tally = Tally(self.device)
+        accumulator = LossAccumulator(self.device)
         failures: list[Exception] = []
 
         def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
-            if not micro_batch.is_blank and not failures:
+            if not micro_batch.is_dummy and not failures:
                 try:
                     loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
                 except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
                     failures.append(error)
                 else:
-                    tally.add(loss, counts)
+                    accumulator.add(loss, counts)
                     return loss
-            return unread(raw, micro_batch) * 0
+            return dummy_head(raw, micro_batch) * 0
 
-        evened = [each.to(self.device) for each in self._evened(micro_batches)]
-        with self._over_data.computing():
-            run_forward_backward(self._stage, self._groups, evened, loss_head, self._like_hidden)
+        padded = [each.to(self.device) for each in self._pad_with_dummies(micro_batches)]
+        with self._sharding.computing():
+            run_forward_backward(self._stage, self._groups, padded, loss_head, self._hidden_template)
         with all_or_none("the loss", self.device):
             for error in failures:
                 raise error
         self._sum_gradients()
-        return tally.over_ranks(counts=self.sees_outputs and self._groups.tensor_index == 0)
+        return accumulator.total(is_primary=self.sees_outputs and self._groups.tensor_index == 0)
 
-    def _evened(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, and blank ones where data ranks must run equally many."""
-        missing = self._over_data.num_passes(len(micro_batches)) - len(micro_batches)
-        return [*micro_batches, *(blank() for _ in range(missing))]
+        missing = self._sharding.num_passes(len(micro_batches)) - len(micro_batches)
+        return [*micro_batches, *(dummy_micro_batch() for _ in range(missing))]
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up the gradients of all ranks that keep the same weight and saw different parts of its gradient."""
-        self._over_data.sum_gradients()
+        self._sharding.sum_gradients()
         tied = set(self._stage.aliases.values())
         for name, x in self._kept.items():
             if self._stage.layouts[name].partial_gradient:
@@ -224,21 +226,21 @@ class ThreeDParallelEngine(ShardedEngine):
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()
-        self._over_data.drop_gradients()
+        self._sharding.drop_gradients()
 
     def _weights_changed(self) -> None:
-        self._over_data.weights_changed()
+        self._sharding.weights_changed()
 
     def _resident(self) -> list[Tensor]:
         # With masters, the weights that are computed with are others.
-        computing = [x.detach() for x in self._over_data.weights.values()]
+        computing = [x.detach() for x in self._sharding.weights.values()]
         return [*super()._resident(), *computing, *(self.transition.resident() if self.transition else ())]
 
-    def _shard(self, name: str, kept: Tensor) -> Shard:
-        return self._stage.shard(name, kept, self._over_data.first_row(name))
+    def _shard(self, name: str, kept: Tensor) -> WeightShard:
+        return self._stage.shard(name, kept, self._sharding.first_row(name))
 
-    def _counts(self, name: str) -> bool:
-        return self._over_data.counts and not self._stage.is_replica(name)
+    def _is_primary(self, name: str) -> bool:
+        return self._sharding.counts and not self._stage.is_replica(name)
 
     def _gather(
         self, kept: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
@@ -249,11 +251,11 @@ class ThreeDParallelEngine(ShardedEngine):
         Args:
             dtype: theirs; where weights are sharded over data ranks, also a coarser one.
         """
-        groups, parts = self._groups, self._over_data.parts(kept, dtype)
+        groups, parts = self._groups, self._sharding.parts(kept, dtype)
         for name in sorted(names):
             first_name = self._stage.aliases.get(name, name)
             layout = self._stage.layouts[first_name]
-            gathered = self._like_hidden.new_empty(layout.gathered_shape, dtype=dtype)
+            gathered = self._hidden_template.new_empty(layout.gathered_shape, dtype=dtype)
             if layout.stage == groups.stage:
                 own = parts[first_name].detach()
                 if layout.is_cut:

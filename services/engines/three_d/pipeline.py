@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 from services.compute.heads import Head
-from services.compute.microbatch import MicroBatch, blank
+from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import ModelStage
 
@@ -29,18 +29,18 @@ def run_forward(
     groups: MeshGroups,
     micro_batches: Sequence[MicroBatch],
     head: Head[Output],
-    like: Tensor,
+    hidden_template: Tensor,
 ) -> Iterator[Tensor | Output]:
     """Outputs of this stage for each micro-batch, in order: hidden states [B, T, H], which are sent to the next stage,
     or, on the last, what the head reads.
 
     Args:
-        like: A tensor of the type, device and last dimension of hidden states.
+        hidden_template: A tensor of the type, device and last dimension of hidden states.
     """
     for micro_batch in micro_batches:
         incoming = None
         if not groups.is_first_stage:
-            incoming = like.new_empty((*micro_batch.input_ids_BT.shape, like.shape[-1]))
+            incoming = hidden_template.new_empty((*micro_batch.input_ids_BT.shape, hidden_template.shape[-1]))
             dist.recv(incoming, group=groups.pipeline, group_src=groups.stage - 1)
         output = stage.forward(incoming, micro_batch, head)
         if not groups.is_last_stage:
@@ -54,14 +54,14 @@ def run_forward_backward(
     groups: MeshGroups,
     micro_batches: Sequence[MicroBatch],
     loss_head: Head[Tensor],
-    like: Tensor,
+    hidden_template: Tensor,
 ) -> None:
     """Add the gradient of the sum of all losses to `.grad` of this stage's parameters.
 
     Args:
         loss_head: Reads the loss of a micro-batch, a scalar. Called on the last stage only, in order, and also for
             blank micro-batches.
-        like: As in `run_forward`.
+        hidden_template: As in `run_forward`.
     """
     num_stages = groups.mesh.pipeline
     if num_stages == 1:
@@ -70,15 +70,15 @@ def run_forward_backward(
         return
     # With fewer micro-batches than stages 1F1B does not run.
     missing = max(num_stages - len(micro_batches), 0)
-    every = [*micro_batches, *(blank().to(like.device) for _ in range(missing))]
-    wired = _Wired(stage, groups, every, loss_head)
-    numbers = torch.arange(len(every), device=like.device)
-    wire = like.new_empty((wired.num_tokens, like.shape[-1]), requires_grad=True)
+    every = [*micro_batches, *(dummy_micro_batch().to(hidden_template.device) for _ in range(missing))]
+    wired = _StageBetweenWires(stage, groups, every, loss_head)
+    numbers = torch.arange(len(every), device=hidden_template.device)
+    wire = hidden_template.new_empty((wired.num_tokens, hidden_template.shape[-1]), requires_grad=True)
     first_input = (numbers[:1],) if groups.is_first_stage else (wire,)
-    last_output = like.new_empty((), dtype=torch.float64, requires_grad=True)
+    last_output = hidden_template.new_empty((), dtype=torch.float64, requires_grad=True)
     output = (last_output,) if groups.is_last_stage else (wire,)
     pipeline_stage = PipelineStage(
-        wired, groups.stage, num_stages, like.device, first_input, output, group=groups.pipeline
+        wired, groups.stage, num_stages, hidden_template.device, first_input, output, group=groups.pipeline
     )
     schedule = Schedule1F1B(
         pipeline_stage, len(numbers), loss_fn=lambda loss, number: loss, scale_grads=False
@@ -89,7 +89,7 @@ def run_forward_backward(
     schedule.step(*arguments, target=target, return_outputs=False, number=numbers)
 
 
-class _Wired(nn.Module):
+class _StageBetweenWires(nn.Module):
     """A stage between two wires; the last one ends in the loss."""
 
     def __init__(

@@ -18,11 +18,10 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from rlhf import meshes
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.compute.norms import speed_up_norms
-from services.compute.packing import ATTENTION, finish_what_is_read
+from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.tensor_parallel import (
@@ -32,10 +31,14 @@ from services.engines.three_d.tensor_parallel import (
     VocabularyParallelHead,
     fan_out_input,
 )
-from services.models.families import FAMILIES, ValueModel, save_config
+from services.models.export import save_config
+from services.models.families import FAMILIES
+from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
-from services.storage.checkpoint import Shard
+from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of
+from settings import meshes
+from settings.fit import read_shape
 
 _BACKBONE = "backbone."
 
@@ -92,7 +95,7 @@ class ModelStage:
                 f"{directory} is a {self.config.model_type}, engine 3d knows {', '.join(FAMILIES)}"
             )
         mesh = groups.mesh
-        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
+        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, read_shape(directory))
         whole, backbone = _on_meta(directory, dtype, with_value_head)
         speed_up_norms(backbone)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]
@@ -109,7 +112,7 @@ class ModelStage:
         self._keep_own_layers(backbone, prefix)
         self._embedding, self._head = self._keep_ends(whole, backbone, prefix, with_value_head)
         self._backbone, self.layers = backbone.eval(), list(backbone.layers)
-        self.module = _Pass(self._embedding, backbone, self._head)
+        self.module = _StageModule(self._embedding, backbone, self._head)
         if activation_checkpointing:
             recompute_in_backward(backbone.layers)
 
@@ -123,7 +126,7 @@ class ModelStage:
             self.module.get_submodule(owner).register_parameter(attribute, replacement)
 
     @torch.no_grad()
-    def load(self, shards: Mapping[str, Shard]) -> None:
+    def load(self, shards: Mapping[str, WeightShard]) -> None:
         """Read boxes of the weights, by name.
 
         Raises:
@@ -163,7 +166,7 @@ class ModelStage:
         assert isinstance(self._head, VocabularyParallelHead), "a value model generates nothing"
         return self._head.logits(hidden_BTH[:, -1])
 
-    def shard(self, name: str, kept: Tensor, first_row: int = 0) -> Shard:
+    def shard(self, name: str, kept: Tensor, first_row: int = 0) -> WeightShard:
         """This rank's part of a tensor, as a box of the checkpoint's tensor; as `Layout.shard`."""
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
@@ -232,7 +235,7 @@ class ModelStage:
             self._keep(embedding, f"{prefix}embed_tokens.")
         backbone.embed_tokens = None
         if groups.is_last_stage:
-            finish_what_is_read(backbone.layers[-1])
+            skip_unread_positions_in_last_layer(backbone.layers[-1])
             self._keep(backbone.norm, f"{prefix}norm.")
             head = self._keep_head(whole, with_value_head)
         else:
@@ -250,7 +253,7 @@ class ModelStage:
         return VocabularyParallelHead(self.parameters[name], self.config.vocab_size, self._groups.tensor)
 
 
-class _Pass(nn.Module):
+class _StageModule(nn.Module):
     """A stage, and what is read off the last one, as one forward pass: its weights need not be there for longer.
 
     Args:

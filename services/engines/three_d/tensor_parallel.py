@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from services.compute.linear import linear
-from services.compute.logits import DeferredLogits, OutputLayer, rows_of
+from services.compute.logits import DeferredLogits, OutputLayer, local_rows
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -94,7 +94,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self._padding_row = padding_row if 0 <= padding_row < num_rows else None
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        rows_BT, is_ours_BT = rows_of(ids_BT, self._first_id, len(self.weight))
+        rows_BT, is_ours_BT = local_rows(ids_BT, self._first_id, len(self.weight))
         ours_BTH = F.embedding(rows_BT, self.weight, self._padding_row) * is_ours_BT[..., None]
         return sum_over(ours_BTH, self._group)
 

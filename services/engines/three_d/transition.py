@@ -40,7 +40,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass
-class Received:
+class ReceivedBytes:
     """Bytes that this rank got in gathers: of weights that are cut into parts, and of those kept whole (norms)."""
 
     cut: int = 0
@@ -48,7 +48,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class GatherGroup:
     """The ranks that gather from each other, by what they have: every stage of `stages` in every part of `parts`, each
     `copies` times, of which each gives its share."""
 
@@ -61,18 +61,18 @@ class Gathering:
         """Number within the group."""
         return (self.stages.index(stage) * len(self.parts) + self.parts.index(part)) * self.copies + copy
 
-    def of_stages(self, stages: range) -> Gathering:
+    def of_stages(self, stages: range) -> GatherGroup:
         """Those of its ranks that have some of its stages."""
         first, last = (self.member(stage, self.parts[0], 0) for stage in (stages[0], stages[-1]))
         return replace(self, stages=stages, ranks=self.ranks[first : last + len(self.parts) * self.copies])
 
 
-def gatherings(mesh: Mesh, kind: Kind) -> list[Gathering]:
+def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
     """The groups of a transition; each rank is in one."""
     stages, parts = mesh.pipeline_ratio, mesh.tensor_ratio
     if kind == "hybridflow":
         return [
-            Gathering(
+            GatherGroup(
                 range(p, p + stages), range(t, t + parts), 1, tuple(mesh.micro_data_group(mesh.rank(p, t, d)))
             )
             for p in range(0, mesh.pipeline, stages)
@@ -85,12 +85,12 @@ def gatherings(mesh: Mesh, kind: Kind) -> list[Gathering]:
     return [_gathering(mesh, *everywhere, range(mesh.data))]
 
 
-def _gathering(mesh: Mesh, stages: range, parts: range, copies: range) -> Gathering:
+def _gathering(mesh: Mesh, stages: range, parts: range, copies: range) -> GatherGroup:
     ranks = tuple(mesh.rank(p, t, d) for p in stages for t in parts for d in copies)
-    return Gathering(stages, parts, len(copies), ranks)
+    return GatherGroup(stages, parts, len(copies), ranks)
 
 
-def gatherings_of_tied(mesh: Mesh, groups: Sequence[Gathering]) -> list[Gathering]:
+def gather_groups_of_tied(mesh: Mesh, groups: Sequence[GatherGroup]) -> list[GatherGroup]:
     """The groups for a tensor that first and last stage have alike: where one holds both, its last stage gathers apart,
     and is not sent what it has."""
     ends, found = {0, mesh.pipeline - 1}, []
@@ -117,10 +117,10 @@ class Bundle:
         return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
 
 
-class Joined(NamedTuple):
+class JoinedGroup(NamedTuple):
     """The gathering that a rank is in, and its process group."""
 
-    gathering: Gathering
+    gathering: GatherGroup
     group: ProcessGroup
 
 
@@ -154,9 +154,9 @@ class Transition:
         self._mesh, self._dtype, self._device = mesh, dtype, device
         self._stage, self._part, _ = mesh.position(rank)
         self._generation_stage, self._generation_part, _ = mesh.generation_position(rank)
-        groups = gatherings(mesh, kind)
+        groups = gather_groups(mesh, kind)
         self._joined = self._joined_for_tied = _join(groups)
-        groups_of_tied = gatherings_of_tied(mesh, groups)
+        groups_of_tied = gather_groups_of_tied(mesh, groups)
         if groups_of_tied != groups and any(layout.tied for layout in layouts.values()):
             self._joined_for_tied = _join(groups_of_tied)
         self.layouts = {
@@ -168,7 +168,7 @@ class Transition:
         self._of_name = {name: bundle for bundle in bundles for name in bundle.names}
         self._buffers = {bundle: self._empty(bundle) for bundle in bundles} if in_place else None
         self.in_place = in_place
-        self.received = Received()
+        self.received = ReceivedBytes()
 
     def training_memory(self) -> Memory:
         """Of the weights of training: parts of what generation reads."""
@@ -232,7 +232,7 @@ class Transition:
             return self._generation_stage in (0, self._mesh.generation_pipeline - 1)
         return stage // self._mesh.pipeline_ratio == self._generation_stage
 
-    def _joined_for(self, layout: Layout) -> Joined:
+    def _joined_for(self, layout: Layout) -> JoinedGroup:
         return self._joined_for_tied if layout.tied else self._joined
 
     def _bundled(self) -> list[list[Bundle]]:
@@ -320,9 +320,9 @@ class Transition:
             self.received.whole += nbytes
 
 
-def _join(gatherings: Sequence[Gathering]) -> Joined:
-    own = next(each for each in gatherings if dist.get_rank() in each.ranks)
-    return Joined(own, own_group([each.ranks for each in gatherings]))
+def _join(gather_groups: Sequence[GatherGroup]) -> JoinedGroup:
+    own = next(each for each in gather_groups if dist.get_rank() in each.ranks)
+    return JoinedGroup(own, own_group([each.ranks for each in gather_groups]))
 
 
 def _bytes(x: Tensor) -> Tensor:

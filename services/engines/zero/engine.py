@@ -16,17 +16,22 @@ from torch import Tensor, nn
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.adamw import add_moments
 from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
-from services.engines.zero import partitions
+from services.engines.zero.deepspeed_internals import prepare
 from services.engines.zero.flat import boxes
-from services.engines.zero.modules import Pass, nothing
-from services.engines.zero.partitions import Partitions, TrainedPartitions
-from services.models.families import ValueModel, load_causal_lm, load_value_model
+from services.engines.zero.loading import load_for_stage
+from services.engines.zero.modules import ForwardPass, dummy_loss
+from services.engines.zero.partitions import Partitions, Replicas, TrainedPartitions
+from services.engines.zero.stage3 import FrozenStage3, Stage3Partitions
+from services.engines.zero.stage12 import Stage12Partitions
+from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import Model, read_first_values, read_parts
+from services.models.value_model import transformer_of
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
-from services.storage.checkpoint import PART, Shard
+from services.storage.checkpoint import PART, WeightShard
 
 Output = TypeVar("Output")
 
@@ -66,15 +71,15 @@ class ZeROEngine(DataParallelEngine):
         offloads: bool = False,
         with_value_head: bool = False,
     ) -> None:
-        partitions.prepare()
+        prepare()
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
         self._directory, self._dtype = directory, dtype
         self._load = load_value_model if with_value_head else load_causal_lm
-        model, empty = partitions.load(self._load, directory, stage, device, dtype)
-        self._pass = Pass(model, compute_dtype)
-        self.config = (model.backbone if isinstance(model, ValueModel) else model).config
-        self._partitions = self._share_out(model, stage, optimizer, offloads)
+        model, empty = load_for_stage(self._load, directory, stage, device, dtype)
+        self._pass = ForwardPass(model, compute_dtype)
+        self.config = transformer_of(model).config
+        self._partitions = self._partition(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
             f"{name}{PART}{number}" if number else name: (name, box)
@@ -93,7 +98,7 @@ class ZeROEngine(DataParallelEngine):
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
         wholes = [
-            (name, Shard.of_whole(x))
+            (name, WeightShard.of_whole(x))
             for name, x in empty.items()
             if has_all or not isinstance(x, nn.Parameter)
         ]
@@ -101,7 +106,7 @@ class ZeROEngine(DataParallelEngine):
         self._is_published = has_all
         self._publish()
 
-    def _read_first_values(self, weights: Mapping[str, Shard]) -> None:
+    def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         boxes_by_name = ((self._boxes[key][0], shard) for key, shard in weights.items())
         read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
 
@@ -131,13 +136,13 @@ class ZeROEngine(DataParallelEngine):
             raw = self._pass.read(micro_batch)
         return head(raw, micro_batch)
 
-    def _run_along(self, micro_batch: MicroBatch) -> Tensor:
-        return self._read(micro_batch, nothing)
+    def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
+        return self._read(micro_batch, dummy_loss)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._learning.backward(loss, is_last=is_last)
 
-    def _hand_over_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         gradients = self._learning.cut(self._learning.gradient())
         for name, gradient in self._as_boxes(gradients).items():
             self._kept[name].grad = gradient
@@ -157,12 +162,12 @@ class ZeROEngine(DataParallelEngine):
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self._partitions.shapes.get(name, tuple(tensor.shape))
 
-    def _share_out(
+    def _partition(
         self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
     ) -> Partitions:
         model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
-            return partitions.FrozenStage3(model, self._pass) if stage == 3 else partitions.Replicas(model)
+            return FrozenStage3(model, self._pass) if stage == 3 else Replicas(model)
         adamw = torch.optim.AdamW(
             model.parameters(),
             lr=optimizer.lr,
@@ -172,8 +177,8 @@ class ZeROEngine(DataParallelEngine):
             fused=True,
         )
         if stage == 3:
-            return partitions.Stage3Partitions(model, self._pass, adamw, offloads)
-        return partitions.Stage12Partitions(model, adamw, stage, offloads)
+            return Stage3Partitions(model, self._pass, adamw, offloads)
+        return Stage12Partitions(model, adamw, stage, offloads)
 
     def _take_step(self, lr: float) -> None:
         zero = self._learning.zero
@@ -190,11 +195,7 @@ class ZeROEngine(DataParallelEngine):
 
     def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
         adamw, flat = self._learning.zero.optimizer, self._learning.parameter
-        adamw.state[flat] = {
-            "step": torch.zeros((), device=flat.device),
-            "exp_avg": torch.zeros_like(flat),
-            "exp_avg_sq": torch.zeros_like(flat),
-        }
+        add_moments(adamw, flat)
         return adamw
 
     def _state(self) -> dict[str, Tensor]:
@@ -209,11 +210,11 @@ class ZeROEngine(DataParallelEngine):
     def _resident(self) -> list[Tensor]:
         return [x for x in (*self._state().values(), *self._partitions.resident()) if x.device == self.device]
 
-    def _shard(self, name: str, kept: Tensor) -> Shard:
+    def _shard(self, name: str, kept: Tensor) -> WeightShard:
         weight, (offsets, _) = self._boxes[name]
-        return Shard(kept, offsets, self._partitions.shapes[weight])
+        return WeightShard(kept, offsets, self._partitions.shapes[weight])
 
-    def _counts(self, name: str) -> bool:
+    def _is_primary(self, name: str) -> bool:
         return self._partitions.is_cut or self.data_rank == 0
 
     def _as_boxes(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:

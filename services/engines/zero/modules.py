@@ -13,10 +13,10 @@ from services.compute.heads import PolicyHead
 from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch
 from services.engines.fsdp.engine import output_layer
-from services.models.families import ValueModel
+from services.models.value_model import ValueModel
 
 
-class Pass(nn.Module):
+class ForwardPass(nn.Module):
     """A model up to what heads read.
 
     Args:
@@ -42,7 +42,7 @@ class Pass(nn.Module):
         return output if isinstance(output, Tensor) else output.logits
 
 
-def nothing(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
+def dummy_loss(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
     """A loss that is 0, and gives every weight a gradient: ranks reduce those of the same weights together."""
     if isinstance(raw, DeferredLogits):
         raw = PolicyHead()(raw, micro_batch).log_probs_BR

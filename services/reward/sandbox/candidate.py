@@ -1,7 +1,7 @@
-"""Runs the program to be graded, in its own sandbox, and answers the judge with plain data.
+"""Runs the program to be graded, in its own sandbox, and answers the test runner with plain data.
 
 Once the program runs, nothing here can be trusted any more: it shares a process with code that may change all
-of it. The judge takes whatever comes from here as the program's own words. See wire.py on what it may import.
+of it. The test runner takes whatever comes from here as the program's own words. See wire.py on what it may import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 NICENESS = 10
-"""Programs that spin take less from the service and the judges, where no control groups keep them apart."""
+"""Programs that spin take less from the service and the test runners, where no control groups keep them apart."""
 REQUEST_LIMIT = 1 << 30
 PROGRAM = "program.py"
 SIGKILL = 9
@@ -33,7 +33,7 @@ def main() -> None:
     confine.silence(0, 1, 2)
     # `python -S` leaves these out; programs that read standard input often end with them.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    program = Program(job["code"], job["output_bytes"])
+    program = ProgramRunner(job["code"], job["output_bytes"])
     wire.send(answers, wire.frame(wire.encode({"ready": True})))
     try:
         _serve(program, requests, answers)
@@ -45,7 +45,7 @@ def main() -> None:
     program.execute("__main__")
 
 
-def _serve(program: Program, requests: int, answers: int) -> NoReturn:
+def _serve(program: ProgramRunner, requests: int, answers: int) -> NoReturn:
     while True:
         try:
             request = wire.decode(wire.receive(requests, REQUEST_LIMIT))
@@ -55,7 +55,7 @@ def _serve(program: Program, requests: int, answers: int) -> NoReturn:
 
 
 class Forked(BaseException):
-    """Raised in a new process, which is to become a run of the program: it leaves the loop that serves the judge.
+    """Raised in a new process, which is to become a run of the program: it leaves the loop that serves the test runner.
 
     Args:
         stdin, stdout: Descriptors that become 0 and 1.
@@ -66,7 +66,7 @@ class Forked(BaseException):
         self.stdin, self.stdout = stdin, stdout
 
 
-class Program:
+class ProgramRunner:
     """A program, called function by function, or run as a whole.
 
     Args:

@@ -46,7 +46,7 @@ class Controller:
 
 
 @dataclass
-class Group:
+class ControlGroup:
     """The control groups of one sandbox: one directory per hierarchy. Remove it when its processes are gone."""
 
     directories: list[Path] = field(default_factory=list)
@@ -89,13 +89,13 @@ def usable(limits: dict[str, int]) -> list[Controller]:
     return found
 
 
-def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> Group:
+def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> ControlGroup:
     """A new group with these limits by controller.
 
     Raises:
         OSError: It cannot be made; nothing is left of it.
     """
-    group = Group()
+    group = ControlGroup()
     try:
         for controller in controllers:
             directory = controller.parent / name

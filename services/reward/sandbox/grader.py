@@ -1,4 +1,4 @@
-"""Grades programs: each in a fresh sandbox, judged from another, by a pool of threads that only wait."""
+"""Grades programs: each in a fresh sandbox, tested from another, by a pool of threads that only wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
-from services.reward.sandbox import judge, wire
+from services.reward.sandbox import test_runner, wire
 from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
-from services.reward.sandbox.program import Program
+from services.reward.sandbox.program import Submission
+from services.reward.sandbox.remote_program import START_TIMEOUT_S
+from settings.reward import SandboxTable
 
 GRACE_S = 1.0
-"""How long after a program's time is up the judge may take to say so."""
+"""How long after a program's time is up the test runner may take to say so."""
 MAX_VERDICT_BYTES = 1 << 20
 ENFORCE_EVERY_S = 0.05
-STAGES = judge.READY + judge.VALID + judge.BEGUN
+STAGES = test_runner.READY + test_runner.VALID + test_runner.BEGUN
 REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
 """Why a test was not passed: another answer than expected; an exception; the time was up; the program's process ended;
 it said too much; what it said is not plain data; its answers ended the tests, for example by their size."""
@@ -53,7 +54,7 @@ def fails(name):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     """Verdict on a program.
 
     Attributes:
@@ -87,7 +88,7 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
         self.writer.close()
 
 
-def grade(program: Program, isolation: Isolation, table: SandboxTable) -> Verdict:
+def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> ProgramVerdict:
     """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and
     leaves nothing behind."""
     shared = {"output_bytes": table.output_kb * 1024}
@@ -103,23 +104,23 @@ def grade(program: Program, isolation: Isolation, table: SandboxTable) -> Verdic
                     **shared, "tests": [wire.encode(test) for test in program.tests], "prelude": program.prelude,
                     "wall_time_s": table.wall_time_s, "requests": ours[0], "answers": ours[1],
                 }  # fmt: skip
-                process = isolation.start("judge", job, verdicts.writer.fileno(), ours)
+                process = isolation.start("test_runner", job, verdicts.writer.fileno(), ours)
                 running.callback(lambda: errors.append(process.end()))
             stages, verdict = _listen(verdicts.reader.fileno(), table.wall_time_s, (candidate, process))
     except SandboxFailed as error:
-        return Verdict(fault=" ".join(filter(None, (str(error), *errors))))
+        return ProgramVerdict(fault=" ".join(filter(None, (str(error), *errors))))
     return _verdict(stages, verdict, len(program.tests), " ".join(filter(None, errors)))
 
 
 def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[bytes, bytes]:
-    """The stages that the judge has come to, and its verdict; empty where it ends without one or time is up, which
-    is counted from each stage anew. Meanwhile the sandboxes are held to their limits, once they are up.
+    """Stages that the test runner has reached, and its verdict: empty where it ends without one or runs out of time,
+    which each stage gets anew. Meanwhile the sandboxes are held to their limits, once they are up.
 
     Raises:
         SandboxFailed: They cannot be.
     """
     heard = stages = b""
-    deadline = time.monotonic() + judge.START_TIMEOUT_S + GRACE_S
+    deadline = time.monotonic() + START_TIMEOUT_S + GRACE_S
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -141,23 +142,27 @@ def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[
     return stages, b""
 
 
-def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> Verdict:
+def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> ProgramVerdict:
     """Until the program is called, what goes wrong is a fault. After that, only what the program did, or gave the
-    judge, can have ended it: nothing that it does makes a fault."""
+    test runner, can have ended it: nothing that it does makes a fault."""
     try:
         verdict = wire.decode(said)
-        if isinstance(verdict, dict) and judge.BEGUN not in stages and isinstance(verdict.get("fault"), str):
-            return Verdict(fault=f"{verdict['fault']} {errors}".strip())
+        if (
+            isinstance(verdict, dict)
+            and test_runner.BEGUN not in stages
+            and isinstance(verdict.get("fault"), str)
+        ):
+            return ProgramVerdict(fault=f"{verdict['fault']} {errors}".strip())
         reasons = verdict["reasons"]
         if len(reasons) == num_tests and all(reason in ("", *REASONS) for reason in reasons):
-            return Verdict(tuple(reasons))
+            return ProgramVerdict(tuple(reasons))
     except (wire.Malformed, TypeError, KeyError):
         pass
-    if judge.BEGUN in stages:
-        return Verdict(("tests_ended",) * num_tests)
+    if test_runner.BEGUN in stages:
+        return ProgramVerdict(("tests_ended",) * num_tests)
     if stages:
-        return Verdict(fault="the tests end, or run out of time, before they call the program")
-    return Verdict(fault=f"the tests did not start: {errors or 'time was up'}")
+        return ProgramVerdict(fault="the tests end, or run out of time, before they call the program")
+    return ProgramVerdict(fault=f"the tests did not start: {errors or 'time was up'}")
 
 
 def choose(table: SandboxTable) -> Isolation:
@@ -187,7 +192,7 @@ def verify(isolation: Isolation, table: SandboxTable) -> None:
     attempts = ", ".join(f"{name!r}: lambda: {code}" for name, code in ATTEMPTS.items())
     fails = {"kind": "call", "function": "fails", "kwargs": {}, "tolerance": 0.0, "accepted": [True]}
     tests = [{**fails, "args": [name]} for name in ATTEMPTS]
-    verdict = grade(Program(ATTEMPT % attempts, "", tests, "all"), isolation, table)
+    verdict = grade(Submission(ATTEMPT % attempts, "", tests, "all"), isolation, table)
     if verdict.fault:
         raise ConfigError(verdict.fault)
     breaches = [name for name, reason in zip(ATTEMPTS, verdict.reasons, strict=True) if reason]
@@ -207,11 +212,11 @@ class Grader:
         self._isolation = choose(table)
         # A sandbox dies with the thread that started it, so threads live as long as the pool.
         self._pool = ThreadPoolExecutor(table.workers or os.cpu_count(), "sandbox")
-        self._known: OrderedDict[str, Future[Verdict]] = OrderedDict()
+        self._known: OrderedDict[str, Future[ProgramVerdict]] = OrderedDict()
         self._limits = table.model_dump_json(exclude={"workers", "cache_entries", "score"})
         self._lock = threading.Lock()
 
-    def submit(self, program: Program) -> Future[Verdict]:
+    def submit(self, program: Submission) -> Future[ProgramVerdict]:
         """The verdict on a program, when it is there; the same programs and tests are graded once."""
         key = program.key(self._limits)
         with self._lock:
@@ -228,7 +233,7 @@ class Grader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _may_differ(future: Future[Verdict]) -> bool:
+def _may_differ(future: Future[ProgramVerdict]) -> bool:
     """Whether grading again could give another verdict."""
     if not future.done():
         return False

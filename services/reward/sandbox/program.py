@@ -33,7 +33,7 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Program:
+class Submission:
     """A program to be graded.
 
     Attributes:
@@ -56,7 +56,7 @@ class Program:
 
 def read_row(
     prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], score: str
-) -> Program:
+) -> Submission:
     """The program and tests of a row; `docs/sandbox.md` lists the keys of `metadata`.
 
     Args:
@@ -72,7 +72,7 @@ def read_row(
     if not isinstance(prelude, str):
         raise BadRow("prelude is not text")
     tests = read_tests(metadata["tests"]) if "tests" in metadata else read_ground_truth(ground_truth)
-    return Program(prelude + extract_code(response), prelude, tests, score)
+    return Submission(prelude + extract_code(response), prelude, tests, score)
 
 
 def extract_code(response: str) -> str:

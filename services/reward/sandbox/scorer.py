@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent import futures
 
-from rlhf.config import SandboxTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
-from services.reward.sandbox.grader import REASONS, Grader, Verdict
-from services.reward.sandbox.program import BadRow, Program, read_row
+from services.reward.sandbox.grader import REASONS, Grader, ProgramVerdict
+from services.reward.sandbox.program import BadRow, Submission, read_row
 from services.reward.scorers.base import Scorer, metadata_of
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 POLL_S = 0.1
 
@@ -39,7 +39,7 @@ class SandboxScorer(Scorer):
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         read = [self._read(row, call) for row in rows]
-        graded = [self._grader.submit(row) if isinstance(row, Program) else None for row in read]
+        graded = [self._grader.submit(row) if isinstance(row, Submission) else None for row in read]
         self._wait({future for future in graded if future is not None}, call)
         scores, reasons = [], Counter()
         for row, future in zip(read, graded, strict=True):
@@ -52,7 +52,7 @@ class SandboxScorer(Scorer):
         self.metrics = {f"sandbox/{reason}": (reasons[reason], len(rows)) for reason in REASONS if rows}
         return scores
 
-    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Program | BadRow:
+    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Submission | BadRow:
         call.check()
         try:
             return read_row(row.prompt, row.response, row.ground_truth, metadata_of(row), self._score)
@@ -61,7 +61,7 @@ class SandboxScorer(Scorer):
         except BadRow as error:
             return error
 
-    def _wait(self, pending: set[futures.Future[Verdict]], call: CallContext) -> None:
+    def _wait(self, pending: set[futures.Future[ProgramVerdict]], call: CallContext) -> None:
         """Returns when all are done; a call that has to stop takes back what has not begun."""
         of = len(pending)
         try:
@@ -74,13 +74,13 @@ class SandboxScorer(Scorer):
                 future.cancel()
 
 
-def _result(future: futures.Future[Verdict]) -> Verdict:
+def _result(future: futures.Future[ProgramVerdict]) -> ProgramVerdict:
     if (error := future.exception()) is not None:
-        return Verdict(fault=f"the grader failed: {type(error).__name__}: {error}")
+        return ProgramVerdict(fault=f"the grader failed: {type(error).__name__}: {error}")
     return future.result()
 
 
-def _row_score(verdict: Verdict, kind: str) -> reward_pb2.RowScore:
+def _row_score(verdict: ProgramVerdict, kind: str) -> reward_pb2.RowScore:
     if verdict.fault:
         return reward_pb2.RowScore(error=f"sandbox: {verdict.fault}")
     return reward_pb2.RowScore(score=verdict.score(kind))

@@ -1,0 +1,142 @@
+"""Requests and verdicts of RewardService: text rows from columns, reward columns from scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format, struct_pb2
+
+from controller.role_groups.codec import BatchCodec
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.plans import Relay
+from nccl_transfer.refs.protocols import get_protocol
+from rlhf.contract import Method
+from rlhf.errors import InvalidRequest, RewardFailed
+from rlhf.v1 import common_pb2, reward_pb2
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class RewardCodec(BatchCodec):
+    """Messages of a reward service.
+
+    Args:
+        service: Name of the service in the config.
+        ranks: Its ranks, for messages.
+        mesh: Mesh of its ranks.
+        wants_text: Whether it scores text rows instead of token ids.
+    """
+
+    def __init__(self, service: str, ranks: Sequence[object], mesh: Mesh, *, wants_text: bool) -> None:
+        self._service = service
+        self._ranks = ranks
+        self._mesh = mesh
+        self._wants_text = wants_text
+
+    def request(
+        self,
+        method: Method,
+        header: common_pb2.Call,
+        batch: Batch,
+        numbers: np.ndarray,
+        relays: Sequence[Relay],
+        options: dict[str, Any],
+    ) -> Any:
+        if not self._wants_text or method.name != "ComputeReward":
+            return super().request(method, header, batch, numbers, relays, options)
+        return method.request(call=header, text_rows=text_rows(batch), **options)
+
+    def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
+        """As of `BatchCodec`; of ComputeReward columns rewards and reward_errors.
+
+        Raises:
+            RewardFailed: A rank returned another number of verdicts than it was sent rows.
+        """
+        if method.name != "ComputeReward":
+            return super().rows_of(method, responses, rows)
+        parts = get_protocol(method.spec.transfer_protocol).distribute(rows, self._mesh)  # type: ignore[union-attr]
+        for rank, part, response in zip(self._ranks, parts, responses, strict=True):
+            if len(response.scores) != len(part):
+                raise RewardFailed(f"{rank}: {len(response.scores)} verdicts for {len(part)} rows")
+        scores = [score for response in responses for score in response.scores]
+        errors = [failure_of(score) for score in scores]
+        return Batch.of(rewards=rewards_of(scores, self._service), reward_errors=errors)
+
+
+def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
+    """One text row per row of a batch, of the columns that the controller holds.
+
+    Raises:
+        InvalidRequest: Metadata is no JSON object, or one that a request cannot hold.
+    """
+    columns: dict[str, list[Any]] = {
+        name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
+    }
+    if "metadata" in columns:
+        # The samples of a prompt share its metadata: each distinct text is parsed once.
+        parsed = {text: _struct(text) for text in set(columns["metadata"])}
+        columns["metadata"] = [parsed[text] for text in columns["metadata"]]
+    rows = zip(*columns.values(), strict=True)
+    return [reward_pb2.TextRow(**dict(zip(columns, values, strict=True))) for values in rows]
+
+
+def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
+    """Rewards [rows] float64, or per token (jagged); not a number, or no tokens, for a row that was not scored.
+
+    Raises:
+        RewardFailed: Some rows have one score and others a score per token.
+    """
+    failed = [bool(failure_of(score)) for score in scores]
+    kinds = {score.WhichOneof("verdict") for score, is_bad in zip(scores, failed, strict=True) if not is_bad}
+    if kinds == {"token_scores"}:
+        per_row = [
+            np.asarray([] if is_bad else score.token_scores.scores, np.float64)
+            for score, is_bad in zip(scores, failed, strict=True)
+        ]
+        return Jagged(np.concatenate(per_row), np.asarray([len(row) for row in per_row], np.int64))
+    if kinds - {"score"}:
+        raise RewardFailed(f"{service}: some rows have one score and others a score per token")
+    values = (np.nan if is_bad else score.score for score, is_bad in zip(scores, failed, strict=True))
+    return np.fromiter(values, np.float64, len(scores))
+
+
+def all_scored(rewards: Column, errors: Column, service: str) -> Column:
+    """The column of rewards.
+
+    Raises:
+        RewardFailed: A row could not be scored; the text has the cause of the first.
+    """
+    assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
+    failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
+    if failed:
+        row, cause = failed[0]
+        raise RewardFailed(
+            f"{service}: {len(failed)} of {len(errors.texts)} rows could not be scored; row {row}: {cause}"
+        )
+    return rewards
+
+
+def failure_of(score: reward_pb2.RowScore) -> str:
+    """The reason that a row has no reward to train on; empty for a row that has one."""
+    verdict = score.WhichOneof("verdict")
+    if verdict in (None, "error"):
+        return score.error or "no verdict"
+    values = [score.score] if verdict == "score" else score.token_scores.scores
+    bad = [value for value in values if not abs(value) <= FLOAT32_MAX]
+    return f"score {bad[0]:g} is not a float32 number" if bad else ""
+
+
+def _struct(text: str) -> struct_pb2.Struct:
+    """The object of a JSON text.
+
+    Raises:
+        InvalidRequest: The text is no object, or one that a Struct cannot hold.
+    """
+    try:
+        return json_format.Parse(text, struct_pb2.Struct())
+    except json_format.ParseError as error:
+        raise InvalidRequest(f"metadata {text[:80]!r}: {error}") from None

@@ -1,0 +1,108 @@
+"""Scores by a sequence-classification model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.v1 import reward_pb2, worker_pb2
+from services.models.sequence_scorer import SequenceScorer
+from services.models.tokenizers import vocabulary_hash
+from services.reward.scorers.base import Scorer, row_score
+from services.roles.device import rank_device
+from services.roles.tokenization import CHARACTERS_PER_TOKEN, MAX_CHARACTERS, tokenize_texts
+from services.runtime.worker import CallContext, CallRows
+from settings.reward import RewardTable
+
+
+class ModelScorer(Scorer):
+    """A Hugging Face sequence-classification model, with a tokenizer of its own or over the actor's ids.
+
+    Args:
+        load: Loads the model. Default: a loader that refuses a directory without all weights.
+
+    Raises:
+        ConfigError: The table names no model, or one that cannot be loaded.
+    """
+
+    def __init__(self, table: RewardTable, load: Callable[..., Any] | None = None) -> None:
+        if table.model is None:
+            raise ConfigError("model: a reward of kind model needs the directory of one")
+        try:
+            self._scorer = SequenceScorer(
+                table.model,
+                token_budget=table.micro_batch_tokens,
+                dtype=getattr(torch, table.dtype),
+                device=rank_device(),
+                load=load,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: {error}") from error
+        self.stage_weights, self.load_weights = self._scorer.stage_weights, self._scorer.load_weights
+        self._max_characters = max(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * self._scorer.max_tokens)
+        if table.input == "tensor":
+            self.input_form = worker_pb2.INPUT_FORM_TENSOR
+            self.vocabulary_hash = vocabulary_hash(self._scorer.tokenizer)
+
+    def kind(self) -> str:
+        return "model"
+
+    def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
+        if self.input_form == worker_pb2.INPUT_FORM_TENSOR:
+            return super().score_texts(rows, call)
+        texts = [row.prompt + row.response for row in rows]
+        faults = [
+            f"the row has {len(text)} characters; at most {self._max_characters} are tokenized"
+            if len(text) > self._max_characters
+            else ""
+            for text in texts
+        ]
+        ids = tokenize_texts(
+            self._scorer.tokenizer,
+            ["" if fault else text for text, fault in zip(texts, faults, strict=True)],
+            call,
+            max_tokens=self._scorer.max_tokens,
+            progressed=lambda: call.progress(0, len(rows)),
+        )
+        return self._scores(ids, faults, call)
+
+    def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
+        if self.input_form == worker_pb2.INPUT_FORM_TEXT:
+            return super().score_tokens(rows, call)
+        prompts, responses = _id_rows(rows, "prompt_ids"), _id_rows(rows, "response_ids")
+        ids = [p + r for p, r in zip(prompts, responses, strict=True)]
+        return self._scores(ids, [""] * len(ids), call)
+
+    def _scores(
+        self, rows: list[list[int]], faults: list[str], call: CallContext
+    ) -> list[reward_pb2.RowScore]:
+        """Scores of token ids; a row with a fault, or that the model cannot read, carries it as its error."""
+        faults = [fault or self._fault(len(ids)) for ids, fault in zip(rows, faults, strict=True)]
+        readable = [ids for ids, fault in zip(rows, faults, strict=True) if not fault]
+        call.check()
+
+        def scored(num_rows: int) -> None:
+            call.progress(num_rows, len(readable))
+            call.check()
+
+        scores = iter(self._scorer.score_tokens(readable, scored).tolist())
+        return [reward_pb2.RowScore(error=fault) if fault else row_score(next(scores)) for fault in faults]
+
+    def _fault(self, num_tokens: int) -> str:
+        if 0 < num_tokens <= self._scorer.max_tokens:
+            return ""
+        return (
+            f"the row has {num_tokens} tokens; the reward model reads from 1 to {self._scorer.max_tokens}, as "
+            "micro_batch_tokens and the positions of the model allow"
+        )
+
+
+def _id_rows(rows: CallRows, name: str) -> list[list[int]]:
+    column = rows[name]
+    if not isinstance(column, Jagged):
+        raise InvalidRequest(f"column {name!r} is not jagged")
+    return [column.row(row).tolist() for row in range(column.rows)]

@@ -1,0 +1,54 @@
+"""Columns of a call's rows as torch tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.store.tensors import to_torch
+from rlhf.errors import InvalidRequest
+from services.runtime.worker import CallRows
+
+Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
+"""Token ids of prompts and responses, int64, one of each per row."""
+
+
+def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
+    """A jagged column; its values share memory with those of `rows`.
+
+    Raises:
+        InvalidRequest: The column is missing or not jagged.
+    """
+    column = rows[name]
+    if not isinstance(column, Jagged):
+        raise InvalidRequest(f"column {name!r} is not jagged")
+    return to_torch(column, rows.fetched.dtypes[name])
+
+
+def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
+    """A column with one number per response token; a column with one number per row is repeated over its tokens.
+
+    Raises:
+        InvalidRequest: The column is missing, or its rows are neither jagged nor single numbers.
+    """
+    values, responses = rows[name], rows["response_ids"]
+    if not isinstance(values, np.ndarray) or not isinstance(responses, Jagged):
+        return jagged_column(rows, name)
+    if values.ndim != 1:
+        raise InvalidRequest(f"column {name!r} has rows of shape {values.shape[1:]}; one number is allowed")
+    each = to_torch(values, rows.fetched.dtypes[name])
+    return Jagged(each.repeat_interleave(torch.from_numpy(responses.lengths.copy())), responses.lengths)
+
+
+def sequence_columns(rows: CallRows) -> Sequences:
+    """Columns "prompt_ids" and "response_ids", converted to int64."""
+    prompts, responses = jagged_column(rows, "prompt_ids"), jagged_column(rows, "response_ids")
+    return Jagged(prompts.values.long(), prompts.lengths), Jagged(responses.values.long(), responses.lengths)
+
+
+def jagged_ids(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[Tensor]:
+    """Lists of token ids as one jagged column."""
+    lengths = np.asarray([len(row) for row in rows], np.int64)
+    return Jagged(torch.tensor([token for row in rows for token in row], dtype=dtype), lengths)
