@@ -22,8 +22,8 @@ import click
 
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
-from controller import algorithms, cli
-from controller.config.tables import Config, load
+from controller import algorithms, job
+from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
 from controller.training.algorithm import Algorithm
 
@@ -78,7 +78,7 @@ def main(
     if docs is not None:
         docs.write_text(between_markers(docs.read_text(), text))
     circumstance = {"before": before, "after": circumstances()}
-    write_json(json_path, {"runs": [asdict(outcome) for outcome in outcomes], "circumstances": circumstance})
+    write_json(json_path, {**circumstance, "runs": [asdict(outcome) for outcome in outcomes]})
 
 
 def of_prompts() -> list[str]:
@@ -92,7 +92,7 @@ def train(name: str, seed: int, steps: int | None) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         config = quickstart(algorithm, Path(directory), seed, steps)
         started = time.monotonic()
-        path, summary = cli.run(algorithm, config, launch=True)
+        path, summary = job.run(algorithm, config, launch=True)
         seconds = time.monotonic() - started
         lines = read_metrics(path)
     costs = [line["evaluation/cost"] for line in lines if "evaluation/cost" in line]

@@ -34,10 +34,10 @@ from benchmarks.ports import free_port
 from benchmarks.processes import receive
 from benchmarks.report import circumstances, console, json_option, write_json
 from client.session import Session
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.launch import LaunchedServices
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import Loop
+from controller.role_groups.loop import Loop
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.server import SERVER_OPTIONS

@@ -16,14 +16,15 @@ from benchmarks.end_to_end_task import Stopwatch, mean_of
 from benchmarks.turns import Turns
 from client.session import Session
 from controller.algorithms import find_algorithm
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.prompts import PromptData
 from controller.launch import LaunchedServices
 from controller.role_groups.cluster import Cluster
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 class TimedRun(Run):

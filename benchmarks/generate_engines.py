@@ -17,11 +17,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from transformers import AutoModelForCausalLM
 
 from benchmarks.turns import Turns
-from rlhf.config import VllmTable
 from services.models.families import load_causal_lm
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from settings.actor import VllmTable
 
 KV_CACHE_GB = 1.0
 

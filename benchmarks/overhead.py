@@ -34,7 +34,7 @@ from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from client.session import Session
 from controller.algorithms.ppo import ppo
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.prompts import PromptData
 from controller.launch import LaunchedServices
 from controller.role_groups.cluster import Cluster
@@ -42,7 +42,8 @@ from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 from deploy import processes, with_parent
 from deploy.launch import environment
 

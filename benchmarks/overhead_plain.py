@@ -29,23 +29,30 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from torch.distributed.rendezvous import rendezvous
 
 from controller.advantage import ppo_advantage
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.data.prompts import PromptData
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ActorTable, CriticTable, ModelTable, OptimizerTable, ReferenceTable, RewardTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.compute.heads import Head, Output, PolicyHead, PolicyOutput, value_head
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.critic.losses import value_loss
 from services.engines.base import LossFn, OptimizerOptions, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
-from services.models.families import load_causal_lm, load_tokenizer, load_value_model
+from services.models.families import load_causal_lm, load_value_model
+from services.models.tokenizers import load_tokenizer
 from services.reward.functions import find_function
 from services.roles.losses import aggregate
 from services.roles.minibatch import deal
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from settings.actor import ActorTable
+from settings.critic import CriticTable
+from settings.model import ModelTable, OptimizerTable
+from settings.reference import ReferenceTable
+from settings.reward import RewardTable
 
 CPU = torch.device("cpu")
 DEADLINE = timedelta(hours=2)

@@ -48,7 +48,15 @@ def circumstances() -> dict[str, Any]:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes the figures where a path was given."""
+    """Writes the figures where a path was given, and warns where the code changed while they were measured.
+
+    Args:
+        path: JSON file.
+        figures: `circumstances` under `before` and `after`, and what was measured.
+    """
+    before, after = figures["before"]["commit"], figures["after"]["commit"]
+    if before != after:
+        click.echo(f"warning: the code was {before} before and {after} after; measure again", err=True)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -20,9 +20,9 @@ import click
 from rich.table import Table
 
 from benchmarks.report import circumstances, console, json_option, write_json
-from rlhf.config import SandboxTable
 from services.reward.sandbox.grader import Grader
 from services.reward.sandbox.program import Submission, read_row
+from settings.reward import SandboxTable
 
 GRADED, BARE = "graded program", "bare bwrap + python"
 LEAST_PER_S = 25.0

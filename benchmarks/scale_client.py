@@ -13,12 +13,17 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from controller.config.tables import Config
+from client.session import Session
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
-from controller.role_groups.cluster import Cluster, Session
-from controller.role_groups.dataflow import FutureBatch, Loop, resolved
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
+from nccl_transfer.refs.batch import Batch, concat_columns
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
 

@@ -17,9 +17,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged, encode_texts
-from nccl_transfer.refs.wire import from_proto, mesh_from_proto, to_proto
+from nccl_transfer.refs.dtypes import TEXT
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.refs.wire_ranks import mesh_from_proto
 from rlhf.contract import SERVICES, Method, group_methods
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
 from services.runtime.server import SERVER_OPTIONS

@@ -45,14 +45,16 @@ from rich.table import Table
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, receive, timed
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.transfer_gpu import DeviceTransfer, measure_cuda_ipc
-from controller.role_groups.dataflow import Loop
-from nccl_transfer.fetch import FetchedRows, Fetcher
-from nccl_transfer.refs.batch import Batch, Endpoint
+from controller.role_groups.loop import Loop
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.registry import create_transports
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.store.tensors import to_numpy_carrier
 from nccl_transfer.transports import ArenaServer, ByteServer, host_id

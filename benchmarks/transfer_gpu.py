@@ -22,8 +22,9 @@ import grpc.aio
 import numpy as np
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
-from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service

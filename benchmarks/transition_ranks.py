@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import VllmTable
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.engines.three_d.transition import Kind, ReceivedBytes
 from services.storage.layout import Layout
+from settings.actor import VllmTable
 
 CPU = torch.device("cpu")
 

@@ -1,11 +1,15 @@
-"""Estimates of the arena memory that a step needs, made before anything starts."""
+"""Estimates and checks that are made before anything starts: arena memory of a step, and models on their meshes."""
 
 from __future__ import annotations
 
 import math
 
-from controller.config.tables import Config
-from rlhf.config import ActorTable, CriticTable, ModelTable, ReferenceTable
+from controller.config.config import Config
+from settings.actor import ActorTable
+from settings.critic import CriticTable
+from settings.fit import check_model_fits
+from settings.model import ModelTable
+from settings.reference import ReferenceTable
 
 ID_BYTES, FLOAT_BYTES = 4, 4
 PROMPT_BYTES: dict[type[ModelTable], int] = {ActorTable: ID_BYTES}
@@ -20,11 +24,11 @@ RESPONSE_BYTES: dict[type[ModelTable], int] = {
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
-    """By service with a model, the MiB of `arena_mb` that hold all it keeps of one batch: a step's, or one of an
-    evaluation, where every response is as long as it may be.
+    """By service with a model, the MiB of `arena_mb` that hold its columns of one batch, of a step or of an evaluation,
+    with all responses of the longest length.
 
     Args:
-        prompt_tokens: Of the longest prompt.
+        prompt_tokens: Tokens of the longest prompt.
     """
     batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
@@ -39,10 +43,20 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
 
 
 def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
-    """A line for each service whose arena a batch of long responses would not fit into."""
+    """A line for each service whose arena is too small for a batch of long responses."""
     return [
         f"services.{name}.arena_mb: {config.services[name].arena_mb} may be too small: if all responses have "
         f"rollout.max_response_tokens, {config.rollout.max_response_tokens}, each rank needs {needed}"
         for name, needed in arena_mb_needed(config, prompt_tokens).items()
         if needed > config.services[name].arena_mb
     ]
+
+
+def check_models(config: Config) -> None:
+    """Checks the models of all services that this host can read against their meshes.
+
+    Raises:
+        ConfigError: As `settings.fit.check_model_fits`.
+    """
+    for name, table in config.services.items():
+        check_model_fits(name, table)

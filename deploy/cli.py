@@ -15,7 +15,7 @@ from types import FrameType
 
 import click
 
-from controller.config.tables import load
+from controller.config.config import load
 from deploy import health, preflight, state
 from deploy.launch import Launcher
 from deploy.logs import read_lines

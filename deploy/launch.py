@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.processes import MARK
-from rlhf.config import ServiceTable
+from settings.service import ServiceTable
 
 
 @dataclass(frozen=True)

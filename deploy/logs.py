@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from deploy.processes import POLL_S
 
@@ -48,29 +47,68 @@ def evidence(log: Path) -> str:
 
 
 def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
-    """The lines of some logs, each with its log; with `follow` also those that are added, for ever."""
+    """The lines of some logs, each with its log; with `follow` also those that are added, for ever. A log that is
+    written anew, or removed and made again, is read from its start."""
     with contextlib.ExitStack() as stack:
-        files = {log: stack.enter_context(log.open("rb")) for log in logs}
-        begun = dict.fromkeys(logs, b"")
+        readers = [stack.enter_context(contextlib.closing(_LogReader(log))) for log in logs]
         while True:
-            for log, file in list(files.items()):
-                if new := _begun_anew(log, file):
-                    files[log], begun[log] = stack.enter_context(new), b""
-                *lines, begun[log] = (begun[log] + files[log].read()).split(b"\n")
-                yield from ((log, line.decode(errors="replace")) for line in lines)
+            for reader in readers:
+                yield from ((reader.log, line) for line in reader.new_lines())
             if not follow:
-                yield from ((log, rest.decode(errors="replace")) for log, rest in begun.items() if rest)
+                yield from ((reader.log, rest) for reader in readers if (rest := reader.unfinished_line()))
                 return
             time.sleep(POLL_S)
 
 
-def _begun_anew(log: Path, file: BinaryIO) -> BinaryIO | None:
-    """The log opened again where it was truncated or replaced since `file` was read; a removed one is left as it is."""
-    with contextlib.suppress(FileNotFoundError):
-        now = log.stat()
-        if now.st_size < file.tell() or now.st_ino != os.fstat(file.fileno()).st_ino:
-            return log.open("rb")
-    return None
+class _LogReader:
+    """Reads a log as it grows.
+
+    Raises:
+        OSError: There is no log of this name to begin with.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._file = log.open("rb")
+        self._begun = b""
+
+    def new_lines(self) -> Iterator[str]:
+        """The lines that were completed since the last call. The unfinished last line of an older content counts as a
+        line where newer content follows it."""
+        yield from self._lines_of_file()
+        if self._starts_anew():
+            if rest := self.unfinished_line():
+                yield rest
+            self._begun = b""
+            yield from self._lines_of_file()
+
+    def unfinished_line(self) -> str:
+        """The last line, as long as no line feed ends it; else nothing."""
+        return self._begun.decode(errors="replace")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _lines_of_file(self) -> Iterator[str]:
+        *lines, self._begun = (self._begun + self._file.read()).split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+
+    def _starts_anew(self) -> bool:
+        """Whether the log was cut off or replaced; then its content is read from the start."""
+        opened = os.fstat(self._file.fileno())
+        if opened.st_size < self._file.tell():
+            self._file.seek(0)
+            return True
+        try:
+            named = self.log.stat()
+            if os.path.samestat(named, opened):
+                return False
+            replacement = self.log.open("rb")
+        except FileNotFoundError:  # removed; another may come
+            return False
+        self._file.close()
+        self._file = replacement
+        return True
 
 
 def _evidence(lines: list[str], log: Path) -> str:

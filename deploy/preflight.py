@@ -6,18 +6,21 @@ import errno
 import importlib.util
 from pathlib import Path
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from rlhf import addresses
-from rlhf.config import ActorTable, ModelTable, Service
 from rlhf.errors import ConfigError
+from settings.actor import ActorTable
+from settings.fit import check_model_fits
+from settings.model import ModelTable
+from settings.services import Service
 
 
 def check(config: Config, names: list[str]) -> None:
     """Checks that the services `names` can be started on this host.
 
     Raises:
-        ConfigError: torch or another package that they need is not installed, a model directory does not exist, or an
-            address cannot be served.
+        ConfigError: torch or another package that they need is not installed, a model directory does not exist,
+            a model does not divide over its mesh, or an address cannot be served.
     """
     for name in names:
         check_torch(name, config.services[name])
@@ -26,14 +29,15 @@ def check(config: Config, names: list[str]) -> None:
     for name in names:
         check_model(name, config.services[name])
     for name in names:
+        check_model_fits(name, config.services[name])
+    for name in names:
         check_address(name, config.services[name])
 
 
 def check_torch(name: str, table: Service) -> None:
     """Raises ConfigError where torch is not installed and the service needs it: all do but a reward of one rank that
     has no model."""
-    needs_torch = isinstance(table, ModelTable) or table.kind == "model" or table.ranks > 1
-    if needs_torch and not _is_installed("torch"):
+    if table.needs_torch and not _is_installed("torch"):
         raise ConfigError(
             f"torch is not installed and services.{name} needs it; install an extra, for example "
             "pip install 'rlhf-cluster[cpu]' (or cu12, cu13)"
@@ -54,7 +58,7 @@ def check_engines(name: str, table: Service) -> None:
 
 def check_model(name: str, table: Service) -> None:
     """Raises ConfigError where the service's model directory does not exist, or is none of a model."""
-    model = table.model if isinstance(table, ModelTable) or table.kind == "model" else None
+    model = table.model_directory
     if model is None or (model / "config.json").is_file():
         return
     relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"

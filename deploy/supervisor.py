@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from deploy import preflight, processes, with_parent
 from deploy.health import Probe
 from deploy.launch import Job, Launcher, environment
 from deploy.logs import evidence, explain_exit
 from deploy.state import Deployment
-from rlhf.config import ServiceTable
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.rendezvous import LocalRendezvous, rank_environment
+from settings.service import ServiceTable
 
 
 @dataclass

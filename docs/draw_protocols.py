@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, ShardRun
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import needed, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol, get_protocol
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard, ShardRun
 
 PAGE = Path(__file__).with_name("transfer.md")
 BEGIN, END = "<!-- drawn by docs/draw_protocols.py -->\n", "<!-- end of the drawings -->\n"

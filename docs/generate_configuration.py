@@ -12,29 +12,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from controller import algorithms
-from controller.config.tables import (
-    NOWHERE,
-    AlgorithmTable,
-    Config,
-    DataTable,
-    RolloutTable,
-    RunTable,
-    SourceTable,
-)
+from controller.config.algorithm import AlgorithmTable
+from controller.config.config import Config
+from controller.config.data import NOWHERE, DataTable, SourceTable
+from controller.config.rollout import RolloutTable
+from controller.config.run import RunTable
 from controller.training.algorithm import NoOptions
-from rlhf.config import (
-    ActorTable,
-    CriticTable,
-    JudgeTable,
-    LoraTable,
-    OptimizerTable,
-    ReferenceTable,
-    RewardTable,
-    SandboxTable,
-    ServiceTable,
-    VllmTable,
-    ZeroTable,
-)
+from settings.actor import ActorTable, LoraTable, VllmTable
+from settings.critic import CriticTable
+from settings.model import OptimizerTable, ZeroTable
+from settings.reference import ReferenceTable
+from settings.reward import JudgeTable, RewardTable, SandboxTable
+from settings.service import ServiceTable
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[run]", RunTable),
@@ -59,7 +48,7 @@ HEAD = """# Configuration
 
 One TOML file serves the controller, the services and the launcher. Keys are strict: an unknown one is an
 error. `--set key.path=value` changes a value from the command line. Relative paths are relative to the
-working directory. This page is made from the types in `controller/config/tables.py` and `rlhf/config.py` by
+working directory. This page is made from the types in `controller/config/` and `settings/` by
 `python docs/generate_configuration.py`.
 """
 

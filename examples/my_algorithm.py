@@ -6,7 +6,7 @@ import numpy as np
 from controller.advantage import Advantage, sequence_scores
 from controller.training.algorithm import algorithm
 from controller.training.run import Run
-from rlhf.config import Strict
+from settings.strict import Strict
 
 
 class OptimistOptions(Strict):

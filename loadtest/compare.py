@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from loadtest.run import FORMAT
-from loadtest.units import rate_text, seconds_text
+from reports.units import rate_text, seconds_text
 from rlhf.errors import ConfigError
 
 Json = Mapping[str, Any]

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.recorder import UNFINISHED, Recorder
+from loadtest.recorder import UNFINISHED, StepRecorder
 from loadtest.target import SETTLE_S, Caller, Reply
 
 MOST_OUTSTANDING = 10_000
@@ -46,7 +46,7 @@ class Generator:
         stop: When set, nothing more is sent or waited for.
     """
 
-    def __init__(self, caller: Caller, recorder: Recorder, drain_s: float, stop: asyncio.Event) -> None:
+    def __init__(self, caller: Caller, recorder: StepRecorder, drain_s: float, stop: asyncio.Event) -> None:
         self._caller = caller
         self._recorder = recorder
         self._drain_s = drain_s

@@ -1,4 +1,4 @@
-"""Recorder of one step of a load test, in memory that does not grow with the number of calls."""
+"""StepRecorder of one step of a load test, in memory that does not grow with the number of calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Interval:
     errors: int = 0
 
 
-class Recorder:
+class StepRecorder:
     """Counts the calls of a step.
 
     Attributes:

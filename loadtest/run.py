@@ -18,7 +18,7 @@ from loadtest.generator import Generator, Sending
 from loadtest.histogram import Histogram
 from loadtest.methods import find_method
 from loadtest.payloads import Lengths, Shape
-from loadtest.recorder import Recorder, Window
+from loadtest.recorder import StepRecorder, Window
 from loadtest.requests import make_requests
 from loadtest.schedule import Arrivals, arrivals
 from loadtest.target import OK, Caller, Target
@@ -149,12 +149,12 @@ def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
 
 async def _run_step(
     settings: Settings, level: float, caller: Caller, stop: asyncio.Event
-) -> tuple[Recorder, Sending]:
+) -> tuple[StepRecorder, Sending]:
     await caller.open()
     start_s = asyncio.get_running_loop().time()
     measured_s = start_s + settings.warmup_s
     window = Window(measured_s, measured_s + settings.duration_s)
-    recorder = Recorder(window, max(1.0, settings.duration_s / MOST_INTERVALS))
+    recorder = StepRecorder(window, max(1.0, settings.duration_s / MOST_INTERVALS))
     generator = Generator(caller, recorder, settings.drain_s, stop)
     if settings.is_closed:
         return recorder, await generator.closed_loop(round(level))
@@ -174,7 +174,7 @@ def _check_deadline(settings: Settings, target: Target) -> None:
 def _step_figures(
     settings: Settings,
     level: float,
-    recorder: Recorder,
+    recorder: StepRecorder,
     sending: Sending,
     caller: Caller,
     objectives: list[slo.Objective],
@@ -228,7 +228,7 @@ def _summary(histogram: Histogram) -> dict[str, float]:
     return histogram.summary() if histogram.count else {}
 
 
-def _expected_queue(settings: Settings, recorder: Recorder) -> float | None:
+def _expected_queue(settings: Settings, recorder: StepRecorder) -> float | None:
     """Expected waiting time in seconds of a single-server queue with the measured service times."""
     compute = recorder.server["compute"]
     if settings.arrivals != "poisson" or not compute.count:

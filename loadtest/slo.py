@@ -30,7 +30,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether a step met an objective; `measured` is None where no call ended, or for a latency was answered."""
 
     objective: Objective
@@ -54,14 +54,14 @@ def parse(text: str) -> list[Objective]:
     return [_objective(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Verdict]:
-    """Verdict of a step's figures on each objective.
+def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Judgement]:
+    """Judgement of a step's figures on each objective.
 
     Args:
         step: Figures as in the JSON result.
         percentile_s: From a percentage to the latency's percentile in seconds.
     """
-    return [Verdict(objective, _measured(objective, step, percentile_s)) for objective in objectives]
+    return [Judgement(objective, _measured(objective, step, percentile_s)) for objective in objectives]
 
 
 def _objective(text: str) -> Objective:

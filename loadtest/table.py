@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadtest.units import rate_text, seconds_text
+from reports.units import rate_text, seconds_text
 
 Json = Mapping[str, Any]
 

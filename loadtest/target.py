@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from nccl_transfer.refs.mesh import Mesh
-from nccl_transfer.refs.wire import mesh_from_proto
+from nccl_transfer.refs.wire_ranks import mesh_from_proto
 from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import ConfigError, from_rpc_error

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import MemfdTransport, Reading
 from nccl_transfer.transports.base import check_epoch, remaining_s

@@ -18,15 +18,28 @@ ROOT = Path(__file__).parent.parent
 
 MAY_IMPORT = {
     "protos/rlhf": {"rlhf"},
+    "settings": {"rlhf", "settings"},
     "nccl_transfer": {"rlhf", "nccl_transfer"},
-    "services": {"rlhf", "nccl_transfer", "services"},
+    "services": {"rlhf", "settings", "nccl_transfer", "services"},
     "client": {"rlhf", "client"},
-    "controller": {"rlhf", "nccl_transfer", "client", "controller"},
-    "deploy": {"rlhf", "controller.config.tables", "deploy"},
+    "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
+    "deploy": {"rlhf", "settings", "controller.config", "deploy"},
     "conformance": {"rlhf", "conformance"},
-    "loadtest": {"rlhf", "nccl_transfer", "loadtest"},
+    "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
+    "reports": {"reports"},
 }
-OURS = ("rlhf", "nccl_transfer", "services", "client", "controller", "deploy", "conformance", "loadtest")
+OURS = (
+    "rlhf",
+    "settings",
+    "reports",
+    "nccl_transfer",
+    "services",
+    "client",
+    "controller",
+    "deploy",
+    "conformance",
+    "loadtest",
+)
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
 WITHOUT_TORCH = [
     "client.rank",

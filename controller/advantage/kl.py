@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from controller.advantage.columns import FloatColumn, float64, make_column, require_equal_lengths
-from controller.config.tables import MAX_KL_ERROR, AlgorithmTable
+from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
 
 KL_KINDS = ("k1", "k2", "k3")
 _MAX_LOG_RATIO = 20.0

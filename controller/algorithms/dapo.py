@@ -12,13 +12,16 @@ from controller.advantage import Advantage, Scores, sequence_scores
 from controller.advantage.columns import mean
 from controller.advantage.groups import differs_within, group_advantage
 from controller.advantage.lengths import overlong_penalty
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
 from controller.training.rewards import Reward
-from controller.training.run import Actor, Run, Step
-from rlhf.config import Positive, RewardTable, Strict
+from controller.training.roles import Actor
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError, InvalidRequest
+from settings.reward import RewardTable
+from settings.strict import Positive, Strict
 
 
 class DAPOOptions(Strict):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from controller.advantage import KlController, kl_controller, ppo_advantage, steer
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 @algorithm(

@@ -21,12 +21,13 @@ from controller.advantage import (
 )
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
-from rlhf.config import Strict
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError
+from settings.strict import Strict
 
 
 class ReinforcePPOptions(Strict):

@@ -16,8 +16,8 @@ from controller.training.algorithm import SCHEDULE, algorithm
 from controller.training.evaluation import Evaluation, Measured
 from controller.training.run import Run
 from nccl_transfer.refs.batch import LocalColumn
-from rlhf.config import Strict
 from rlhf.errors import InvalidRequest
+from settings.strict import Strict
 
 Z_95 = 1.959964
 """Standard score of a two-sided confidence of 95 %."""

@@ -10,12 +10,13 @@ from pydantic import Field
 
 from controller.advantage import KlController, kl_controller, sequence_scores, steer
 from controller.advantage.safe import Multiplier, safe_advantage
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
-from rlhf.config import Positive, Strict
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError
+from settings.strict import Positive, Strict
 
 
 class SafeRLHFOptions(Strict):

@@ -1,1 +1,1 @@
-"""The configuration of a run."""
+"""The configuration of a run, a file for each table."""

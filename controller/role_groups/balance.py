@@ -1,4 +1,4 @@
-"""Rows dealt out to ranks by what they cost, not by how many they are; pure functions of their lengths."""
+"""Rows dealt to ranks by their cost instead of by their count; pure functions of sequence lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ import numpy as np
 
 LINEAR_TOKENS = 24_576
 """Length at which attention costs as much as the matrix products of the layers: 6 times the hidden size (Narayanan et
-al. 2021, "Efficient Large-Scale Language Model Training", equation 3), for one of 4,096."""
+al. 2021, "Efficient Large-Scale Language Model Training", equation 3), for a hidden size of 4,096."""
+
+
+def deal(lengths: np.ndarray, parts: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a batch in the order in which they are cut into parts, and their numbers, which are ranks by cost.
+
+    Numbers do not depend on the mesh, and each part has whole blocks of them: so every mini-batch, which has one row of
+    each block, has sequences of all lengths, and every data rank an equal share of it.
+
+    Args:
+        lengths: Tokens of each row [rows] int64.
+        parts: Number of parts.
+        block: Neighbouring numbers that stay in one part.
+
+    Returns:
+        Order and numbers, both [rows] int64.
+    """
+    costs = cost_of(lengths)
+    by_cost = ranked(costs)
+    # Within a part rows keep their order: neighbours of one shard are read in one piece.
+    numbers = np.concatenate(
+        [part[np.argsort(by_cost[part])] for part in dealt(costs[by_cost], parts, block)]
+    )
+    return by_cost[numbers], numbers
 
 
 def cost_of(lengths: np.ndarray) -> np.ndarray:
@@ -20,16 +43,16 @@ def ranked(costs: np.ndarray) -> np.ndarray:
 
 
 def dealt(costs: np.ndarray, parts: int, block: int = 1) -> list[np.ndarray]:
-    """Deal rows out to parts of equal cost, whose sizes differ by at most one, the larger ones first.
+    """Deals rows to parts of equal cost, whose sizes differ by at most one, the larger ones first.
 
-    Blocks of rows are dealt in rounds, one block to each part: the most expensive to the part that has cost least so
-    far. So the costs of parts never differ by more than those of the blocks of one round. Of rounds in which all rows
-    cost the same each part has its blocks side by side: neighbours often have a prompt in common, and are read in one
-    piece. Rows that do not fill a round are dealt one by one.
+    Blocks of rows are dealt in rounds, one block to each part: the most expensive to the part with the lowest cost so
+    far. So the costs of parts never differ by more than those of the blocks of one round. Rounds of rows of equal cost
+    are dealt at once, each part's blocks side by side: neighbours often share a prompt and are read in one piece. Rows
+    that do not fill a round are dealt one by one.
 
     Args:
-        costs: of the rows, not increasing, [rows].
-        block: so many neighbouring rows stay together, as a mini-batch has one of each block.
+        costs: Costs of the rows, not increasing, [rows].
+        block: Neighbouring rows that stay together; a mini-batch has one row of each block.
 
     Returns:
         The rows of each part, in order.

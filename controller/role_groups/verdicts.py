@@ -1,21 +1,78 @@
-"""Rows and verdicts of RewardService as messages: text rows from columns, columns from scores."""
+"""Requests and verdicts of RewardService: text rows from columns, reward columns from scores."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from google.protobuf import json_format, struct_pb2
 
+from controller.role_groups.codec import BatchCodec
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.plans import Relay
+from nccl_transfer.refs.protocols import get_protocol
+from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, RewardFailed
-from rlhf.v1 import reward_pb2
+from rlhf.v1 import common_pb2, reward_pb2
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+class RewardCodec(BatchCodec):
+    """Messages of a reward service.
+
+    Args:
+        service: Name of the service in the config.
+        ranks: Its ranks, for messages.
+        mesh: Mesh of its ranks.
+        wants_text: Whether it scores text rows instead of token ids.
+    """
+
+    def __init__(self, service: str, ranks: Sequence[object], mesh: Mesh, *, wants_text: bool) -> None:
+        self._service = service
+        self._ranks = ranks
+        self._mesh = mesh
+        self._wants_text = wants_text
+
+    def request(
+        self,
+        method: Method,
+        header: common_pb2.Call,
+        batch: Batch,
+        numbers: np.ndarray,
+        relays: Sequence[Relay],
+        options: dict[str, Any],
+    ) -> Any:
+        if not self._wants_text or method.name != "ComputeReward":
+            return super().request(method, header, batch, numbers, relays, options)
+        return method.request(call=header, text_rows=text_rows(batch), **options)
+
+    def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
+        """As of `BatchCodec`; of ComputeReward columns rewards and reward_errors.
+
+        Raises:
+            RewardFailed: A rank returned another number of verdicts than it was sent rows.
+        """
+        if method.name != "ComputeReward":
+            return super().rows_of(method, responses, rows)
+        parts = get_protocol(method.spec.transfer_protocol).distribute(rows, self._mesh)  # type: ignore[union-attr]
+        for rank, part, response in zip(self._ranks, parts, responses, strict=True):
+            if len(response.scores) != len(part):
+                raise RewardFailed(f"{rank}: {len(response.scores)} verdicts for {len(part)} rows")
+        scores = [score for response in responses for score in response.scores]
+        errors = [failure_of(score) for score in scores]
+        return Batch.of(rewards=rewards_of(scores, self._service), reward_errors=errors)
+
+
 def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
+    """One text row per row of a batch, of the columns that the controller holds.
+
+    Raises:
+        InvalidRequest: Metadata is no JSON object, or one that a request cannot hold.
+    """
     columns: dict[str, list[Any]] = {
         name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
     }
@@ -28,8 +85,11 @@ def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
 
 
 def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
-    """The verdicts as one column; every row that was scored has to have one of the same kind. Not a number, or no
-    tokens, where a row was not."""
+    """Rewards [rows] float64, or per token (jagged); not a number, or no tokens, for a row that was not scored.
+
+    Raises:
+        RewardFailed: Some rows have one score and others a score per token.
+    """
     failed = [bool(failure_of(score)) for score in scores]
     kinds = {score.WhichOneof("verdict") for score, is_bad in zip(scores, failed, strict=True) if not is_bad}
     if kinds == {"token_scores"}:
@@ -45,8 +105,12 @@ def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | 
 
 
 def all_scored(rewards: Column, errors: Column, service: str) -> Column:
-    """The rewards, where every row has one."""
-    assert isinstance(errors, LocalColumn), "verdicts come in the response itself"
+    """The column of rewards.
+
+    Raises:
+        RewardFailed: A row could not be scored; the text has the cause of the first.
+    """
+    assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
     failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
     if failed:
         row, cause = failed[0]
@@ -57,7 +121,7 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
 
 
 def failure_of(score: reward_pb2.RowScore) -> str:
-    """Why a row has no reward to train on; empty where it has."""
+    """The reason that a row has no reward to train on; empty for a row that has one."""
     verdict = score.WhichOneof("verdict")
     if verdict in (None, "error"):
         return score.error or "no verdict"

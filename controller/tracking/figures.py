@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controller.tracking.charts import Point
 from controller.tracking.metrics import Sample, each_sample, each_step
+from reports.charts import Point
 
 MAX_STRETCHES = 200
 """Stretches that a curve is cut into: each keeps its lowest and its highest point."""

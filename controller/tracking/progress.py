@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from controller.tracking.units import bytes_text, duration_text, figure_text, percent_text
+from reports.units import bytes_text, duration_text, figure_text, percent_text
 
 
 @dataclass

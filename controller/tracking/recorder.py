@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from controller.role_groups.dataflow import CallRecord
+from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
 from controller.tracking.progress import Progress
-from controller.tracking.report import RUN_FILE, SUMMARY_FILE, write_report
+from controller.tracking.report import write_report
 from controller.tracking.run_directory import RunDirectory
 from controller.tracking.timeline import Timeline
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, ShardRun
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, ShardRun
 from rlhf.errors import TransferError
 
 Ranges = Mapping[Endpoint, Sequence[ByteRange]]

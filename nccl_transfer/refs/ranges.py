@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nccl_transfer.refs import checksums
-from nccl_transfer.refs.batch import ELEMENT_BYTES, Shard
+from nccl_transfer.refs.dtypes import ELEMENT_BYTES
+from nccl_transfer.refs.shards import Shard
 from rlhf.errors import TransferError
 
 

@@ -1,4 +1,4 @@
-"""Batches and meshes to and from their protobuf form."""
+"""Batches to and from their protobuf form."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nccl_transfer.refs.batch import (
-    ELEMENT_BYTES,
-    TEXT,
-    Batch,
-    Column,
-    Endpoint,
-    LocalColumn,
-    RemoteColumn,
-    Shard,
-)
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.checksums import num_blocks
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.dtypes import ELEMENT_BYTES, TEXT
 from nccl_transfer.refs.plans import Relay
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto, endpoint_to_proto
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
-from rlhf.v1 import worker_pb2
 
 ELEMENT_TYPES: dict[str, Any] = {
     name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ELEMENT_BYTES
@@ -41,61 +34,8 @@ DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
 """The other way round."""
 
 
-def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
-    return pb.Endpoint(
-        address=endpoint.address,
-        host_id=endpoint.host_id,
-        memfd_socket=endpoint.memfd_socket,
-        epoch=endpoint.epoch,
-        service=endpoint.service,
-        rank=endpoint.rank,
-        device_uuid=endpoint.device_uuid,
-        data_port=endpoint.data_port,
-        data_key=endpoint.data_key,
-        nccl_version=endpoint.nccl_version,
-    )
-
-
 _known_endpoint = functools.lru_cache(maxsize=1024)(endpoint_to_proto)
 """To be copied, not changed."""
-
-
-def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
-    return Endpoint(
-        message.address,
-        message.host_id,
-        message.memfd_socket,
-        message.epoch,
-        message.service,
-        message.rank,
-        message.device_uuid,
-        message.data_port,
-        message.data_key,
-        message.nccl_version,
-    )
-
-
-def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
-    return worker_pb2.MeshShape(
-        pipeline=mesh.pipeline,
-        tensor=mesh.tensor,
-        data=mesh.data,
-        generation_pipeline=mesh.generation_pipeline,
-        generation_tensor=mesh.generation_tensor,
-        usual_order=mesh.usual_order,
-    )
-
-
-def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
-    """A size that a service does not say is 1."""
-    return Mesh(
-        shape.pipeline or 1,
-        shape.tensor or 1,
-        shape.data or 1,
-        shape.generation_pipeline,
-        shape.generation_tensor,
-        usual_order=shape.usual_order,
-    )
 
 
 def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequence[Relay] = ()) -> pb.Batch:

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nccl_transfer.refs.batch import Shard
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64

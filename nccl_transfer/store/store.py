@@ -10,10 +10,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.checksums import digests
 from nccl_transfer.refs.columns import Jagged, encode_texts
+from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ALIGNMENT, CORRUPT, Arena, ArenaReader, FreeList, align, mib
 from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 
@@ -128,7 +131,7 @@ class TensorStore:
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
         """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
-        `values` carries (see `nccl_transfer.fetch.CARRIERS`). Errors as in `put`."""
+        `values` carries (see `nccl_transfer.refs.dtypes.CARRIERS`). Errors as in `put`."""
         if isinstance(values, Jagged):
             shard = self.put(values.values, lease)
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)

@@ -7,8 +7,8 @@ from typing import overload
 import numpy as np
 import torch
 
-from nccl_transfer.refs.batch import ITEM_BYTES
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import ITEM_BYTES
 from rlhf.errors import InvalidRequest
 
 _CARRIED_AS = {
@@ -31,7 +31,7 @@ def to_torch(values: np.ndarray | Jagged[np.ndarray], dtype: str) -> torch.Tenso
     """The tensor of an array of carriers; it shares the array's memory, unless that is read-only.
 
     Args:
-        values: [...] or jagged, in the carrier of `dtype` (see `nccl_transfer.fetch.CARRIERS`).
+        values: [...] or jagged, in the carrier of `dtype` (see `nccl_transfer.refs.dtypes.CARRIERS`).
         dtype: Name of the element type, as in `FetchedRows.dtypes`.
     """
     if isinstance(values, Jagged):

@@ -13,8 +13,6 @@ Prints a line per check with its time, and ends with 1 at the first that fails.
 
 from __future__ import annotations
 
-import asyncio
-import math
 import multiprocessing
 import os
 import signal
@@ -25,29 +23,21 @@ from concurrent import futures
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-import grpc.aio
 import numpy as np
 
-from nccl_transfer.fetch import CARRIERS, Fetcher
-from nccl_transfer.refs.batch import ITEM_BYTES, Batch, Endpoint
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.testing.hooked_nccl import HookedNccl
+from nccl_transfer.testing.two_gpu_source import EPOCH, Devices, expected, names, serve
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
-from nccl_transfer.transports.gpu.device import Cuda, Event, cupy, own_cuda
-from nccl_transfer.transports.gpu.nccl import NcclTransport, own_nccl
-from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.channels import listen
-from rlhf.contract import CHANNEL_OPTIONS
+from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
+from nccl_transfer.transports.gpu.device import Cuda, cupy, own_cuda
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2
 
 SIZES = (1, 4096, 1 << 20, 64 << 20, 1 << 30)
-TYPED_SHAPE = (257, 3)
-"""Of the one row that there is of every element type."""
-
-EPOCH = 2
 TIMEOUT_S = 120.0
 """For what should succeed."""
 
@@ -56,9 +46,6 @@ FAILING_S = 2.0
 
 LATE_S = 1.0
 """How long after its deadline a failure may be told."""
-
-Devices = Callable[[int], tuple[Nccl, Cuda]]
-"""NCCL and the GPU of this number, which becomes that of the calling process; can be pickled."""
 
 
 class CheckFailed(Exception):
@@ -75,97 +62,6 @@ def gpus(number: int) -> tuple[Nccl, Cuda]:
         raise CheckFailed("two GPUs are needed")
     runtime.setDevice(number)
     return own_nccl(), own_cuda()
-
-
-def names(sizes: Sequence[int]) -> list[str]:
-    """The columns: one of bytes per size, one per element type."""
-    return [*map(str, sizes), *ITEM_BYTES]
-
-
-def expected(name: str) -> np.ndarray:
-    """The row of a column: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type; random bits."""
-    shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
-    dtype = np.dtype(CARRIERS[dtype_of(name)])
-    data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
-    if name == "bool":
-        return (np.frombuffer(data, np.uint8) % 2).astype(bool).reshape(shape)
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def dtype_of(name: str) -> str:
-    return name if name in ITEM_BYTES else "uint8"
-
-
-def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """The source: on GPU 1, until it is killed or the reader has gone. Sends the reader its batch, as a message."""
-    asyncio.run(_serve(*devices(1), sizes, reader))
-    os._exit(0)  # NCCL's threads need not be waited for
-
-
-async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
-    rows = {name: expected(name) for name in names(sizes)}
-    store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
-    sources = DeviceSources(store, cuda, nccl)
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    add_transfer_service(server, sources.handlers())
-    address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
-    store.endpoint = Endpoint(
-        address,
-        epoch=EPOCH,
-        service="source",
-        device_uuid=sources.device_uuid,
-        nccl_version=sources.nccl_version,
-    )
-    await server.start()
-    lease = Lease("check", 1)
-    columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
-    reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
-    await asyncio.to_thread(reader.poll, None)  # until its end: it says nothing
-    await server.stop(None)
-
-
-class HookedNccl(Nccl):
-    """The reader's NCCL, whose next group can be made to go wrong.
-
-    Attributes:
-        enter: Called before every group; whether to enter it.
-        joined: How many communicators it has made.
-    """
-
-    def __init__(self, nccl: Nccl) -> None:
-        self.version = nccl.version
-        self.enter: Callable[[], bool] = lambda: True
-        self.joined = 0
-        self._nccl = nccl
-
-    def unique_id(self) -> bytes:
-        return self._nccl.unique_id()
-
-    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        communicator = _Hooked(self._nccl.join(unique_id, rank, size), self)
-        self.joined += 1
-        return communicator
-
-
-class _Hooked(Communicator):
-    def __init__(self, communicator: Communicator, nccl: HookedNccl) -> None:
-        self._communicator = communicator
-        self._nccl = nccl
-        self._entered = True
-
-    def wait(self, event: Event) -> None:
-        self._communicator.wait(event)
-
-    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._entered = self._nccl.enter()
-        if self._entered:
-            self._communicator.group(sends, receives)
-
-    def done(self) -> bool:
-        return self._entered and self._communicator.done()
-
-    def abort(self) -> None:
-        self._communicator.abort()
 
 
 class Check:

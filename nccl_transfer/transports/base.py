@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.arena import ArenaReader, align
 from nccl_transfer.store.store import TensorStore
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import grpc
 import grpc.experimental
 
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import (
     Reading,

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.arena import NONCE_BYTES, ArenaReader
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Reading, Transport, read_in_place, remaining_s

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from google.rpc import status_pb2
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, persist, remaining_s
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status

@@ -11,8 +11,9 @@ RlhfError                      INTERNAL             something failed that has no
 │   └── OutOfStep              ABORTED              ranks no longer match; the service ends
 ├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
 ├── RewardFailed               INTERNAL             rows that could not be scored
-└── TransferError              OUT_OF_RANGE         a transfer went wrong
-    └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
+├── TransferError              OUT_OF_RANGE         a transfer went wrong
+│   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
+└── TooManyCalls               RESOURCE_EXHAUSTED   a rank has as many calls waiting as it takes
 """
 
 from __future__ import annotations
@@ -107,6 +108,12 @@ class TransferError(RlhfError):
 
 class OutOfSpace(TransferError):
     """An arena has no room; the message gives its size and what was asked."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class TooManyCalls(RlhfError):
+    """A rank has as many calls waiting as it takes."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 

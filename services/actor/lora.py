@@ -1,4 +1,4 @@
-"""The actor as adapters on weights that stay as they were: its ranks are the reference too."""
+"""The actor with low-rank adapters on frozen weights; its ranks also serve the reference."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from typing import Any
 
 import torch
 
-from rlhf.config import ActorTable, LoraTable, OptimizerTable
 from rlhf.v1 import reference_pb2
 from services.actor.worker import ActorWorker
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
-from services.models.families import check_tokenizer
 from services.models.loading import Load, load_on_meta
-from services.roles.frozen import ref_log_probs
-from services.roles.model_worker import optimizer_options
+from services.models.tokenizers import check_tokenizer
+from services.roles.engine_factory import optimizer_options
+from services.roles.log_probs import ref_log_probs
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.actor import ActorTable, LoraTable
+from settings.model import OptimizerTable
 
 
 class LoRAActorWorker(ActorWorker):
-    """The policy; with its adapters disabled, the reference."""
+    """The policy, and with its adapters disabled the reference."""
 
     also_serves = ("reference",)
     table: ActorTable
     engine: LoRAEngine
 
-    def _load(self, load: Load, optimizer: OptimizerTable) -> tuple[LoRAEngine, Any]:
-        assert self.table.lora is not None, "an actor without adapters is another worker"
-        # What never learns needs no more than the type it is computed in.
+    def make_engine(self, load: Load, optimizer: OptimizerTable | None) -> LoRAEngine:
+        assert self.table.lora is not None, "the actor's table has adapters"
+        assert optimizer is not None, "an actor learns"
+        # Frozen weights are kept in the type they are computed in.
         dtype = getattr(torch, self.table.dtype)
         model: Any = load_on_meta(load, self.table.model, dtype)
         check_tokenizer(self.tokenizer, model)
-        engine = LoRAEngine(
+        return LoRAEngine(
             model,
             self.torch_device,
             adapters=_adapter_options(self.table.lora),
@@ -39,10 +41,9 @@ class LoRAActorWorker(ActorWorker):
             activation_checkpointing=self.table.activation_checkpointing,
             directory=self.table.model,
         )
-        return engine, model.config
 
-    def _engine_name(self) -> str:
-        return f"{super()._engine_name()} with LoRA"
+    def engine_name(self) -> str:
+        return f"{super().engine_name()} with LoRA"
 
     @register("3D_PROTO")
     def compute_ref_log_prob(

@@ -1,4 +1,4 @@
-"""How far the training engine's log-probabilities are from those that the rollout engine sampled with."""
+"""Differences between the log-probabilities of the training engine and those of the rollout engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.roles.losses import kl_penalty
 
 
 def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.RolloutParity:
-    """Largest and summed differences, in float64.
+    """Largest and summed absolute differences and the summed k3 estimate of the KL, in float64.
 
     Args:
-        rollout_log_probs: what tokens were sampled with, [tokens].
-        log_probs: what the training engine finds for the same tokens at the same temperature, [tokens].
+        rollout_log_probs: log-probabilities that the tokens were sampled with, [tokens].
+        log_probs: the training engine's, for the same tokens at the same temperature, [tokens].
 
     Raises:
-        ValueError: there is not one value of each per token.
+        ValueError: the two have different lengths.
     """
     if len(rollout_log_probs) != len(log_probs):
         raise ValueError(

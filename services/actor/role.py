@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from rlhf.config import ActorTable
 from services.runtime.worker import Worker
+from settings.actor import ActorTable
 
 
 def worker_class(table: ActorTable) -> type[Worker]:
     """The actor's worker: with adapters where the table has `lora`."""
-    # Imported here: torch takes seconds, so the configuration is checked first, and only adapters need peft.
     if table.lora is None:
+        # Imported here: torch takes seconds, so the configuration is checked first.
         from services.actor.worker import ActorWorker
 
         return ActorWorker
+    # Imported here: only adapters need peft.
     from services.actor.lora import LoRAActorWorker
 
     return LoRAActorWorker

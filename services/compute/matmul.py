@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from services.compute.torch_internals import onednn_linear
 
 Backend = Literal["mkl", "onednn"]
 
@@ -23,9 +25,6 @@ _ROWS = (64, 1024)
 _INPUTS, _OUTPUTS = 256, 768
 _REPEATS = 9
 
-_onednn_linear: Any = (
-    torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-)
 _in_use: list[Backend] = []
 
 
@@ -35,7 +34,7 @@ def use(backend: Backend) -> None:
     Raises:
         ValueError: This build of torch has no oneDNN.
     """
-    if backend == "onednn" and _onednn_linear is None:
+    if backend == "onednn" and onednn_linear is None:
         raise ValueError("matmul: this build of torch has no oneDNN; allowed are auto and mkl")
     _in_use[:] = [backend]
 
@@ -56,7 +55,7 @@ def measure() -> tuple[float, float]:
     """Relative times of MKL and oneDNN: for a forward pass and a gradient of a linear layer at each number of rows, the
     share of each in the seconds that both take, added up. Uses the threads that torch has here and takes about 0.1 s.
     Without oneDNN its time is infinite."""
-    if _onednn_linear is None:
+    if onednn_linear is None:
         return 0.0, float("inf")
     mkl = onednn = 0.0
     with torch.inference_mode():
@@ -76,7 +75,7 @@ def measure() -> tuple[float, float]:
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] @ weight.T, weight [out, in], by oneDNN."""
-    return _onednn_linear(x, weight, None, "none", [], "")
+    return onednn_linear(x, weight, None, "none", [], "")
 
 
 def _take_turns(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[float, float]:

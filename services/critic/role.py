@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf.config import CriticTable
 from services.runtime.worker import Worker
+from settings.critic import CriticTable
 
 
 def worker_class(table: CriticTable) -> type[Worker]:
     """The critic's worker."""
-    # Imported here: torch takes seconds, so the configuration is checked first.
+    # Imports torch, which takes seconds, so the configuration is checked first.
     from services.critic.worker import CriticWorker
 
     return CriticWorker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf.config import CriticTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import critic_pb2
 from services.compute.heads import value_head
@@ -12,10 +11,13 @@ from services.compute.microbatch import MicroBatch
 from services.critic.losses import value_loss
 from services.engines.base import LossFn
 from services.models.families import load_value_model
+from services.roles.columns import jagged_column, sequence_columns
 from services.roles.losses import aggregate, check_aggregation
-from services.roles.model_worker import ModelWorker, per_token
+from services.roles.micro_batching import per_token
+from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.critic import CriticTable
 
 
 class CriticWorker(ModelWorker):
@@ -30,7 +32,7 @@ class CriticWorker(ModelWorker):
     def compute_values(
         self, rows: CallRows, request: critic_pb2.ComputeValuesRequest, call: CallContext
     ) -> CallResult:
-        sequences = self.sequences(rows)
+        sequences = sequence_columns(rows)
         computed = self.forward(sequences, value_head, call)
         return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
 
@@ -39,7 +41,7 @@ class CriticWorker(ModelWorker):
         self, rows: CallRows, request: critic_pb2.UpdateCriticRequest, call: CallContext
     ) -> CallResult:
         require(request, "loss", "schedule")
-        old_values, returns = self.column(rows, "values"), self.column(rows, "returns")
+        old_values, returns = jagged_column(rows, "values"), jagged_column(rows, "returns")
         options = request.loss
         aggregation = options.aggregation or "token-mean"
         check_aggregation(aggregation, options.max_length)

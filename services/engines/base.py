@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
@@ -113,6 +113,7 @@ class TrainEngine(ABC):
         device: where this rank computes.
         data_rank: which share of the rows is this rank's.
         data_size: into how many shares rows are dealt out.
+        config: of the whole model.
         num_parameters: of the whole model.
         step_is_atomic: whether a `step` that fails, on whatever rank, has moved no weight on any.
         sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
@@ -125,6 +126,7 @@ class TrainEngine(ABC):
     device: torch.device
     data_rank: int
     data_size: int
+    config: PreTrainedConfig
     num_parameters: int
     step_is_atomic: bool = True
     sees_outputs: bool = True
@@ -209,7 +211,7 @@ class TrainEngine(ABC):
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Write a Hugging Face directory and return its sha256, as `services.models.families.tensors_sha256`.
+        """Write a Hugging Face directory and return its sha256, as `services.models.export.tensors_sha256`.
 
         Weights that learn are exported as the optimizer has them, not as copies in a coarser type that are computed
         with. So the same weights have the same sha256 whatever the engine. The directory appears whole or not at all,

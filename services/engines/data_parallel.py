@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from services.compute.heads import Head, dummy_head, zero_loss
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
-from services.engines.agreement import RunToEnd, all_or_none, new_directory
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn, OptimizerOptions
+from services.engines.collectives import max_over_ranks, stop_together
+from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
-from services.models.families import stored_as_computed, tensors_sha256, write_config, write_model
+from services.models.export import stored_as_computed, tensors_sha256, write_config, write_model
 from services.models.loading import Model, repeated_names
 from services.models.weights import cast, write_weights
 
@@ -93,7 +95,7 @@ class DataParallelEngine(ShardedEngine):
         outputs = []
         with self._computing():
             for micro_batch in self._pad_with_dummies(micro_batches):
-                self._stop_together(should_stop())
+                stop_together(should_stop(), self.device)
                 self.progressed()
                 if micro_batch.is_dummy:
                     self._run_dummy(micro_batch)
@@ -117,13 +119,13 @@ class DataParallelEngine(ShardedEngine):
         repeated = repeated_names(self._model)
         tensors = {name: x for name, x in self._tensors().items() if name not in repeated}
         write_companions = self._gather_companions()
-        sha256 = ""
-        gathered = RunToEnd(self._gather(tensors, dtype), self.progressed)
-        with new_directory(directory, self.device, self.progressed, gathered) as partial:
-            if self.data_rank == 0:
-                sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
-                write_companions(partial)
-        return self._from_rank_0(sha256)
+
+        def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
+            sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
+            write_companions(partial)
+            return sha256
+
+        return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and what else is in a checkpoint, as the model has them, by name and in the order of names."""
@@ -166,7 +168,7 @@ class DataParallelEngine(ShardedEngine):
         Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run them
         equally often.
         """
-        missing = max(self._most(len(micro_batches)), 1) - len(micro_batches)
+        missing = max(max_over_ranks(len(micro_batches), self.device), 1) - len(micro_batches)
         return [
             each.to(self.device) for each in (*micro_batches, *(dummy_micro_batch() for _ in range(missing)))
         ]

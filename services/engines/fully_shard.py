@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from services.compute.torch_internals import global_offset
 from services.storage.checkpoint import WeightShard
 
 
@@ -55,7 +55,5 @@ def box(local: Tensor, parameter: Tensor) -> WeightShard:
     """Where the local part of a parameter, or a tensor shaped like it, lies in the whole."""
     offsets: Sequence[int] = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        offsets = global_offset(parameter)
     return WeightShard(local, tuple(offsets), tuple(parameter.shape))

@@ -1,4 +1,4 @@
-"""Sums of a step over micro-batches."""
+"""Sums of a step over its micro-batches."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 
 
 class LossAccumulator:
-    """Loss and statistics, in float64 on the device where they are computed."""
+    """Adds up loss and statistics, in float64 on the device where they are computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts: dict[str, Tensor] = defaultdict(
+        self._stats: dict[str, Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=torch.float64, device=device)
         )
 
-    def add(self, loss: Tensor, counts: Mapping[str, Tensor]) -> None:
-        """Those of a micro-batch."""
+    def add(self, loss: Tensor, stats: Mapping[str, Tensor]) -> None:
+        """Adds the loss and the statistics of a micro-batch."""
         self._loss += loss.detach()
-        for name, count in counts.items():
-            self._counts[name] += count
+        for name, value in stats.items():
+            self._stats[name] += value
 
-    def total(self, *, counts: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """The loss of all ranks that count, and this rank's statistics. Collective.
+    def total(self, *, is_primary: bool = True) -> tuple[float, dict[str, Tensor]]:
+        """The loss summed over ranks, and this rank's statistics. Collective.
 
         Args:
-            counts: whether this rank's loss is no other's too.
+            is_primary: whether this rank's loss enters the sum; False for a replica of another rank's.
         """
-        total = self._loss.clone() if counts else torch.zeros_like(self._loss)
+        total = self._loss.clone() if is_primary else torch.zeros_like(self._loss)
         dist.all_reduce(total)
-        return float(total), dict(self._counts)
+        return float(total), dict(self._stats)

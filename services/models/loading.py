@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.models.families import ValueModel, stored_as_computed
+from services.compute.torch_internals import registered_tensors
+from services.models.export import stored_as_computed
+from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
 from services.storage.checkpoint import WeightShard
 
@@ -51,8 +53,7 @@ def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
     """
     made: dict[Tensor, Tensor] = {}
     for path, owner in model.named_modules():
-        kinds: Any = (owner._parameters, owner._buffers)
-        for tensors in kinds:
+        for tensors in registered_tensors(owner):
             for name, on_meta in tensors.items():
                 if on_meta is None or not on_meta.is_meta:
                     continue

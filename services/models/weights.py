@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.models.families import VALUE_HEAD_FILE, tensors_sha256
+from services.models.directory import VALUE_HEAD_FILE
+from services.models.export import tensors_sha256
 from services.storage.checkpoint import WeightShard
 
 WHOLE_FILE = "model.safetensors"
@@ -140,7 +141,7 @@ class WeightsWriter:
 
 def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
     """Write whole tensors as the safetensors files of a Hugging Face directory; returns their sha256, as
-    `services.models.families.tensors_sha256`.
+    `services.models.export.tensors_sha256`.
 
     Args:
         sizes: As of `WeightsWriter`.

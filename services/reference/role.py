@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf.config import ReferenceTable
 from services.runtime.worker import Worker
+from settings.reference import ReferenceTable
 
 
 def worker_class(table: ReferenceTable) -> type[Worker]:
     """The reference's worker."""
-    # Imported here: torch takes seconds, so the configuration is checked first.
+    # Imports torch, which takes seconds, so the configuration is checked first.
     from services.reference.worker import ReferenceWorker
 
     return ReferenceWorker

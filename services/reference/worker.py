@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf.config import ReferenceTable
 from rlhf.v1 import reference_pb2
 from services.models.families import load_causal_lm
-from services.roles.frozen import ref_log_probs
+from services.roles.log_probs import ref_log_probs
 from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.reference import ReferenceTable
 
 
 class ReferenceWorker(ModelWorker):

@@ -13,12 +13,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config import JudgeTable
 from rlhf.errors import ConfigError, RewardFailed
 from rlhf.v1 import reward_pb2
 from services.reward.scorers.base import Scorer, row_score
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
+from settings.reward import JudgeTable
 
 if TYPE_CHECKING:
     import httpx

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import ModelTable, RewardTable, ServiceTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute import matmul
-from services.compute.microbatch import MicroBatch, cut, pad
+from services.compute.microbatch import MicroBatch, pad
+from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
 from services.engines.base import LossFn
 from services.models.families import load_classifier
@@ -26,10 +26,15 @@ from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
 from services.roles.device import rank_device
 from services.roles.matmul_choice import choose_matmul
+from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
-from services.roles.model_worker import MiniBatch, ModelWorker
+from services.roles.model_worker import ModelWorker
+from services.roles.update_plan import MiniBatch
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.model import ModelTable
+from settings.reward import RewardTable
+from settings.service import ServiceTable
 
 
 class ModelRewardWorker(RewardWorker):
@@ -181,7 +186,7 @@ class LearningRewardWorker(ModelWorker):
 
     def _pair_batches(self, ids: Jagged[Tensor], pairs: np.ndarray | None = None) -> list[MicroBatch]:
         """Micro-batches of pairs within the token budget; the two responses of a pair are adjacent rows."""
-        self._check_tokens(ids.values)
+        check_token_ids(ids.values, self.model_config.vocab_size)
         longest = ids.lengths.reshape(-1, 2).max(axis=1)
         nothing = Jagged(torch.empty(0, dtype=torch.int64), np.zeros(ids.rows, np.int64))
         cuts = cut(2 * longest, self.table.micro_batch_tokens, pairs)

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services.models.families import SequenceScorer, vocabulary_hash
+from services.models.sequence_scorer import SequenceScorer
+from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
 from services.roles.device import rank_device
 from services.roles.tokenization import CHARACTERS_PER_TOKEN, MAX_CHARACTERS, tokenize_texts
 from services.runtime.worker import CallContext, CallRows
+from settings.reward import RewardTable
 
 
 class ModelScorer(Scorer):

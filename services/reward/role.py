@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError
 from services.runtime.worker import Worker
+from settings.reward import RewardTable
 
 
 def worker_class(table: RewardTable) -> type[Worker]:

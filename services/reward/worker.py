@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf.config import RewardTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.reward.functions import find_function, score_range, score_row, truth_reader
@@ -17,6 +16,7 @@ from services.reward.sandbox.scorer import SandboxScorer
 from services.reward.scorers.base import Scorer, gave_up_metrics, score_request
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import RewardTable
 
 DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimizer table"
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from services.compute.microbatch import assemble, cut
+from services.compute.jagged_rows import assemble
+from services.compute.splitting import cut
 from services.rollout.base import (
     Generation,
     Meter,

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import VLLM_TEMPERATURES, VllmTable
 from services.rollout.base import (
     FinishReason,
     Generation,
@@ -32,6 +31,7 @@ from services.rollout.base import (
 from services.rollout.stops import StopMatcher
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
+from settings.actor import VLLM_TEMPERATURES, VllmTable
 
 # vLLM reads some of them when it is imported. Its engine is to run in this process, on the threads this process has;
 # the log is this service's; and nothing is sent home.

@@ -18,14 +18,19 @@ import click
 import uvloop
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf import addresses, meshes
-from rlhf.config import ActorTable, ModelTable, ServiceTable, load_service, output_roots
+from rlhf import addresses
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.rendezvous import VARIABLE
 from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.runtime.worker import Worker
+from settings import meshes
+from settings.actor import ActorTable
+from settings.fit import check_model_fits
+from settings.model import ModelTable
+from settings.service import ServiceTable
+from settings.services import load_service, output_roots
 
 PR_SET_PDEATHSIG = 1
 
@@ -115,7 +120,7 @@ def _warn_of_an_open_store() -> None:
 
 
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """Checks what can be known before torch is imported: role, ranks, model directory, port."""
+    """Checks what can be known before torch is imported: role, ranks, model, port."""
     if table.role != role:  # type: ignore[attr-defined]
         raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -125,6 +130,7 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
     if model is not None and not (model / "config.json").is_file():
         what = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"services.{name}.model: directory {model} {what}")
+    check_model_fits(name, table)
     if int(os.environ.get("RANK", "0")) == 0:
         try:
             addresses.probe(table.bind_address)

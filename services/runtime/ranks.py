@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import OutOfStep, PeerFailed
 from rlhf.rendezvous import TCP, VARIABLE
 
@@ -134,11 +134,16 @@ class Ranks:
         return Ranks(rank, size, epoch, store, model_mesh=model_mesh)
 
     def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tells every rank where this one serves; returns each rank's details in rank order."""
+        """Tells every rank where this one serves; returns each rank's details in rank order.
+
+        Raises:
+            OutOfStep: A peer did not tell, for as long as RENDEZVOUS_TIMEOUT_S.
+        """
         if self.size == 1 or self.store is None:
             self.endpoints = [own]
             return [details]
         self.store.set(f"rank/{self.rank}", json.dumps({"endpoint": asdict(own), "details": details}))
+        _wait_for_all(self.store, "rank", self.rank, self.size)
         answers = [json.loads(self.store.get(f"rank/{rank}")) for rank in range(self.size)]
         self.endpoints = [Endpoint(**answer["endpoint"]) for answer in answers]
         return [answer["details"] for answer in answers]
@@ -231,14 +236,23 @@ def _meet(store: Store, rank: int, size: int, epoch: int) -> int:
         OutOfStep: A rank did not come.
     """
     store.set(f"epoch/{rank}", str(epoch))
+    _wait_for_all(store, "epoch", rank, size)
+    return int(store.get("epoch/0"))
+
+
+def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
+    """Waits until every rank has set its own entry, KEY/RANK, in the store.
+
+    Raises:
+        OutOfStep: A rank did not within RENDEZVOUS_TIMEOUT_S; the text names each.
+    """
     try:
-        store.wait([f"epoch/{peer}" for peer in range(size)], timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
+        store.wait([f"{key}/{peer}" for peer in range(size)], timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     except RuntimeError:
-        missing = [peer for peer in range(size) if not store.check([f"epoch/{peer}"])]
+        missing = [peer for peer in range(size) if not store.check([f"{key}/{peer}"])]
         raise OutOfStep(
             f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:g} s for its peers; missing: {missing}"
         ) from None
-    return int(store.get("epoch/0"))
 
 
 def _open_store(rank: int, size: int) -> Store:

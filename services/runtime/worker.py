@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from nccl_transfer import fetch
-from rlhf.config import ServiceTable
+from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
+from settings.service import ServiceTable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,10 +65,10 @@ class CallRows:
         numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
     """
 
-    fetched: fetch.FetchedRows
+    fetched: FetchedRows
     numbers: np.ndarray
 
-    def __getitem__(self, name: str) -> fetch.Values:
+    def __getitem__(self, name: str) -> Values:
         if name not in self.fetched.values:
             raise InvalidRequest(f"column {name!r} is missing; given: {sorted(self.fetched.values)}")
         return self.fetched.values[name]
@@ -87,7 +89,7 @@ class CallRows:
         return self.fetched.rows
 
 
-NO_ROWS = CallRows(fetch.FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
+NO_ROWS = CallRows(FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 
 @dataclass
@@ -230,6 +232,11 @@ class Worker:
     def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Runs a method; a role may wrap it, for example in a profiler."""
         return run()
+
+    def leave(self, why: str) -> NoReturn:
+        """Ends this process at once, and says why. For a rank that can do nothing else for its peers."""
+        print(f"fatal: {self.role} rank {self.ranks.rank}: {why}; leaving", file=sys.stderr, flush=True)
+        os._exit(70)
 
     def progressed(self) -> None:
         """Notes that the running method gets on: a call past its deadline is left alone as long as it does."""

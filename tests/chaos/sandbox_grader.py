@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from rlhf.config import SandboxTable
 from services.reward.sandbox.grader import Grader
 from services.reward.sandbox.program import read_row
+from settings.reward import SandboxTable
 
 
 def main() -> None:

@@ -44,10 +44,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from client.session import Session
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup
+from controller.role_groups.roles import ActorGroup
 from integration.harness import (
     POLICY_LOSS,
     SHARDED,

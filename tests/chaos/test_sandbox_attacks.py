@@ -25,10 +25,10 @@ import pytest
 from chaos.conftest import wait_until
 from chaos.sandbox_attacks import ATTACKS, FILES, Attack
 
-from rlhf.config import SandboxTable
 from services.reward.sandbox import cgroups
 from services.reward.sandbox.grader import Grader, ProgramVerdict
 from services.reward.sandbox.program import Submission, read_row
+from settings.reward import SandboxTable
 
 TABLE = SandboxTable(
     workers=8, wall_time_s=3.0, cpu_time_s=1, memory_mb=256, processes=16, output_kb=64, tmpfs_mb=8
@@ -259,7 +259,7 @@ def test_nothing_is_left_over_and_the_grader_still_answers(
 
 LONE_GRADER = """
 import sys
-from rlhf.config import SandboxTable
+from settings.reward import SandboxTable
 from services.reward.sandbox.grader import Grader
 from services.reward.sandbox.program import Submission, read_row
 

@@ -24,13 +24,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines import offload
 from services.engines.base import EngineOffloaded, OptimizerOptions, Snapshot, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.models.families import load_causal_lm, tensors_sha256
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm
 from services.models.loading import load_on_meta
 from services.rollout.base import Generation, RolloutEngine, SamplingOptions
 from services.rollout.decoder import WholeDecoder

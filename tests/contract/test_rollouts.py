@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
-from rlhf.config import VllmTable
 from services.actor.losses import PolicyLossConfig, policy_loss
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import EngineOffloaded, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
@@ -29,6 +30,7 @@ from services.rollout.base import Generation, GenerationStopped, RolloutEngine, 
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds
 from services.rollout.stops import StopStrings
+from settings.actor import VllmTable
 
 pytestmark = pytest.mark.timeout(300)
 

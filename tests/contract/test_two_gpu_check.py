@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nccl_transfer.refs.batch import ITEM_BYTES
+from nccl_transfer.refs.dtypes import ITEM_BYTES
 
 TESTS = Path(__file__).parents[1]
 

@@ -20,9 +20,11 @@ import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.refs.batch import Batch, Endpoint
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.wire import endpoint_to_proto, to_proto
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
@@ -36,9 +38,8 @@ from nccl_transfer.transports import (
 )
 from nccl_transfer.transports.byte_server import cut_frames
 from nccl_transfer.transports.gpu import staging
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Event, own_cuda
-from nccl_transfer.transports.gpu.nccl import own_nccl
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nccl_transfer.refs.batch import ITEM_BYTES
+from nccl_transfer.refs.dtypes import ITEM_BYTES
 from nccl_transfer.transports.gpu.communicator import Communicator, CommunicatorError, Message
 from nccl_transfer.transports.gpu.device import DeviceBuffer
 from rlhf.errors import OutOfSpace

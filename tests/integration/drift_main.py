@@ -12,16 +12,18 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from rlhf.config import VllmTable
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
+from settings.actor import VllmTable
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS = 10

@@ -13,12 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import Head, PolicyHead, PolicyOutput, value_head
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines import offload
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
-from services.models.families import ValueModel, tensors_sha256
+from services.models.export import tensors_sha256
+from services.models.value_model import ValueModel
 
 NUM_ROWS = 10
 # Rank 0 of two gets 8 rows, rank 1 gets 2: they need different numbers of micro-batches.
@@ -156,7 +159,10 @@ def moved_without_memory(engine: FSDPEngine, step: str) -> str:
 def offloaded_without_memory(engine: FSDPEngine) -> dict:
     """What failed moves raise, and whether the engine is where it was after each of them."""
     state = engine.snapshot()
-    report: dict = {"left": moved_without_memory(engine, "_allocate"), "stays": not engine._offloaded}
+    report: dict = {
+        "left": moved_without_memory(engine, "_allocate"),
+        "stays": not engine._offloader.is_offloaded,
+    }
     engine._leave_device()
     report["came back"] = moved_without_memory(engine, "_grow")
     report["stays"] &= not any(x.untyped_storage().nbytes() for x in engine._resident() if x.numel())

@@ -22,12 +22,13 @@ import numpy as np
 import psutil
 import tomli_w
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.wire_ranks import mesh_from_proto
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
@@ -90,7 +91,7 @@ class Service:
         self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
         youngest = max(self.ask("Describe", rank).session_started_unix_ns for rank in self.ranks)
         self._started_unix_ns = max(time.time_ns(), youngest + 1000)
-        self.mesh = wire.mesh_from_proto(self.description.mesh)
+        self.mesh = mesh_from_proto(self.description.mesh)
         self._methods = group_methods(self.description.role)
         self._fetcher = Fetcher(host_id(), create_transports())
 

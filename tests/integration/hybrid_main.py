@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.engines.three_d.transition import Kind
-from services.models.families import tensors_sha256
+from services.models.export import tensors_sha256
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from controller.config.tables import Config
+from controller.config.config import Config
 
 LISTENING = "0A"
 

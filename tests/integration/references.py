@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
-from services.models.families import ValueModel, load_value_model
+from services.models.families import load_value_model
+from services.models.value_model import ValueModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

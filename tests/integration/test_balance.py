@@ -12,7 +12,7 @@ import pytest
 from client.session import Session
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup
+from controller.role_groups.roles import ActorGroup
 from integration.harness import POLICY_LOSS, TWO_STEPS, Cluster, Service
 from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import actor_pb2

@@ -32,7 +32,7 @@ TWO_RANKS = """\
 import argparse, os
 from pathlib import Path
 from fake_service import serve
-from rlhf.config import load_service
+from settings.services import load_service
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--config", type=Path)

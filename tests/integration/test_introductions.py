@@ -15,7 +15,9 @@ import pytest
 from client.rank import RankClient
 from integration.harness import Service, jagged
 from integration.test_server import SOON_S, prompts, start_generation
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2

@@ -13,13 +13,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from client.session import Session
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
-from rlhf.config import ActorTable, LoraTable
 from rlhf.errors import ConfigError
+from settings.actor import ActorTable, LoraTable
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from client.session import Session
-from controller import algorithms, cli
-from controller.config.tables import Config
+from controller import algorithms, job
+from controller.config.config import Config
 from controller.role_groups import cluster as controller_cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.group import ActorGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, RewardGroup
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Cluster, Processes, free_ports, take_rows, under_one_name, wait_for_line
@@ -30,9 +30,9 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed
 from rlhf.v1 import actor_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+from settings.reward import RewardTable
 
 TIMEOUT_S = 30.0
 TOLERANCE = 1e-5
@@ -302,7 +302,7 @@ def _numbers(cluster: Cluster, reward: RewardTable | None, directory: Path) -> l
     tables = config.services | ({"reward": reward} if reward else {})
     run = config.run.model_copy(update={"steps": 1, "directory": directory})
     config = config.model_copy(update={"services": tables, "run": run})
-    path, _ = cli.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    path, _ = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "mem/"))}
         for line in read_metrics(path)

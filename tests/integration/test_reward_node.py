@@ -13,15 +13,16 @@ from typing import Any
 import grpc
 import pytest
 
-from controller import algorithms, cli
-from controller.config.tables import Config, DataTable
+from controller import algorithms, job
+from controller.config.config import Config
+from controller.config.data import DataTable
 from integration import node_reward
 from integration.harness import Cluster, Processes, free_ports, under_one_name, wait_until, write_config
 from integration.test_run import numbers
-from rlhf.config import RewardTable
 from rlhf.contract import PLAIN_OPTIONS
 from rlhf.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.functions import find_function
+from settings.reward import RewardTable
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,7 +42,7 @@ def ran(cluster: Cluster, config: Config, reward: str) -> tuple[list[dict[str, f
     comments."""
     table = config.services["reward"].model_copy(update={"address": reward})
     config = config.model_copy(update={"services": {**config.services, "reward": table}})
-    path, _ = cli.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    path, _ = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
     lines = (path / "config.toml").read_text().splitlines()
     return under_one_name(numbers(path)), [line for line in lines if not line.startswith("#")]
 

@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 from transformers import AutoModelForCausalLM
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics, read_samples
 from integration.conftest import Task
 from integration.harness import (

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client.rank import RankClient
 from client.stream import CallStream
-from controller import algorithms, cli
-from controller.config.tables import Config
+from controller import algorithms, cli, job
+from controller.config.config import Config
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
 from controller.tracking.timeline import read_events
@@ -44,9 +44,10 @@ from integration.harness import (
 )
 from integration.listeners import assert_closed
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, RemoteColumn
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import Refused
-from services.models.families import tensors_sha256
+from services.models.export import tensors_sha256
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -325,7 +326,7 @@ def run_on(
     rows = config.data.model_copy(update=data or {})
     pool_table = POOLS if pools else {}
     config = config.model_copy(update={"run": table, "data": rows, "services": services, "pools": pool_table})
-    path, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
+    path, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
     return Ran(path, summary)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until
-from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox import cgroups
@@ -30,6 +29,7 @@ from services.reward.sandbox.isolation import Unsandboxed
 from services.reward.sandbox.program import Submission, read_row
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 PROTOS = Path(__file__).parents[2] / "protos"
 HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"
@@ -363,7 +363,7 @@ def test_the_bubblewrap_that_is_found_is_the_one_that_is_used(
 
 
 BELOW_TMP = """
-from rlhf.config import SandboxTable
+from settings.reward import SandboxTable
 from services.reward.sandbox.grader import Grader
 from services.reward.sandbox.program import read_row
 grader = Grader(SandboxTable(workers=1))

@@ -10,8 +10,8 @@ import pytest
 
 from integration.harness import Cluster, Processes, free_ports, is_listening, wait_until, write_config
 from integration.test_reward_node import ROLES, ran, within_reach
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError
+from settings.reward import RewardTable
 
 pytestmark = pytest.mark.timeout(240)
 

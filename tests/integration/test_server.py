@@ -27,7 +27,8 @@ from integration.harness import (
     Service,
     jagged,
 )
-from nccl_transfer.refs.batch import Batch, RemoteColumn
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.registry import unavailable
 from rlhf.contract import group_methods
 from rlhf.errors import (
@@ -39,7 +40,7 @@ from rlhf.errors import (
     Refused,
 )
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.models.families import vocabulary_hash
+from services.models.tokenizers import vocabulary_hash
 
 AT_ONCE_S = 0.5
 SOON_S = 10.0

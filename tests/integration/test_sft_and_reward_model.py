@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from controller import algorithms, cli
-from controller.config.tables import Config
+from controller import algorithms, job
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer
@@ -23,7 +23,7 @@ from integration.harness import Processes, Service, free_ports, jagged, take_row
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
-from services.models.families import SequenceScorer
+from services.models.sequence_scorer import SequenceScorer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -208,4 +208,4 @@ def test_a_reward_without_an_optimizer_does_not_learn(up: Up) -> None:
 
 
 def run(up: Up, name: str) -> tuple[Path, dict[str, Any]]:
-    return cli.run(algorithms.find_algorithm(name), up.config, launch=False)
+    return job.run(algorithms.find_algorithm(name), up.config, launch=False)

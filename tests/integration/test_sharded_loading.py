@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from integration.ranks import launch
-from services.models.families import ValueModel, write_model
+from services.models.export import write_model
+from services.models.value_model import ValueModel
 from services.models.weights import INDEX_FILE, WHOLE_FILE
 
 pytestmark = pytest.mark.slow

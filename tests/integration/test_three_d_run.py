@@ -10,11 +10,11 @@ import tomli_w
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Processes, free_ports
-from rlhf.config import ZeroTable
+from settings.model import ZeroTable
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

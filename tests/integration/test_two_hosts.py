@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
 from integration.listeners import attack, is_any, listeners

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput, value_head
-from services.compute.microbatch import MicroBatch, split
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.agreement import PeerRankFailed
 from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.three_d.engine import ThreeDParallelEngine

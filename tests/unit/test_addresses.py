@@ -9,9 +9,9 @@ import pytest
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.byte_server import ByteServer
 from rlhf import addresses
-from rlhf.config import RewardTable
 from rlhf.errors import ConfigError
 from services.runtime import main
+from settings.reward import RewardTable
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[fe80::1%eth0]", "node-0.example.org", "my_host"])

@@ -13,12 +13,13 @@ import tomli_w
 from controller import algorithms
 from controller.advantage import Advantage
 from controller.algorithms import find_algorithm
-from controller.config.tables import AlgorithmTable, Config, load
+from controller.config.algorithm import AlgorithmTable
+from controller.config.config import Config, load
 from controller.training.algorithm import Algorithm, NoOptions, algorithm
 from controller.training.run import Run
 from examples.my_algorithm import compute_advantage
-from rlhf.config import Strict
 from rlhf.errors import ConfigError
+from settings.strict import Strict
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 ALL = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model", "rloo", "safe_rlhf",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.algorithms.remax import remax
-from controller.config.tables import AlgorithmTable
+from controller.config.algorithm import AlgorithmTable
 from controller.role_groups.dataflow import FutureBatch
 from nccl_transfer.refs.batch import LocalColumn
 

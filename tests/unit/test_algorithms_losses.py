@@ -12,14 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.actor.losses import (
-    PolicyLossConfig,
-    cispo_loss,
-    gspo_loss,
-    policy_loss,
-    pretraining_loss,
-    rollout_weights,
-)
+from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss
+from services.actor.rollout_correction import rollout_weights
+from services.actor.surrogates import cispo_loss, gspo_loss
 
 SEEDS = range(6)
 ROWS, TOKENS = 7, 5

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nccl_transfer.refs.batch import Batch, Endpoint, LocalColumn, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.wire import from_proto, row_numbers, to_proto
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb

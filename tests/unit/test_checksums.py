@@ -8,9 +8,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.checksums import BLOCK_BYTES, digests, first_mismatch, num_blocks, whole_blocks
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import InvalidRequest, Refused, TransferError

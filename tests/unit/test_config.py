@@ -12,9 +12,12 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
-from controller.config.tables import Config, SourceTable, load
-from rlhf.config import ActorTable, LoraTable, ZeroTable, load_service
+from controller.config.config import Config, load
+from controller.config.data import SourceTable
 from rlhf.errors import ConfigError
+from settings.actor import ActorTable, LoraTable
+from settings.model import ZeroTable
+from settings.services import load_service
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
@@ -142,7 +145,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 would have .* only 0"),
         ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* layers that learn"),
         ("services.critic.lora.rank=8", r"services\.critic\.lora: unknown key"),
-        ("algorithm.dual_clip=0.5", r"dual_clip must be above 1"),
+        ("algorithm.dual_clip=0.5", r"algorithm\.dual_clip: must be above 1"),
         ("algorithm.clip_low=1.5", r"clip_low: must be at most 1 \(given: 1\.5\)"),
         (
             "algorithm.kl_target=1\nalgorithm.kl_reward_coefficient=0",

@@ -14,7 +14,7 @@ from google.protobuf import json_format, struct_pb2
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.chat import Chat
 from controller.data.prompts import load_data
 from controller.data.readers import open_rows
@@ -99,7 +99,7 @@ def save(kind: str, tmp_path: Path) -> Path:
 def test_rows_are_the_same_from_every_kind_of_file(kind: str, tmp_path: Path) -> None:
     path = save(kind, tmp_path)
     data, _ = load_data(config(train=path, heldout=path))
-    prompts = data.read(range(len(data)))
+    prompts = [data[row] for row in range(len(data))]
     assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("1+1=", "2"), ("2+2=", "4")]
     assert json.loads(prompts[0].metadata) == {"level": {"hard": False}}
 

@@ -8,13 +8,13 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from rlhf.config import RewardTable
 from rlhf.contract import group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reward import RewardTable
 
 STUCK_S = 0.4
 TIMEOUT_S = 0.2
@@ -114,10 +114,10 @@ def test_who_asks_for_the_outcome_of_a_call_that_goes_on_is_told_whether_it_gets
 def test_a_call_that_makes_no_progress_after_its_deadline_makes_its_rank_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def leave(self: CallQueue, why: str) -> NoReturn:
+    def leave(self: Worker, why: str) -> NoReturn:
         raise ServiceLost(why)
 
-    monkeypatch.setattr(CallQueue, "_leave", leave)
+    monkeypatch.setattr(Worker, "leave", leave)
 
     async def main() -> None:
         queue, began = CallQueue(Slow(TABLE, Ranks(0, 1, 1)), NOTHING, NOTHING), time.monotonic()

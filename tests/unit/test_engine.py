@@ -14,14 +14,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import PolicyHead, PolicyOutput, value_head
+from services.compute.jagged_rows import assemble
 from services.compute.linear import speed_up
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.microbatch import MicroBatch
 from services.compute.norms import speed_up_norms
+from services.compute.splitting import split
 from services.engines import sharded
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import bring_back, copy_to_host, free, num_bytes
-from services.models.families import ValueModel, load_causal_lm, load_value_model, tensors_sha256
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm, load_value_model
+from services.models.value_model import ValueModel
 from services.storage import publish
 
 CPU = torch.device("cpu")

@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, split
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
-from services.models.families import load_causal_lm, tensors_sha256
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm
 
 CPU = torch.device("cpu")
 HEAD = PolicyHead(temperature=1.7)

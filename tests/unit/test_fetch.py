@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.transports import Reading, Transport
 from rlhf.errors import ServiceLost
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config.tables import Config, load
+from controller.config.config import Config, load
 from controller.foresight import arena_mb_needed, arena_warnings
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import GrpcTransport, TcpTransport, Transport, byte_server, serve_fetch

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from nccl_transfer.refs.batch import Endpoint
-from rlhf.config import ServiceTable
+from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import ConfigError
 from services.runtime.hosts import (
     HostAddresses,
@@ -18,6 +17,7 @@ from services.runtime.hosts import (
     interface_of,
     network_interfaces,
 )
+from settings.service import ServiceTable
 
 ELSEWHERE = "192.0.2.1"
 """An address for documents: no host has it."""

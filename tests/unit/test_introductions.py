@@ -15,10 +15,12 @@ from unit.test_execution import MetRanks, Reference
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.config import ReferenceTable
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2 as pb
@@ -26,6 +28,7 @@ from services.runtime import introductions
 from services.runtime.execution import CallQueue
 from services.runtime.introductions import Introductions
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from settings.reference import ReferenceTable
 
 KEY = "0123456789abcdef" * 2
 OTHER = Endpoint("10.0.0.2:7101", "host", "rlhf-" + KEY, 5, "actor", 1, "", 40000, KEY, 22703)
@@ -34,7 +37,7 @@ PEER = Endpoint("10.0.0.1:33333", "host", "", 5, "reference", 1)
 
 
 def proto(endpoint: Endpoint = OTHER, **changes: Any) -> pb.Endpoint:
-    message = wire.endpoint_to_proto(endpoint)
+    message = endpoint_to_proto(endpoint)
     for name, value in changes.items():
         setattr(message, name, value)
     return message
@@ -280,4 +283,21 @@ def test_every_endpoint_of_a_batch_counts_also_those_that_only_relay() -> None:
         await rank.queue.drain()
 
     with a_rank() as rank:
+        asyncio.run(asyncio.wait_for(main(rank), 20))
+
+
+def test_a_call_that_names_a_stranger_takes_no_number_of_a_call_that_waits() -> None:
+    async def main(rank: Rank) -> None:
+        worker = cast(Held, rank.queue.worker)
+        running = rank.start(1, rank.near())
+        await asyncio.to_thread(worker.begun.wait, 20)
+        behind = rank.start(2, rank.near())
+        for sequence in (2, 1 << 40):
+            with pytest.raises(InvalidRequest):
+                rank.start(sequence, far())
+        worker.ends.set()
+        await asyncio.gather(running, behind)
+        await rank.queue.drain()
+
+    with a_rank(worker=Held) as rank:
         asyncio.run(asyncio.wait_for(main(rank), 20))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf.config import JudgeTable
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.judge import JudgeScorer, fill, read_completion, read_score
 from services.runtime.worker import CallContext
+from settings.reward import JudgeTable
 
 pytest.importorskip("httpx")
 

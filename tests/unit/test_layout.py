@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.models.families import VALUE_HEAD_FILE
+from services.models.directory import VALUE_HEAD_FILE
 from services.models.weights import WeightsReader, WeightsWriter
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout

@@ -9,7 +9,7 @@ import pytest
 
 from loadtest import generator
 from loadtest.generator import Generator, Sending
-from loadtest.recorder import Recorder, Window
+from loadtest.recorder import StepRecorder, Window
 from loadtest.schedule import constant
 from loadtest.target import Reply
 
@@ -28,9 +28,9 @@ class NeverAnswers:
     async def release(self) -> None: ...
 
 
-async def overrun_step() -> tuple[Sending, Recorder]:
+async def overrun_step() -> tuple[Sending, StepRecorder]:
     now_s = asyncio.get_running_loop().time()
-    recorder = Recorder(Window(now_s, now_s + 60), 1.0)
+    recorder = StepRecorder(Window(now_s, now_s + 60), 1.0)
     caller: Any = NeverAnswers()
     sending = await Generator(caller, recorder, DRAIN_S, asyncio.Event()).open_loop(now_s, constant(200))
     return sending, recorder

@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from loadtest.recorder import UNFINISHED, Recorder, Window
+from loadtest.recorder import UNFINISHED, StepRecorder, Window
 from loadtest.target import OK, Reply
 from rlhf.v1.common_pb2 import Timing
 
 
-def recorder() -> Recorder:
+def recorder() -> StepRecorder:
     """Measures from 10 to 20 s."""
-    return Recorder(Window(10.0, 20.0), 1.0)
+    return StepRecorder(Window(10.0, 20.0), 1.0)
 
 
-def one_call(into: Recorder, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
+def one_call(into: StepRecorder, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
     into.begin(due_s, sent_s)
     into.end(due_s, sent_s, ended_s, reply)
 
@@ -61,7 +61,7 @@ def test_of_several_ranks_the_slowest_counts() -> None:
     assert round(measured.rest.mean_s, 6) == 0.5
 
 
-def constant_rate(into: Recorder, per_s: int, latency_s: float, capacity: float = math.inf) -> None:
+def constant_rate(into: StepRecorder, per_s: int, latency_s: float, capacity: float = math.inf) -> None:
     """Calls due from 9 s on, each answered after its latency, and not before those ahead of it."""
     answered_s = 0.0
     for due_s in (9 + number / per_s for number in range(11 * per_s)):

@@ -12,10 +12,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from loadtest import compare, page, table
-from loadtest.charts import linear_axis, log_axis
 from loadtest.cli import main
 from loadtest.histogram import Histogram
-from loadtest.units import rate_text, seconds_text
 from rlhf.errors import ConfigError
 
 
@@ -147,31 +145,3 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
     assert ran.exit_code == 2
     assert cause in ran.output
     assert ran.output.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "-"),
-        (0, "0.00 µs"),
-        (8.5e-4, "850 µs"),
-        (9.996e-4, "1.00 ms"),
-        (0.0123, "12.3 ms"),
-        (1.5, "1.50 s"),
-    ],
-)
-def test_seconds_are_told_in_a_unit_that_suits(seconds: float | None, text: str) -> None:
-    assert seconds_text(seconds) == text
-
-
-def test_rates_have_three_digits_or_all_of_the_integer_part() -> None:
-    assert [rate_text(rate) for rate in (1.234, 45.67, 234.5, 12345)] == ["1.23", "45.7", "234", "12,345"]
-
-
-def test_axes_enclose_their_values() -> None:
-    linear = linear_axis([3.0, 87.0], str)
-    assert [tick for tick, _ in linear.ticks] == [0, 50, 100]
-    assert linear.place(100) == 1
-    log = log_axis([0.0008, 0.3], str)
-    assert [round(tick, 9) for tick, _ in log.ticks] == [0.0001, 0.001, 0.01, 0.1, 1.0]
-    assert log.place(0.01) == pytest.approx(0.5)

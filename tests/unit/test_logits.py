@@ -15,7 +15,8 @@ from nccl_transfer.refs.mesh import Mesh
 from services.compute import logits
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.logits import OutputLayer
-from services.compute.microbatch import MicroBatch, split
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.three_d.engine import ThreeDParallelEngine

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from controller.advantage import kl_estimate
 from nccl_transfer.refs.columns import Jagged
-from services.actor.losses import PolicyLossConfig, policy_loss, ppo_clip_loss
+from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.surrogates import ppo_clip_loss
 from services.critic.losses import value_loss
 from services.roles.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import OptimizerTable, RewardTable
 from rlhf.errors import ConfigError
 from services.reward.role import worker_class
 from services.reward.worker import RewardWorker
 from services.runtime import main
+from settings.model import OptimizerTable
+from settings.reward import RewardTable
 
 # The memory of a call: some megabytes at a time, freed in another order, from a thread.
 PROGRAM = """

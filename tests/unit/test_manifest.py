@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.checksums import BLOCK_BYTES
 from nccl_transfer.refs.plans import needed
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.transports.gpu.manifest import check_manifest, manifest_item
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2

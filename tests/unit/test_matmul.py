@@ -43,8 +43,8 @@ def test_products_are_computed_by_the_library_in_use(
     backend: matmul.Backend, monkeypatch: pytest.MonkeyPatch
 ):
     calls: list[int] = []
-    by_onednn = matmul._onednn_linear
-    monkeypatch.setattr(matmul, "_onednn_linear", lambda *a: calls.append(1) or by_onednn(*a))
+    by_onednn = matmul.onednn_linear
+    monkeypatch.setattr(matmul, "onednn_linear", lambda *a: calls.append(1) or by_onednn(*a))
     matmul.use(backend)
     x, weight = torch.randn(7, 48), torch.randn(20, 48)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight), atol=1e-5, rtol=1e-5)
@@ -53,7 +53,7 @@ def test_products_are_computed_by_the_library_in_use(
 
 
 def test_a_library_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(matmul, "_onednn_linear", None)
+    monkeypatch.setattr(matmul, "onednn_linear", None)
     with pytest.raises(ValueError, match="allowed are auto and mkl"):
         matmul.use("onednn")
     assert matmul.faster(*matmul.measure()) == "mkl"

@@ -1,27 +1,21 @@
 """Meshes that a configuration names are refused with a reason and the nearest that fit, or they fit the model."""
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 
-from rlhf import meshes
+from settings import meshes
 
 LAYERS, HEADS, KEY_VALUE_HEADS = 6, 12, 4
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    config = {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_VALUE_HEADS,
-        "intermediate_size": 96,
-        "vocab_size": 61,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+SHAPE = {
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "intermediate_size": 96,
+    "vocab_size": 61,
+}
 
 
 @pytest.mark.parametrize("text", ["", "2", "1-2", "1-2-2-1", "1-0-2", "a-b-c", "1--2", "-1-2-2"])
@@ -51,34 +45,32 @@ def test_sizes_are_pipeline_tensor_data():
         ("1-6-1", 6, "its 4 key-value heads cannot be dealt out to 6 tensor ranks; the nearest that fit: "),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_with_the_nearest_that_do(
-    model: Path, text: str, ranks: int, expected: str
-):
+def test_a_mesh_that_does_not_fit_is_refused_with_the_nearest_that_do(text: str, ranks: int, expected: str):
     with pytest.raises(ValueError) as refused:
-        meshes.check(text, ranks, model)
+        meshes.check(text, ranks, SHAPE)
     assert expected in str(refused.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
-def test_a_mesh_is_accepted_exactly_where_everything_divides(model: Path, ranks: int):
+def test_a_mesh_is_accepted_exactly_where_everything_divides(ranks: int):
     for p, t, d in itertools.product(range(1, ranks + 1), repeat=3):
         fits = p * t * d == ranks and LAYERS % p == 0 and HEADS % t == 0 and KEY_VALUE_HEADS % t == 0
         try:
-            meshes.check(f"{p}-{t}-{d}", ranks, model)
+            meshes.check(f"{p}-{t}-{d}", ranks, SHAPE)
         except ValueError as refused:
             assert not fits
             suggested = str(refused).rpartition(": ")[2].split(", ")
             assert suggested
             for other in suggested:
-                meshes.check(other, ranks, model)
+                meshes.check(other, ranks, SHAPE)
         else:
             assert fits
 
 
-def test_of_a_model_that_is_not_there_yet_only_the_number_of_ranks_is_checked(tmp_path: Path):
-    meshes.check("1-7-1", 7, tmp_path / "missing")
+def test_without_a_shape_only_the_number_of_ranks_is_checked():
+    meshes.check("1-7-1", 7)
     with pytest.raises(ValueError, match="has 7 ranks, and ranks is 8"):
-        meshes.check("1-7-1", 8, tmp_path / "missing")
+        meshes.check("1-7-1", 8)
 
 
 @pytest.mark.parametrize("text", ["", "1-2-2", "1-1-2-2-1", "1-1-0-2", "1-1-2-x"])
@@ -142,16 +134,14 @@ def test_a_generation_mesh_is_accepted_exactly_where_training_shards_nest(mesh: 
         ("1-4-1", "", {"intermediate_size": 98}, "does not fit the model, which has intermediate_size 98"),
         ("1-3-1", "1-3-1-1", {}, "which has num_key_value_heads 4"),
         ("", "", {"head_dim": 16}, "at least 32 dimensions, and the model's have 16; use rollout_engine hf"),
-        ("", "", {"hidden_size": 96, "head_dim": None}, "and the model's have 8"),
+        ("", "", {"hidden_size": 96}, "and the model's have 8"),
     ],
 )
 def test_what_vllm_cannot_generate_with_is_refused(
-    model: Path, mesh: str, generation: str, changes: dict[str, int], expected: str
+    mesh: str, generation: str, changes: dict[str, int], expected: str
 ):
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as refused:
-        meshes.check_vllm(mesh, generation, model)
+        meshes.check_vllm(mesh, generation, SHAPE | changes)
     assert expected in str(refused.value)
 
 
@@ -159,9 +149,9 @@ def test_what_vllm_cannot_generate_with_is_refused(
     ("mesh", "generation"),
     [("", ""), ("1-2-2", ""), ("2-2-2", "1-1-4-2"), ("2-2-1", "1-2-2-1"), ("1-4-1", "1-4-1-1")],
 )
-def test_vllm_generates_on_tensor_groups(model: Path, mesh: str, generation: str):
-    meshes.check_vllm(mesh, generation, model)
+def test_vllm_generates_on_tensor_groups(mesh: str, generation: str):
+    meshes.check_vllm(mesh, generation, SHAPE)
 
 
-def test_a_model_that_is_not_there_yet_may_be_generated_with(tmp_path: Path):
-    meshes.check_vllm("1-2-1", "", tmp_path / "nowhere")
+def test_without_a_shape_vllm_may_generate_on_tensor_groups():
+    meshes.check_vllm("1-2-1", "")

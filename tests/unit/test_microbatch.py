@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from services.compute.microbatch import assemble, cut, dummy_micro_batch, first_with_same_prompt, pad, split
+from services.compute.jagged_rows import assemble, first_equal_rows
+from services.compute.microbatch import dummy_micro_batch, pad
+from services.compute.splitting import cut, split
 
 PAD_ID = 99
 
@@ -70,7 +72,7 @@ def test_a_cut_may_take_only_some_of_the_rows():
 
 def test_rows_that_begin_alike_go_together_as_early_as_the_longest_of_them():
     prompts = jagged([1, 2], [3], [1, 2], [3], [4], [1, 2])
-    alike = first_with_same_prompt(prompts, np.arange(6))
+    alike = first_equal_rows(prompts, np.arange(6))
     assert alike.tolist() == [0, 1, 0, 1, 4, 0]
     lengths = np.array([4, 6, 5, 2, 5, 3])
     parts = cut(lengths, 8, padded=False, alike=alike)

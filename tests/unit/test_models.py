@@ -23,19 +23,12 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from services.models import families as models
-from services.models.families import (
-    SequenceScorer,
-    ValueModel,
-    check_tokenizer,
-    load_causal_lm,
-    load_classifier,
-    load_tokenizer,
-    load_value_model,
-    tensors_sha256,
-    vocabulary_hash,
-    write_model,
-)
+from services.models.export import tensors_sha256, write_model
+from services.models.families import load_causal_lm, load_classifier, load_value_model
+from services.models.meta import compute_buffers
+from services.models.sequence_scorer import SequenceScorer
+from services.models.tokenizers import check_tokenizer, load_tokenizer, vocabulary_hash
+from services.models.value_model import ValueModel
 
 IDS = torch.tensor([[1, 5, 9, 33, 60]])
 
@@ -215,7 +208,7 @@ def test_buffers_are_computed_by_the_nearest_model():
     config: Any = SiglipVisionConfig(image_size=8, patch_size=4, **sizes)
     with torch.device("meta"):
         model = Composite(SiglipVisionModel(config))
-    models._compute_buffers(model, model)
+    compute_buffers(model, model)
     (position_ids,) = (x for name, x in model.named_buffers() if name.endswith("position_ids"))
     assert position_ids.tolist() == [[0, 1, 2, 3]]
 
@@ -226,7 +219,7 @@ def test_a_buffer_that_nobody_computes_is_an_error():
         part.register_buffer("scale", torch.ones(3), persistent=False)
         model = Composite(part)
     with pytest.raises(ValueError, match="Composite does not compute scale of Module"):
-        models._compute_buffers(model, model)
+        compute_buffers(model, model)
 
 
 def test_a_model_on_meta_keeps_its_tied_weights_tied(tiny_tied_llama_dir: Path):

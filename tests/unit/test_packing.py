@@ -24,11 +24,13 @@ from transformers import (
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import value_head
-from services.compute.microbatch import MicroBatch, assemble, split
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
 from services.compute.packing import MAX_LENGTH_RATIO, TILE, Packing, Places, attend
+from services.compute.splitting import split
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.models.families import ValueModel
+from services.models.value_model import ValueModel
 
 CPU = torch.device("cpu")
 WINDOW = 5

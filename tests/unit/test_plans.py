@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.role_groups.requests import cut
-from nccl_transfer.refs.batch import Batch, Endpoint, RemoteColumn, Shard, concat_columns
+from nccl_transfer.refs.batch import Batch, concat_columns
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Slice, needed, plan_relays, plan_slices, union
 from nccl_transfer.refs.protocols import TransferProtocol
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.errors import TransferError
 
 SHARD_BYTES = 40

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config.tables import load
+from controller.config.config import load
 from deploy import preflight
 from rlhf.errors import ConfigError
 

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.microbatch import MicroBatch, split
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,22 +18,29 @@ from unit.test_execution import MetRanks
 from client.rank import WORKER, RankClient
 from client.session import Session
 from controller.role_groups import group
-from controller.role_groups.dataflow import FutureBatch, Loop, Placement, resolved
-from controller.role_groups.group import ReferenceGroup
-from controller.training.run import Run
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.fanout import FanOut
+from controller.role_groups.futures import resolved
+from controller.role_groups.loop import Loop
+from controller.role_groups.placement import Placement
+from controller.role_groups.roles import ReferenceGroup
+from controller.training.columns import ColumnReader
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import TEXT, Batch, Column, Endpoint, LocalColumn, RemoteColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import host_id
-from rlhf.config import ReferenceTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import common_pb2, transfer_pb2, worker_pb2
 from services.runtime.server import RankServer
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from settings.reference import ReferenceTable
 
 TIMEOUT_S = 30.0
 ROWS, SEED = 16, 3
@@ -115,7 +121,7 @@ def connected(servers: list[RankServer], session: Session) -> Iterator[Reference
 
         clients, description = loop.run(connect(), TIMEOUT_S)
         try:
-            ranks = ReferenceGroup(clients, description, frozenset({"0"}), session, Placement(), loop)
+            ranks = ReferenceGroup(FanOut(clients), description, frozenset({"0"}), session, Placement(), loop)
             ranks.synchronize().records(TIMEOUT_S)  # the first call begins the session
             yield ranks
         finally:
@@ -237,16 +243,11 @@ def test_token_ids_that_ranks_hold_do_not_come_to_the_controller() -> None:
     values = store.put_column(Jagged(np.arange(3, dtype=np.float32), lengths), "float32", lease)
     columns: dict[str, Future[Any]] = {"response_ids": resolved(ids), "values": resolved(values)}
     batch = FutureBatch(2, columns) | FutureBatch.of(group=np.array([0, 1]))
-    run: Any = SimpleNamespace(
-        _fetcher=Fetcher("", [], store),
-        _cluster=SimpleNamespace(session=session),
-        config=SimpleNamespace(run=SimpleNamespace(call_timeout_s=TIMEOUT_S)),
-        step_of=lambda batch: session.step_of(batch.step),
-    )
-    fetched = Run.fetch(run, batch, "values", "group")
+    reader = ColumnReader(Fetcher("", [], store), session, TIMEOUT_S)
+    fetched = reader.fetch(batch, "values", "group")
     assert (fetched["values"].values.tolist(), fetched["group"].tolist()) == ([0, 1, 2], [0, 1])
     with pytest.raises(InvalidRequest, match=r"run.fetch: column 'response_ids' holds int64 on the ranks"):
-        Run.fetch(run, batch, "response_ids")
+        reader.fetch(batch, "response_ids")
     store.close()
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.config import RewardTable
 from rlhf.errors import CallCancelled, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward import fork_server
 from services.reward.processes import ProcessScorer
 from services.reward.worker import make_scorer
 from services.runtime.worker import CallContext
+from settings.reward import RewardTable
 
 ROW_TIMEOUT_S = 1.0
 

@@ -23,7 +23,6 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config import SandboxTable
 from rlhf.errors import CallCancelled, ConfigError
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.sandbox import (
@@ -40,6 +39,7 @@ from services.reward.sandbox import (
 from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 CALL = {"kind": "call", "function": "f", "args": [1], "expected": 2}
 ASSERTS = {"kind": "asserts", "code": "assert f()", "entry_point": "f"}

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import OptimizerTable, validate
 from rlhf.errors import ConfigError
 from services.engines.base import OptimizerOptions
+from settings.model import OptimizerTable
+from settings.strict import validate
 
 LR, WARMUP, TOTAL = 3e-4, 4, 20
 

@@ -14,17 +14,18 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session, StepContext
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
-from controller.role_groups import dataflow
+from controller.role_groups import loop as loop_module
 from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import FutureBatch, promise
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import promise
 from nccl_transfer.transports import host_id
-from rlhf.config import ActorTable
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.sessions import CurrentSession
+from settings.actor import ActorTable
 
 HOUR_NS = 3600 * 10**9
 
@@ -166,7 +167,7 @@ def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What ended the run is what its user is to be told."""
-    for module in (cluster_module, dataflow):
+    for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
     cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nccl_transfer.refs.batch import Endpoint, Shard
 from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store import arena
 from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES, FreeList
 from nccl_transfer.store.store import Lease, TensorStore

@@ -21,23 +21,24 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 from tensorboardX.record_writer import masked_crc32c
 
 from controller.role_groups.dataflow import CallRecord
-from controller.tracking import charts, run_directory
+from controller.tracking import run_directory
+from controller.tracking.contents import RUN_FILE
 from controller.tracking.figures import MAX_STRETCHES, Curve, Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
 from controller.tracking.progress import Progress, Status, display, step_line
 from controller.tracking.recorder import Recorder
-from controller.tracking.report import RUN_FILE, before_and_after, stage_means, write_report
+from controller.tracking.report import write_report
+from controller.tracking.report_page import before_and_after, stage_means
 from controller.tracking.run_directory import RunDirectory, json_text
 from controller.tracking.tensorboard import crc32c
 from controller.tracking.timeline import Timeline, Track, read_events
-from controller.tracking.units import bytes_text, duration_text
 from rlhf.errors import ConfigError, RlhfError
 
 NOON = 1_767_268_800.0
@@ -708,91 +709,3 @@ class TestReport:
         steps, pairs = before_and_after(figures.samples)
         assert steps == [0, 9]
         assert [(first.response, last.response) for first, last in pairs] == [("b0", "b9"), ("a0", "a9")]
-
-
-FINITE = st.floats(-1e12, 1e12)
-
-
-class TestCharts:
-    @pytest.mark.parametrize(
-        ("low", "high", "ticks"),
-        [
-            (0, 1, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-            (0.24, 0.61, [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]),
-            (-3, 101, [-50, 0, 50, 100, 150]),
-            (5, 5, [2, 3, 4, 5, 6, 7, 8]),
-            (0, 0, [-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6]),
-        ],
-    )
-    def test_ticks_are_round(self, low: float, high: float, ticks: list[float]) -> None:
-        assert charts.nice_ticks(low, high) == ticks
-
-    def test_whole_ticks_are_integers(self) -> None:
-        assert charts.nice_ticks(0, 3, target=6, whole=True) == [0, 1, 2, 3]
-
-    @example(a=1e-5, b=-1.9e-283, target=2)
-    @given(FINITE, FINITE, st.integers(1, 10))
-    def test_ticks_enclose_the_range_and_are_few(self, a: float, b: float, target: int) -> None:
-        low, high = min(a, b), max(a, b)
-        ticks = charts.nice_ticks(low, high, target)
-        slack = 1e-6 * max(abs(low), abs(high))
-        assert ticks[0] <= low + slack
-        assert ticks[-1] >= high - slack
-        assert 2 <= len(ticks) <= target + 2
-        assert ticks == sorted(set(ticks))
-
-    @pytest.mark.parametrize(
-        ("value", "step", "label"),
-        [(0.3, 0.1, "0.3"), (1500, 500, "1,500"), (0.002, 0.001, "0.002"), (2e-7, 1e-7, "2e-07")],
-    )
-    def test_labels_have_the_decimals_their_ticks_need(self, value: float, step: float, label: str) -> None:
-        assert charts.tick_label(value, step) == label
-
-    def test_thinning_keeps_the_extremes(self) -> None:
-        points = [(float(x), math.sin(x / 50)) for x in range(10_000)]
-        points[5_432] = (5_432.0, 9.0)
-        thinned = charts.thin(points)
-        assert len(thinned) <= 400
-        assert (5_432.0, 9.0) in thinned
-        assert thinned == sorted(thinned)
-        assert set(thinned) <= set(points)
-
-    def test_points_lie_where_their_values_say(self) -> None:
-        chart = charts.line_chart([charts.Series("y", [(0, 0), (1, 5), (2, 10)])], "", "step")
-        circles = [
-            circle for circle in ElementTree.fromstring(chart).iter("circle") if circle.get("class") == "dot"
-        ]
-        xs, ys = ([float(circle.get(key, "")) for circle in circles] for key in ("cx", "cy"))
-        assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-        assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
-        assert xs[0] < xs[1]
-        assert ys[0] > ys[1]
-
-    def test_a_number_that_is_not_finite_breaks_the_line(self) -> None:
-        points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 2.0), (4, 1.0)]
-        chart = ElementTree.fromstring(charts.line_chart([charts.Series("y", points)], "", "step"))
-        assert len(list(chart.iter("path"))) == 2
-
-    def test_nothing_to_draw_is_no_chart(self) -> None:
-        assert charts.line_chart([charts.Series("y", [(0, math.nan)])], "", "step") == ""
-
-    def test_bars_are_as_long_as_their_values(self) -> None:
-        bars = [charts.Bar("a <b>", 4.0, "4"), charts.Bar("c", 1.0, "1")]
-        rects = list(ElementTree.fromstring(charts.bar_chart(bars, "")).iter("rect"))
-        first, second = (float(rect.get("width", "")) for rect in rects)
-        assert first == pytest.approx(4 * second, abs=0.3)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (310 * 2**20, "310 MiB"), (2**50, "1024 TiB")],
-)
-def test_bytes_as_people_read_them(num_bytes: float, text: str) -> None:
-    assert bytes_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(4.21, "4.2 s"), (200, "3 min 20 s"), (3600 * 2 + 301, "2 h 05 min")]
-)
-def test_durations_as_people_read_them(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from nccl_transfer import registry, transports
+from nccl_transfer import registry
 from nccl_transfer.transports import MemfdTransport, TcpTransport, Transport
 from nccl_transfer.transports.gpu.device import why_no_cuda
 from rlhf.errors import ConfigError
@@ -60,30 +60,30 @@ def kinds(made: list[Transport]) -> list[str]:
 
 def test_transports_are_preferred_by_the_bytes_they_move_and_tcp_is_last(install) -> None:
     install()
-    assert transports.names() == ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
+    assert registry.names() == ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
     install(carrier="pigeons:Carrier")
-    assert transports.names() == ["memfd", "cuda_ipc", "nccl", "carrier", "tcp", "grpc"]
+    assert registry.names() == ["memfd", "cuda_ipc", "nccl", "carrier", "tcp", "grpc"]
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU here")
 def test_without_a_gpu_its_transports_say_what_is_missing(install) -> None:
     install()
-    assert transports.unavailable() == {"cuda_ipc": why_no_cuda(), "nccl": why_no_cuda()}
-    assert transports.available() == ["memfd", "tcp", "grpc"]
-    assert kinds(transports.create_transports()) == ["memfd", "tcp", "grpc"]
+    assert registry.unavailable() == {"cuda_ipc": why_no_cuda(), "nccl": why_no_cuda()}
+    assert registry.available() == ["memfd", "tcp", "grpc"]
+    assert kinds(registry.create_transports()) == ["memfd", "tcp", "grpc"]
 
 
 def test_a_plug_in_is_made_where_it_is_asked_for_in_the_order_asked_for(install) -> None:
     install(carrier="pigeons:Carrier")
-    assert kinds(transports.create_transports(["carrier", "memfd"])) == ["carrier", "memfd"]
+    assert kinds(registry.create_transports(["carrier", "memfd"])) == ["carrier", "memfd"]
 
 
 def test_a_transport_that_is_not_available_says_why(install) -> None:
     install(homing="pigeons:Homing")
-    assert transports.unavailable()["homing"] == "no pigeons"
-    assert "homing" not in kinds(transports.create_transports())
+    assert registry.unavailable()["homing"] == "no pigeons"
+    assert "homing" not in kinds(registry.create_transports())
     with pytest.raises(ConfigError, match="transport 'homing' is not available: no pigeons"):
-        transports.create_transports(["homing"])
+        registry.create_transports(["homing"])
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_transport_that_is_not_available_says_why(install) -> None:
 )
 def test_a_plug_in_that_cannot_be_loaded_is_shown_with_its_cause(install, value: str, cause: str) -> None:
     install(carrier=value)
-    assert transports.unavailable()["carrier"] == f"{value}: {cause}"
+    assert registry.unavailable()["carrier"] == f"{value}: {cause}"
     with pytest.raises(ConfigError, match="transport 'carrier' is not available"):
-        transports.create_transports(["carrier"])
+        registry.create_transports(["carrier"])
 
 
 def test_a_plug_in_cannot_take_the_name_of_another(install) -> None:
@@ -107,8 +107,8 @@ def test_a_plug_in_cannot_take_the_name_of_another(install) -> None:
         name = "memfd"
 
     with pytest.raises(ConfigError, match="a transport named 'memfd' exists already"):
-        transports.register_transport(Impostor)
-    assert kinds(transports.create_transports(["memfd"])) == [MemfdTransport.name]
+        registry.register_transport(Impostor)
+    assert kinds(registry.create_transports(["memfd"])) == [MemfdTransport.name]
 
 
 def test_an_unknown_name_lists_the_known_ones(install) -> None:
@@ -116,4 +116,4 @@ def test_an_unknown_name_lists_the_known_ones(install) -> None:
     with pytest.raises(
         ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, carrier, tcp"
     ):
-        transports.create_transports(["rdma"])
+        registry.create_transports(["rdma"])

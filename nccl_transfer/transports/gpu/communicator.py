@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from nccl_transfer.transports.gpu.device import INSTALL_HINT, CupyCuda, CupyEvent, Event, cupy, why_no_cuda
+from nccl_transfer.transports.gpu.device import (
+    INSTALL_HINT,
+    CupyCuda,
+    CupyEvent,
+    Event,
+    cupy,
+    own_cuda,
+    why_no_cuda,
+)
 
 UNIQUE_ID_BYTES = 128
+
+READER, SOURCE = 0, 1
+"""Ranks in a communicator of two."""
 
 
 class CommunicatorError(Exception):
@@ -55,6 +67,18 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Ends everything under way, also in other threads, and frees the communicator. May be called again."""
+
+
+def abort_in_background(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
+    """Aborts a communicator, if it was made, and then does what had to wait for that. Of NCCL's calls this is the
+    one that may block, so it gets a thread of its own."""
+
+    def run() -> None:
+        if joined.exception() is None:
+            joined.result().abort()
+        then()
+
+    threading.Thread(target=run, name="nccl-abort", daemon=True).start()
 
 
 class Nccl(ABC):
@@ -161,3 +185,10 @@ class _CupyCommunicator(Communicator):
                 self._ended = True
                 self._cuda.use()
                 self._communicator.abort()
+
+
+def own_nccl() -> Nccl:
+    """NCCL on the GPU of this process."""
+    cuda = own_cuda()
+    assert isinstance(cuda, CupyCuda)
+    return CupyNccl(cuda)

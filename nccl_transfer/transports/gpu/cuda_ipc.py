@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from nccl_transfer.refs.batch import Endpoint
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nccl_transfer.refs.batch import ELEMENT_BYTES
+from nccl_transfer.refs.dtypes import ELEMENT_BYTES
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.wire import DTYPES, ELEMENT_TYPES
 from rlhf.errors import InvalidRequest

@@ -12,15 +12,17 @@ from typing import Any
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import check_epoch, layout
 from nccl_transfer.transports.gpu.communicator import (
+    READER,
+    SOURCE,
     Communicator,
     CommunicatorError,
     Message,
     Nccl,
+    abort_in_background,
     version_text,
 )
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.manifest import check_manifest
-from nccl_transfer.transports.gpu.nccl import READER, SOURCE, abort
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
@@ -120,7 +122,7 @@ class NcclSession:
         self.ended.set()
         if self.transaction is not None and self.transaction.phase is not Phase.DONE:
             self.transaction.abort(reason)
-        self._joined.add_done_callback(abort)
+        self._joined.add_done_callback(abort_in_background)
         self._worker.submit(self._produced.close)
         self._worker.shutdown(wait=False)
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from nccl_transfer.refs.batch import Endpoint
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import remaining_s
 from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
 from rlhf.errors import DeadlineExceeded, Refused
@@ -29,7 +29,7 @@ class PeerConnection(ABC):
         channel: Opens a channel to the source.
 
     Attributes:
-        closed: For its tethers: ends their waits.
+        closed: For its streams: ends their waits.
     """
 
     def __init__(self, channel: Callable[[], grpc.Channel]) -> None:

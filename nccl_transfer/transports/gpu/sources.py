@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.gpu.communicator import Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Cuda, own_cuda, why_no_cuda
-from nccl_transfer.transports.gpu.nccl import own_nccl
 from nccl_transfer.transports.gpu.nccl_source import NcclSource
 from nccl_transfer.transports.gpu.staging import SLOT_BYTES, StagingSource
 from rlhf.errors import Refused

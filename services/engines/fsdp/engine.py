@@ -20,11 +20,13 @@ from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
+from services.compute.transformers_internals import block_class_names
 from services.engines.base import OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
-from services.models.families import FAMILIES, ValueModel
+from services.models.families import FAMILIES
 from services.models.loading import Load, materialize, read_first_values, read_parts
+from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
 from services.storage.checkpoint import WeightShard
 
@@ -63,6 +65,7 @@ class FSDPEngine(DataParallelEngine):
         load: Load | None = None,
     ) -> None:
         self._directory, self._load, self._dtype = directory, load, next(model.parameters()).dtype
+        self.config = transformer_of(model).config
         self.packs = _know_packed_rows(model)
         self._reader = _ModelAndHead(model)
         if activation_checkpointing:
@@ -159,7 +162,7 @@ class _ModelAndHead(nn.Module):
 def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
     """Have the model understand packed micro-batches, where it is of a family that hands on to its attention whatever
     it is given; returns whether it does."""
-    backbone = model.backbone if isinstance(model, ValueModel) else model
+    backbone = transformer_of(model)
     if backbone.config.model_type not in FAMILIES:
         return False
     backbone.set_attn_implementation(ATTENTION)
@@ -178,6 +181,6 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
-    backbone = model.backbone if isinstance(model, ValueModel) else model
-    names = set(backbone._no_split_modules or ())
-    return [module for module in backbone.modules() if type(module).__name__ in names]
+    transformer = transformer_of(model)
+    names = block_class_names(transformer)
+    return [module for module in transformer.modules() if type(module).__name__ in names]

@@ -15,8 +15,10 @@ from nccl_transfer.refs.mesh import Mesh
 from services.compute import matmul
 from services.compute.heads import Head, dummy_head
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
-from services.engines.agreement import RunToEnd, all_or_none, new_directory
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn, OptimizerOptions
+from services.engines.collectives import max_over_ranks, stop_together
+from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d.groups import MeshGroups
@@ -137,8 +139,8 @@ class ThreeDParallelEngine(ShardedEngine):
             return (dummy_head if micro_batch.is_dummy else head)(raw, micro_batch)
 
         with self._sharding.computing():
-            for first in range(0, self._most(len(padded)), per_round):
-                self._stop_together(should_stop())
+            for first in range(0, max_over_ranks(len(padded), self.device), per_round):
+                stop_together(should_stop(), self.device)
                 ours = [each.to(self.device) for each in padded[first : first + per_round]]
                 results = run_forward(self._stage, self._groups, ours, read, self._hidden_template)
                 for micro_batch, output in zip(ours, results, strict=True):
@@ -171,11 +173,11 @@ class ThreeDParallelEngine(ShardedEngine):
         self.check_onloaded()
         dtype = dtype or self._kept_dtype
         kept = self._gather(self._sharding.kept, self._stage.layouts, self._kept_dtype)
-        gathered, sha256 = RunToEnd(kept, self.progressed), ""
-        with new_directory(directory, self.device, self.progressed, gathered) as partial:
-            if dist.get_rank() == 0:
-                sha256 = self._write(partial, gathered, tokenizer, dtype)
-        return self._from_rank_0(sha256)
+
+        def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
+            return self._write(partial, gathered, tokenizer, dtype)
+
+        return export_gathered(directory, kept, write, self.device, self.progressed)
 
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
@@ -204,7 +206,7 @@ class ThreeDParallelEngine(ShardedEngine):
             for error in failures:
                 raise error
         self._sum_gradients()
-        return accumulator.total(counts=self.sees_outputs and self._groups.tensor_index == 0)
+        return accumulator.total(is_primary=self.sees_outputs and self._groups.tensor_index == 0)
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, and blank ones where data ranks must run equally many."""

@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from rlhf import meshes
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.compute.norms import speed_up_norms
@@ -32,10 +31,14 @@ from services.engines.three_d.tensor_parallel import (
     VocabularyParallelHead,
     fan_out_input,
 )
-from services.models.families import FAMILIES, ValueModel, save_config
+from services.models.export import save_config
+from services.models.families import FAMILIES
+from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of
+from settings import meshes
+from settings.fit import read_shape
 
 _BACKBONE = "backbone."
 
@@ -92,7 +95,7 @@ class ModelStage:
                 f"{directory} is a {self.config.model_type}, engine 3d knows {', '.join(FAMILIES)}"
             )
         mesh = groups.mesh
-        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, directory)
+        meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, read_shape(directory))
         whole, backbone = _on_meta(directory, dtype, with_value_head)
         speed_up_norms(backbone)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]

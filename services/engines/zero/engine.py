@@ -16,14 +16,19 @@ from torch import Tensor, nn
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.adamw import add_moments
 from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
-from services.engines.zero import partitions
+from services.engines.zero.deepspeed_internals import prepare
 from services.engines.zero.flat import boxes
+from services.engines.zero.loading import load_for_stage
 from services.engines.zero.modules import ForwardPass, dummy_loss
-from services.engines.zero.partitions import Partitions, TrainedPartitions
-from services.models.families import ValueModel, load_causal_lm, load_value_model
+from services.engines.zero.partitions import Partitions, Replicas, TrainedPartitions
+from services.engines.zero.stage3 import FrozenStage3, Stage3Partitions
+from services.engines.zero.stage12 import Stage12Partitions
+from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import Model, read_first_values, read_parts
+from services.models.value_model import transformer_of
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import PART, WeightShard
@@ -66,14 +71,14 @@ class ZeROEngine(DataParallelEngine):
         offloads: bool = False,
         with_value_head: bool = False,
     ) -> None:
-        partitions.prepare()
+        prepare()
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
         self._directory, self._dtype = directory, dtype
         self._load = load_value_model if with_value_head else load_causal_lm
-        model, empty = partitions.load(self._load, directory, stage, device, dtype)
+        model, empty = load_for_stage(self._load, directory, stage, device, dtype)
         self._pass = ForwardPass(model, compute_dtype)
-        self.config = (model.backbone if isinstance(model, ValueModel) else model).config
+        self.config = transformer_of(model).config
         self._partitions = self._partition(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
@@ -162,7 +167,7 @@ class ZeROEngine(DataParallelEngine):
     ) -> Partitions:
         model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
-            return partitions.FrozenStage3(model, self._pass) if stage == 3 else partitions.Replicas(model)
+            return FrozenStage3(model, self._pass) if stage == 3 else Replicas(model)
         adamw = torch.optim.AdamW(
             model.parameters(),
             lr=optimizer.lr,
@@ -172,8 +177,8 @@ class ZeROEngine(DataParallelEngine):
             fused=True,
         )
         if stage == 3:
-            return partitions.Stage3Partitions(model, self._pass, adamw, offloads)
-        return partitions.Stage12Partitions(model, adamw, stage, offloads)
+            return Stage3Partitions(model, self._pass, adamw, offloads)
+        return Stage12Partitions(model, adamw, stage, offloads)
 
     def _take_step(self, lr: float) -> None:
         zero = self._learning.zero
@@ -190,11 +195,7 @@ class ZeROEngine(DataParallelEngine):
 
     def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
         adamw, flat = self._learning.zero.optimizer, self._learning.parameter
-        adamw.state[flat] = {
-            "step": torch.zeros((), device=flat.device),
-            "exp_avg": torch.zeros_like(flat),
-            "exp_avg_sq": torch.zeros_like(flat),
-        }
+        add_moments(adamw, flat)
         return adamw
 
     def _state(self) -> dict[str, Tensor]:

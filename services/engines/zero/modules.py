@@ -13,7 +13,7 @@ from services.compute.heads import PolicyHead
 from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch
 from services.engines.fsdp.engine import output_layer
-from services.models.families import ValueModel
+from services.models.value_model import ValueModel
 
 
 class ForwardPass(nn.Module):

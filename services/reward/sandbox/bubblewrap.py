@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
 from services.reward.sandbox import cgroups, confine, seccomp
 from services.reward.sandbox.bwrap_command import HOME, MODULES, BwrapCommand, missing
@@ -30,6 +29,7 @@ from services.reward.sandbox.isolation import (
     memory_file,
 )
 from services.reward.sandbox.sandboxed_process import Quota, SandboxedProcess
+from settings.reward import SandboxTable
 
 LAUNCH_TIMEOUT_S = 60.0
 FILES_PER_MIB = 256

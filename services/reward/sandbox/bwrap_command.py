@@ -8,10 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
 from services.reward.sandbox import confine, seccomp
 from services.reward.sandbox.isolation import INTERPRETER, MIB, PACKAGE, SOURCE, python
+from settings.reward import SandboxTable
 
 HOME = "/sandbox"
 """Directory of our own modules in a sandbox."""

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rlhf.config import SandboxTable
 from rlhf.errors import ConfigError
 from services.reward.sandbox import test_runner, wire
 from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
 from services.reward.sandbox.program import Submission
 from services.reward.sandbox.remote_program import START_TIMEOUT_S
+from settings.reward import SandboxTable
 
 GRACE_S = 1.0
 """Seconds after a program's time is up in which the test runner may send its verdict."""

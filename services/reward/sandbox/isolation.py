@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import SandboxTable
 from rlhf.errors import RlhfError
 from services.reward.sandbox import confine, wire
+from settings.reward import SandboxTable
 
 END_TIMEOUT_S = 20.0
 MIB = 1 << 20

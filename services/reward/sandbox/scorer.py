@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent import futures
 
-from rlhf.config import SandboxTable
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, ProgramVerdict
 from services.reward.sandbox.program import BadRow, Submission, read_row
 from services.reward.scorers.base import Scorer, metadata_of
 from services.runtime.worker import CallContext
+from settings.reward import SandboxTable
 
 POLL_S = 0.1
 

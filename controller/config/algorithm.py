@@ -1,0 +1,95 @@
+"""Hyper-parameters that algorithms share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from settings.strict import Positive, Strict
+
+MAX_KL_ERROR = 0.2
+"""An adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class AlgorithmTable(Strict):
+    """Hyper-parameters that algorithms share; each reads those it has a use for, some with defaults of its own."""
+
+    epochs: Positive = 1
+    """Passes of the actor over a step's rows."""
+    critic_epochs: Positive = 1
+    """Passes of the critic over a step's rows."""
+    mini_batch_size: Positive = 128
+    """Rows, over all ranks, of one optimizer step."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards (GAE, Schulman et al. 2016)."""
+    lam: Fraction = 1.0
+    """Weight of longer returns (lambda in GAE)."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of a batch to mean 0 and variance 1."""
+    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Use of the probability ratio in the actor's loss: ppo clips that of each token, gspo that of the whole
+    response, and cispo weighs each token's log-probability by it, clipped."""
+    clip_low: Fraction = 0.2
+    """The probability ratio is clipped at 1 minus this."""
+    clip_high: NotNegative = 0.2
+    """The probability ratio is clipped at 1 plus this."""
+    dual_clip: NotNegative = 3.0
+    """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off. For surrogate ppo of every
+    algorithm, in whose papers it is not."""
+    value_clip: NotNegative = 0.5
+    """New values are clipped to within this range of the old; 0: off."""
+    entropy_coefficient: NotNegative = 0.0
+    """Weight of the entropy bonus in the actor's loss."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How the losses of tokens become one number."""
+    kl_reward_coefficient: NotNegative = 0.001
+    """Weight of the KL penalty in the reward."""
+    kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL penalty in the reward."""
+    kl_target: NotNegative = 0.0
+    """KL per response that an adaptive coefficient steers to (Ziegler et al. 2019); 0: the coefficient is fixed."""
+    kl_horizon: Positive = 10_000
+    """Responses over which the adaptive coefficient moves."""
+    kl_loss_coefficient: NotNegative = 0.0
+    """Weight of the KL term in the actor's loss."""
+    kl_loss_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of the KL term in the actor's loss; + takes the gradient of k2."""
+    recompute_log_probs: bool = True
+    """Recompute the log-probabilities of the responses with the training engine, instead of taking the
+    rollout engine's."""
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"
+    """Correction where the training engine finds another probability than the rollout engine sampled with: the loss
+    is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds. Not with
+    rollout.top_k or rollout.top_p."""
+    rollout_correction_level: Literal["token", "sequence"] = "token"
+    """Whether that is the ratio of each token or of the whole response."""
+    rollout_correction_low: NotNegative = 0.5
+    """Smallest ratio that mask keeps."""
+    rollout_correction_high: float = Field(default=2.0, gt=0)
+    """Largest ratio that mask keeps, and what truncate bounds it to."""
+    max_log_prob_drift: NotNegative = 0.0
+    """The run ends where the training engine finds another log-probability of a token than the rollout engine sampled
+    it with, by more than this; 0: however far they are apart."""
+    pretrain_coefficient: NotNegative = 0.0
+    """Weight of the loss of the texts of data.pretrain in the actor's."""
+    on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
+    """Policy for rows that could not be scored: stop ends the run with the cause; retry sends those rows again, and
+    stops where that does not help; drop_group trains without them and the other responses to their prompts. They
+    never count as zero."""
+    reward_retries: Positive = 2
+    """How often retry sends a row again."""
+    options: dict[str, Any] = {}
+    """Options of one algorithm; see the tables of the algorithms below."""
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _check_dual_clip(cls, dual_clip: float) -> float:
+        if 0 < dual_clip <= 1:
+            raise ValueError(f"must be above 1, or 0 for off (given: {dual_clip})")
+        return dual_clip

@@ -1,0 +1,141 @@
+"""Checks between the tables of a run; each raises ValueError with the key, the values and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
+from controller.config.data import DataTable
+from controller.config.rollout import RolloutTable
+from settings.service import ServiceTable
+
+Services = Mapping[str, ServiceTable]
+"""The services of a run by name."""
+
+
+def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
+    """Each pool that a service names exists, and has a device for each of its ranks."""
+    for name, table in services.items():
+        if table.pool and table.pool not in pools:
+            known = ", ".join(sorted(pools)) or "none"
+            raise ValueError(f"services.{name}.pool: no pool {table.pool!r}; known: {known}")
+        if table.pool and len(pools[table.pool]) < table.ranks:
+            raise ValueError(
+                f"services.{name}.pool: {table.pool!r} has {len(pools[table.pool])} devices for {table.ranks} ranks"
+            )
+
+
+def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]) -> None:
+    """Each composed reward has services, and a name of its own."""
+    for name, weights in rewards.items():
+        if not weights:
+            raise ValueError(f"rewards.{name} has no services")
+        if name in services:
+            raise ValueError(f"rewards.{name} is the name of a service already")
+
+
+def check_addresses(services: Services) -> None:
+    """No two services have the same address."""
+    seen: dict[str, str] = {}
+    for name, table in services.items():
+        if table.address in seen:
+            raise ValueError(
+                f"services.{name}.address: {table.address} is taken by services.{seen[table.address]}"
+            )
+        seen[table.address] = name
+
+
+def check_batch(
+    data: DataTable, rollout: RolloutTable, algorithm: AlgorithmTable, services: Services
+) -> None:
+    """Mini-batches divide the rows of a step, and the data ranks of a service divide a mini-batch."""
+    rows = data.prompts_per_step * rollout.samples_per_prompt
+    size = algorithm.mini_batch_size
+    if rows % size:
+        raise ValueError(
+            f"algorithm.mini_batch_size: {size} does not divide the {rows} rows of a step (data.prompts_per_step "
+            f"{data.prompts_per_step} x rollout.samples_per_prompt {rollout.samples_per_prompt})"
+        )
+    for name, table in services.items():
+        if size % table.mini_batch_parts:
+            raise ValueError(
+                f"algorithm.mini_batch_size: {size} rows do not divide over the {table.mini_batch_parts} data ranks "
+                f"of services.{name}"
+            )
+
+
+def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
+    """An adaptive KL coefficient starts above 0, and its horizon is longer than a step."""
+    if not algorithm.kl_target:
+        return
+    if not algorithm.kl_reward_coefficient:
+        raise ValueError("algorithm.kl_reward_coefficient: an adaptive one (kl_target) has to start above 0")
+    if algorithm.kl_horizon <= rows_per_step * MAX_KL_ERROR:
+        raise ValueError(
+            f"algorithm.kl_horizon: {algorithm.kl_horizon} is too short for {rows_per_step} rows a step; "
+            f"more than {MAX_KL_ERROR:g} times as many are needed"
+        )
+
+
+def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
+    """The rollout's log-probabilities are corrected only where the training engine recomputes them over the same
+    distribution."""
+    if algorithm.rollout_correction == "none":
+        return
+    if not algorithm.recompute_log_probs:
+        raise ValueError(
+            "algorithm.rollout_correction: needs recompute_log_probs: it corrects the rollout's by the training "
+            "engine's"
+        )
+    if rollout.truncates:
+        raise ValueError(
+            "algorithm.rollout_correction: does not go with rollout.top_k or rollout.top_p: the rollout's "
+            "log-probabilities are those of the truncated distribution, so that the ratio to the training engine's "
+            "would be the probability that truncation kept, at every token"
+        )
+    if algorithm.rollout_correction_low >= algorithm.rollout_correction_high:
+        raise ValueError(
+            f"algorithm.rollout_correction_low: {algorithm.rollout_correction_low:g} is not below "
+            f"rollout_correction_high, {algorithm.rollout_correction_high:g}"
+        )
+
+
+def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
+    """Drift is bounded only where log-probabilities are recomputed over the same distribution."""
+    if not algorithm.max_log_prob_drift:
+        return
+    if not algorithm.recompute_log_probs:
+        raise ValueError(
+            "algorithm.max_log_prob_drift: needs recompute_log_probs: there is nothing to compare else"
+        )
+    if rollout.truncates:
+        raise ValueError(
+            "algorithm.max_log_prob_drift: does not go with rollout.top_k or rollout.top_p: the rollout's "
+            "log-probabilities are those of the truncated distribution, the training engine's are not"
+        )
+
+
+def check_sampling(rollout: RolloutTable, services: Services) -> None:
+    """Services sample at the rollout's temperature, and have room for a prompt beside its longest response."""
+    for name, table in services.items():
+        lowest, highest = table.temperatures
+        if not lowest <= rollout.temperature <= highest:
+            raise ValueError(
+                f"rollout.temperature: vLLM, which generates in services.{name}, samples at temperatures from "
+                f"{lowest:g} to {highest:g} (given: {rollout.temperature:g})"
+            )
+        for key, most in table.row_limits.items():
+            if most <= rollout.max_response_tokens:
+                raise ValueError(
+                    f"services.{name}.{key}: {most} leaves no room for a prompt beside "
+                    f"rollout.max_response_tokens, {rollout.max_response_tokens}"
+                )
+
+
+def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
+    """Log-probabilities of a truncated distribution are not trained on."""
+    if rollout.truncates and not algorithm.recompute_log_probs:
+        raise ValueError(
+            "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
+            "log-probabilities are those of the truncated distribution, the update's are not"
+        )

@@ -1,0 +1,163 @@
+"""Finds the services of a config by their addresses and checks that they are the services that the config describes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+
+import grpc
+import grpc.aio
+
+from client.rank import WORKER, RankClient
+from controller.config.config import Config
+from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.v1 import common_pb2, worker_pb2
+
+RETRY_S = 0.2
+"""Pause between attempts to reach a service."""
+SILENCE_S = 2.0
+"""Longest time that a run waits for services before it says which."""
+
+Descriptions = Mapping[str, worker_pb2.DescribeResponse]
+"""Descriptions of services by name."""
+
+
+class Discovery:
+    """Finds all services of a config.
+
+    Args:
+        config: The configuration.
+        say: Called with a line that names the services that are waited for.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+
+    async def find_all(self) -> Descriptions:
+        """Descriptions of all services. A wrong service is an error at once, missing ones are listed together.
+
+        Raises:
+            ServiceLost: Services do not answer within `run.connect_timeout_s`.
+            ConfigError: A service is not the one that the config describes.
+        """
+        timeout_s = self._config.run.connect_timeout_s
+        deadline = time.monotonic() + timeout_s
+        finds = {name: asyncio.create_task(self._find(name, deadline)) for name in self._config.services}
+        missing, told = set(finds), set[str]()
+        try:
+            while missing:
+                waits = [finds[name] for name in missing]
+                await asyncio.wait(waits, timeout=SILENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+                missing = {name for name in missing if not finds[name].done()}
+                for find in finds.values():
+                    if find.done() and not isinstance(find.exception(), ServiceLost | None):
+                        find.result()
+                if missing and missing != told and time.monotonic() < deadline:
+                    told = missing
+                    self._say(
+                        f"waiting for {', '.join(self._named(name) for name in finds if name in missing)}"
+                    )
+        finally:
+            for find in finds.values():
+                find.cancel()
+        lost = [str(find.exception()) for find in finds.values() if find.exception()]
+        if lost:
+            raise ServiceLost(
+                f"no service answers within {timeout_s:g} s at {'; at '.join(lost)}. Start services with "
+                "rlhf-deploy up CONFIG, or have the run start them: --launch"
+            )
+        return {name: find.result() for name, find in finds.items()}
+
+    def _named(self, name: str) -> str:
+        return f"services.{name} ({self._config.services[name].address})"
+
+    async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
+        """The description of a service, checked against the config."""
+        table = self._config.services[name]
+        description = await self._describe(name, deadline)
+        if description.role != table.role:
+            raise ConfigError(
+                f"services.{name}.address: {table.address} is the {description.role} service "
+                f"{description.service!r}, but role is {table.role}"
+            )
+        if len(description.ranks) != table.ranks:
+            raise ConfigError(
+                f"services.{name}.ranks is {table.ranks}, but the service has {len(description.ranks)}"
+            )
+        longest = self._config.rollout.max_response_tokens
+        if description.max_tokens and description.max_tokens <= longest:
+            raise ConfigError(
+                f"rollout.max_response_tokens: {longest} leave no room for a prompt in services.{name}, which takes "
+                f"{description.max_tokens} tokens in all (its model's positions, or micro_batch_tokens)"
+            )
+        return description
+
+    async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
+        """The description of a service by its rank 0, asked for until it answers."""
+        table = self._config.services[name]
+        client = RankClient(name, 0, table.address)
+        try:
+            while True:
+                remaining_s = max(deadline - time.monotonic(), RETRY_S)
+                try:
+                    return await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
+                except (ServiceLost, DeadlineExceeded) as error:
+                    if time.monotonic() + RETRY_S > deadline:
+                        raise ServiceLost(f"{self._named(name)}{_connection_failure(error)}") from error
+                except RlhfError as error:
+                    if _is_unimplemented(error) and table.role == "reward":
+                        return _foreign_reward(name, table.address)
+                    raise ConfigError(
+                        f"services.{name}.address: {table.address} is no service of this cluster: {error}"
+                    ) from error
+                await asyncio.sleep(RETRY_S)
+        finally:
+            await client.close()
+
+
+def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
+    """Whether a service reads token ids: every one does but a reward that scores text rows."""
+    return description.role != "reward" or description.input_form == worker_pb2.INPUT_FORM_TENSOR
+
+
+def check_vocabularies(services: Descriptions) -> None:
+    """Raises ConfigError where a service reads token ids of another vocabulary than an actor's."""
+    for actor, made_by in services.items():
+        if made_by.role != "actor":
+            continue
+        expected = made_by.vocabulary_hash
+        for name, description in services.items():
+            if reads_tokens(description) and description.vocabulary_hash != expected:
+                raise ConfigError(
+                    f"services.{name}.model: its tokenizer is not that of services.{actor}: vocabulary hash "
+                    f"{description.vocabulary_hash[:12] or 'none'} against {expected[:12]}"
+                )
+
+
+def _connection_failure(error: RlhfError) -> str:
+    """`: REASON`, as gRPC words it, without addresses; empty where the service was silent."""
+    cause = error.__cause__
+    if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
+        return ""
+    reason = re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
+    return ": " + reason.removeprefix("Failed to connect to remote host: ")
+
+
+def _is_unimplemented(error: RlhfError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def _foreign_reward(name: str, address: str) -> worker_pb2.DescribeResponse:
+    """The description of a server of RewardService alone: one rank, text rows, no epoch."""
+    endpoint = common_pb2.Endpoint(address=address, service=name)
+    return worker_pb2.DescribeResponse(
+        role="reward",
+        service=name,
+        ranks=[worker_pb2.RankInfo(endpoint=endpoint)],
+        mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
+        input_form=worker_pb2.INPUT_FORM_TEXT,
+    )

@@ -1,0 +1,151 @@
+"""Calls to all ranks of a service at once: sent in sequence, cancelled together, blamed on the rank at fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from client.outage import is_silence
+from client.rank import WORKER, RankClient
+from controller.role_groups.placement import Place
+from rlhf.contract import Method
+from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
+from rlhf.v1 import worker_pb2
+
+SETTLE_S = 2.0
+"""After a rank has failed, how long to wait for the others' answers: the rank at fault may answer last."""
+
+
+class FanOut:
+    """The ranks of a service and the queue of calls on them, which they run in the order of sequence numbers.
+
+    Args:
+        clients: One per rank, in rank order.
+
+    Attributes:
+        service: Name of the service in the config.
+    """
+
+    def __init__(self, clients: Sequence[RankClient]) -> None:
+        self.clients = clients
+        self.service = clients[0].service
+        self._sent = 0
+        self._due: dict[
+            str, float
+        ] = {}  # by call id, of the calls without an answer, in the event loop's time
+
+    @property
+    def next_sequence(self) -> int:
+        """Sequence number of the call that is sent next, from 1."""
+        return self._sent + 1
+
+    async def send(
+        self, method: Method, call_id: str, requests: Sequence[bytes], timeout_s: float, place: Place
+    ) -> list[Any]:
+        """Sends each rank its request and returns the responses, in rank order.
+
+        Args:
+            requests: One serialized request per rank, with `next_sequence` in its header.
+            timeout_s: Longest time of the call, which begins when the calls before it are due.
+            place: The call's place among those on its devices, which learns that it was sent.
+
+        Raises:
+            RlhfError: A rank failed; the others were asked to stop. The error is that of the rank closest to the cause.
+        """
+        now = asyncio.get_running_loop().time()
+        timeout_s += max([now, *self._due.values()]) - now
+        self._due[call_id] = now + timeout_s
+        self._sent += 1
+        calls: list[asyncio.Future[Any]] = []
+        try:
+            for client, request in zip(self.clients, requests, strict=True):
+                calls.append(client.start(method, request, timeout_s))
+            place.was_sent()
+            failure = await self._settled(call_id, calls, timeout_s)
+        except BaseException:
+            await self.cancel(call_id)
+            raise
+        finally:
+            del self._due[call_id]
+            for call in calls:
+                call.cancel()
+        if failure is None:
+            return [call.result() for call in calls]
+        error = _culprit(calls, failure.late)
+        if failure.silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
+            raise DeadlineExceeded(
+                f"{failure.silent[0]} {method.name}: no answer within {timeout_s:g} s, and none to Cancel: its process "
+                "is stopped or stuck"
+            ) from error
+        raise error
+
+    async def cancel(self, call_id: str) -> list[RankClient]:
+        """Asks every rank to stop a call; returns the ranks that do not answer, as a healthy one does at once."""
+        request = worker_pb2.CancelRequest(call_id=call_id)
+        cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
+        answers = await asyncio.gather(*cancels, return_exceptions=True)
+        answered = zip(self.clients, answers, strict=True)
+        return [client for client, answer in answered if _is_silent(answer)]
+
+    async def reach_all(self, method: Method, request: Any, timeout_s: float) -> None:
+        """Makes an idempotent unary call to every rank, again where a connection breaks. Errors as of
+        `RankClient.reach`."""
+        await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
+
+    async def _settled(
+        self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float
+    ) -> _Failure | None:
+        """Waits for the answers of all ranks, after a failure for `SETTLE_S`; None where every rank succeeded."""
+        silent: list[RankClient] = []
+        done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and not any(call.exception() for call in done):
+            # Past the deadline. A rank that answers Cancel reports the outcome of the call; one that does not is stuck.
+            silent = await self.cancel(call_id)
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if not any(call.exception() for call in done):
+            return None
+        silent = silent or await self.cancel(call_id)
+        await asyncio.wait(calls, timeout=SETTLE_S)
+        return _Failure(silent, pending)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A call that failed on some rank.
+
+    Attributes:
+        silent: Ranks that answer nothing, not even Cancel.
+        late: Calls that were pending when the first one failed.
+    """
+
+    silent: Sequence[RankClient]
+    late: Set[asyncio.Future[Any]]
+
+
+def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]]) -> BaseException:
+    """The error closest to the cause; of equals that of a call that failed first, then that of the lowest rank."""
+    in_order = sorted(calls, key=lambda call: call in late)
+    ended = [call for call in in_order if call.done() and not call.cancelled()]
+    return min((error for call in ended if (error := call.exception())), key=_blame)
+
+
+def _blame(error: BaseException) -> int:
+    """Distance of an error from the cause: a lost rank, a rank's own failure, a deadline, a peer's failure."""
+    if isinstance(error, ServiceLost):
+        return 0
+    if isinstance(error, PeerFailed | CallCancelled):
+        return 3
+    if isinstance(error, DeadlineExceeded):
+        return 2
+    return 1 if isinstance(error, RlhfError) else 4
+
+
+def _is_silent(answer: Any) -> bool:
+    """Whether a rank has not answered in time, or not even the pings of its connection."""
+    if isinstance(answer, ServiceLost) and isinstance(answer.__cause__, grpc.RpcError):
+        return is_silence(answer.__cause__)
+    return isinstance(answer, DeadlineExceeded)

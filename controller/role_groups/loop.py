@@ -1,0 +1,71 @@
+"""The controller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""Longest time to wait for running tasks, and again for the thread, when the loop is closed."""
+CANCEL_S = 3.0
+"""Longest time of cancelled tasks until they end."""
+
+
+class Loop:
+    """An event loop on a thread of its own, so that algorithms are plain blocking code."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop; safe from any thread. Cancelling the future drops the result and does not
+        stop the coroutine, which costs less than `asyncio.run_coroutine_threadsafe`."""
+        future: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._begin, work, future)
+        return future
+
+    def _begin(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._settle, future))
+
+    def _settle(self, future: Future[T], task: asyncio.Task[T]) -> None:
+        self._tasks.remove(task)
+        if task.cancelled():
+            future.cancel()
+        if not future.set_running_or_notify_cancel():
+            return
+        if error := task.exception():
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Runs a coroutine and returns its result. Raises TimeoutError after `timeout_s` seconds."""
+        return self.start(work).result(timeout_s)
+
+    def close(self) -> None:
+        """Cancels running tasks and ends the thread. A thread that does not react ends with the process."""
+        with contextlib.suppress(TimeoutError):
+            self.start(_cancel_all()).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=CANCEL_S) if tasks else None

@@ -1,0 +1,70 @@
+"""The files of a run directory that its report is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controller.tracking.figures import Figures
+from rlhf.errors import RlhfError
+
+CONFIG_FILES = ("config.toml", "config.json")
+SUMMARY_FILE = "summary.json"
+RUN_FILE = "run.json"
+"""Identity of the run: algorithm, command line, platform. Written before the first step."""
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """Contents of a run directory.
+
+    Attributes:
+        name: Name of the directory.
+        figures: Figures of the metrics and samples.
+        run: Content of `run.json`.
+        summary: Content of `summary.json`; empty before the end of the run.
+        config: Text of the resolved configuration.
+        is_running: Whether the run goes on.
+    """
+
+    name: str
+    figures: Figures
+    run: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    config: str
+    is_running: bool = False
+
+    @staticmethod
+    def read(run_dir: Path, figures: Figures | None = None, *, is_running: bool = False) -> RunContents:
+        """Reads a run directory; files that are missing count as empty.
+
+        Args:
+            figures: Figures of the metrics and samples, where they are known; else the files are read.
+            is_running: Whether the run goes on.
+
+        Raises:
+            RlhfError: There is no such directory, or a file is damaged.
+        """
+        if not run_dir.is_dir():
+            raise RlhfError(f"run directory {run_dir}: no such directory")
+        config = next((path for name in CONFIG_FILES if (path := run_dir / name).is_file()), None)
+        return RunContents(
+            name=run_dir.resolve().name,
+            figures=figures or Figures.read(run_dir),
+            run=_read_json(run_dir / RUN_FILE),
+            summary=_read_json(run_dir / SUMMARY_FILE),
+            config=config.read_text() if config else "",
+            is_running=is_running,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except json.JSONDecodeError as error:
+        raise RlhfError(f"{path}: not JSON: {error}") from None

@@ -1,0 +1,61 @@
+"""Endpoints and meshes to and from their protobuf form."""
+
+from __future__ import annotations
+
+from nccl_transfer.refs.mesh import Mesh
+from nccl_transfer.refs.shards import Endpoint
+from rlhf.v1 import common_pb2 as pb
+from rlhf.v1 import worker_pb2
+
+
+def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
+    return pb.Endpoint(
+        address=endpoint.address,
+        host_id=endpoint.host_id,
+        memfd_socket=endpoint.memfd_socket,
+        epoch=endpoint.epoch,
+        service=endpoint.service,
+        rank=endpoint.rank,
+        device_uuid=endpoint.device_uuid,
+        data_port=endpoint.data_port,
+        data_key=endpoint.data_key,
+        nccl_version=endpoint.nccl_version,
+    )
+
+
+def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
+    return Endpoint(
+        message.address,
+        message.host_id,
+        message.memfd_socket,
+        message.epoch,
+        message.service,
+        message.rank,
+        message.device_uuid,
+        message.data_port,
+        message.data_key,
+        message.nccl_version,
+    )
+
+
+def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
+    return worker_pb2.MeshShape(
+        pipeline=mesh.pipeline,
+        tensor=mesh.tensor,
+        data=mesh.data,
+        generation_pipeline=mesh.generation_pipeline,
+        generation_tensor=mesh.generation_tensor,
+        usual_order=mesh.usual_order,
+    )
+
+
+def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
+    """A size that a service does not say is 1."""
+    return Mesh(
+        shape.pipeline or 1,
+        shape.tensor or 1,
+        shape.data or 1,
+        shape.generation_pipeline,
+        shape.generation_tensor,
+        usual_order=shape.usual_order,
+    )

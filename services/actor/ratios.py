@@ -1,0 +1,21 @@
+"""Log-ratios of sequences, and sums of statistics over response tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.roles.losses import MAX_LOG_RATIO, masked, masked_sum
+
+
+def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
+    """Sum or mean of the log-ratio over each sequence's tokens, clamped to +-20, [B, 1]; 0 for an empty sequence."""
+    total_B1 = masked(log_ratio_BT, mask_BT).sum(dim=1, keepdim=True)
+    if mean:
+        total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.clamp(total_B1, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def token_sums(per_token: dict[str, Tensor], mask_BT: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Sum of each statistic over the response tokens, in `dtype` and without gradient."""
+    return {name: masked_sum(x.detach().to(dtype), mask_BT) for name, x in per_token.items()}

@@ -1,0 +1,58 @@
+"""Messages of the actor's requests as options of its engines and losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from rlhf.v1 import actor_pb2
+from services.actor.losses import PolicyLossConfig
+from services.rollout.base import SamplingOptions
+from services.rollout.stops import StopStrings
+
+
+def sampling_options(
+    sampling: actor_pb2.Sampling, eos_ids: tuple[int, ...], stop: StopStrings | None
+) -> SamplingOptions:
+    """Raises ValueError for a number out of its range."""
+    return SamplingOptions(
+        max_new_tokens=sampling.max_new_tokens,
+        eos_ids=eos_ids,
+        greedy=sampling.greedy,
+        temperature=sampling.temperature or 1.0 if sampling.greedy else sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        stop=stop,
+    )
+
+
+def loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
+    """Raises ValueError for an unknown name or a number out of its range."""
+    return PolicyLossConfig(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip or None,
+        entropy_coef=loss.entropy_coefficient,
+        kl_coef=loss.kl_coefficient,
+        kl_kind=loss.kl_estimator or "k3",
+        aggregation=loss.aggregation or "token-mean",
+        max_length=loss.max_length or None,
+        surrogate=loss.surrogate or "ppo",
+        correction=loss.rollout_correction or "none",
+        correction_level=loss.rollout_correction_level or "token",
+        correction_low=loss.rollout_correction_low,
+        correction_high=loss.rollout_correction_high,
+    )
+
+
+def end_of_sequence_ids(directory: Path, tokenizer: int | None) -> tuple[int, ...]:
+    """Sorted end-of-sequence tokens of the model's generation config (else its config) and of its tokenizer."""
+    try:
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory))
+    configured: Any = generation.eos_token_id
+    given = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({token for token in [*given, tokenizer] if token is not None}))

@@ -1,0 +1,49 @@
+"""Importance weights for tokens sampled by another engine than the one that is trained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.actor.ratios import sequence_log_ratio, token_sums
+from services.roles.losses import MAX_LOG_RATIO
+
+CORRECTIONS = ("none", "truncate", "mask")
+LEVELS = ("token", "sequence")
+
+
+def rollout_weights(
+    old_log_probs_BT: Tensor,
+    rollout_log_probs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    correction: str,
+    level: str,
+    low: float,
+    high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Importance weights of sampled tokens: probability under the training engine over that under the rollout engine.
+
+    With w = exp(old_log_probs - rollout_log_probs), the difference clamped to +-20, for the token, or for the sequence
+    the exponential of the sum over its tokens:
+
+    - truncate: min(w, high), truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly
+      Brings You Off-Policy RL Training"; Espeholt et al. 2018, arXiv 1802.01561).
+    - mask: w where low <= w <= high, else 0 (IcePop, Ling Team 2025, arXiv 2510.18855, for tokens).
+
+    Args:
+        old_log_probs_BT: log-probabilities of the training engine, with the weights that sampled.
+        rollout_log_probs_BT: log-probabilities of the rollout engine, under the distribution it sampled from.
+
+    Returns:
+        The weights [B, T], without gradient, and the sums over tokens `rollout_ratio` (w) and `rollout_cut` (tokens
+        whose weight is not w).
+    """
+    log_ratio = (old_log_probs_BT - rollout_log_probs_BT).detach()
+    if level == "sequence":
+        log_ratio = sequence_log_ratio(log_ratio, mask_BT, mean=False).expand_as(log_ratio)
+    ratio = torch.exp(torch.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    within = ratio <= high if correction == "truncate" else (ratio >= low) & (ratio <= high)
+    weights_BT = torch.where(within, ratio, high if correction == "truncate" else 0.0)
+    per_token = {"rollout_ratio": ratio, "rollout_cut": ~within}
+    return weights_BT, token_sums(per_token, mask_BT, ratio.dtype)

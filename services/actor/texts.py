@@ -1,0 +1,64 @@
+"""Texts of the actor: responses, stop strings and pre-training texts, as token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import InvalidRequest
+from services.roles.columns import Sequences, jagged_ids
+from services.rollout.stops import StopStrings
+from services.runtime.worker import CallContext
+
+
+class TextCodec:
+    """Encodes and decodes texts with the actor's tokenizer.
+
+    Args:
+        tokenizer: Decodes.
+        tokenize: Token ids of texts, as `ModelWorker.tokenized`.
+        eos_id: End-of-sequence token; None for a tokenizer without one.
+    """
+
+    def __init__(self, tokenizer: Any, tokenize: Callable[..., list[list[int]]], eos_id: int | None) -> None:
+        self._tokenizer, self._tokenize, self._eos_id = tokenizer, tokenize, eos_id
+
+    def stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
+        """Stop strings of a request; None where it has none."""
+        if not texts:
+            return None
+        return StopStrings(texts, self._decode, frozenset(self._tokenizer.all_special_ids))
+
+    def response_ids(self, responses: list[str], call: CallContext) -> list[list[int]]:
+        """Token ids of responses as the actor generates them: without special tokens but an end-of-sequence token."""
+        ids = self._tokenize(responses, call, add_special_tokens=False)
+        return ids if self._eos_id is None else [[*row, self._eos_id] for row in ids]
+
+    def response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
+        """Texts of generated responses, each up to its first stop string."""
+        rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
+        texts = self._decode(rows)
+        return [stop.cut(text) for text in texts] if stop else texts
+
+    def pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
+        """Texts as sequences with an end-of-sequence token; the first token is the prompt, and all later ones are
+        predicted.
+
+        Raises:
+            InvalidRequest: A text without tokens.
+        """
+        ids = [self._ended(row) for row in self._tokenize(texts, call)]
+        return jagged_ids([row[:1] for row in ids]), jagged_ids([row[1:] for row in ids])
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        if self._eos_id is not None and ids[-1:] != [self._eos_id]:
+            ids = [*ids, self._eos_id]
+        if not ids:
+            raise InvalidRequest("an empty text has no tokens to learn from")
+        return ids
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(rows, skip_special_tokens=True)

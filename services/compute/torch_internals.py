@@ -1,0 +1,41 @@
+"""Private names of torch that the product needs. Nothing public does the same; pyproject.toml bounds torch's version,
+and tests/unit/test_internals.py checks that the names are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+onednn_linear: Any = (
+    torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+)
+"""oneDNN's linear layer, which inductor calls; None in a build of torch without oneDNN. torch's public linear chooses
+MKL for float32."""
+
+
+def global_offset(x: DTensor) -> tuple[int, ...]:
+    """Offset of this rank's shard in the global tensor. DTensor itself shows the local tensor alone."""
+    return tuple(compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1])
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Registered buffers of a module itself, by name; writable. `setattr` would register a new one as persistent."""
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a module itself that its state_dict leaves out, by name."""
+    buffers = ((name, module._buffers[name]) for name in module._non_persistent_buffers_set)
+    return {name: x for name, x in buffers if x is not None}
+
+
+def registered_tensors(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Parameters and buffers of a module itself, by name; writable, with every name of a tied tensor."""
+    yield module._parameters
+    yield module._buffers

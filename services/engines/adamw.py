@@ -1,0 +1,69 @@
+"""AdamW with state of a fixed layout, and the clipping of its gradients over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.engines.base import NonFiniteGradient, OptimizerOptions
+from services.runtime.ranks import known_to_all
+
+
+def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
+    """torch's AdamW, fused, with the moments of every parameter."""
+    parameters = list(parameters)
+    adamw = torch.optim.AdamW(
+        parameters,
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+    # Created here and not in the first step, so that snapshots and checkpoints always have the same tensors.
+    for x in parameters:
+        add_moments(adamw, x)
+    return adamw
+
+
+def add_moments(adamw: torch.optim.AdamW, parameter: Tensor) -> None:
+    """Sets the state of a parameter that has made no step."""
+    adamw.state[parameter] = {
+        "step": torch.zeros((), device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def clip_gradients(
+    gradients: Mapping[str, Tensor],
+    primary: Iterable[str],
+    max_norm: float,
+    device: torch.device,
+    num_steps: int,
+) -> float:
+    """Scales gradients to a 2-norm of at most `max_norm` over all ranks; returns the norm before, summed in float64.
+    Collective.
+
+    Args:
+        gradients: This rank's gradients, by name.
+        primary: Names whose gradients this rank adds to the norm; other ranks add the rest.
+        num_steps: Optimizer steps done, for the error message.
+
+    Raises:
+        NonFiniteGradient: On every rank, since all see the same sum.
+    """
+    # A gradient may be in host memory: DeepSpeed's offloaded optimizer keeps it there.
+    norms = [torch.linalg.vector_norm(gradients[name], dtype=torch.float64).to(device) for name in primary]
+    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square().sum()
+    dist.all_reduce(squares)
+    norm = float(squares.sqrt())
+    if not norm < float("inf"):
+        raise known_to_all(NonFiniteGradient(f"gradient norm is {norm} at optimizer step {num_steps}"))
+    if norm > max_norm:
+        for gradient in gradients.values():
+            gradient.mul_(max_norm / norm)
+    return norm

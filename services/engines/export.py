@@ -1,0 +1,37 @@
+"""Export of an engine's weights while they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.engines.agreement import RunToEnd, new_directory
+from services.engines.collectives import digest_of_rank_0
+
+
+def export_gathered(
+    directory: Path,
+    gathered: Iterable[tuple[str, Tensor]],
+    write: Callable[[Path, Iterator[tuple[str, Tensor]]], str],
+    device: torch.device,
+    progressed: Callable[[], None],
+) -> str:
+    """Writes a directory on rank 0 from tensors that all ranks gather; returns the sha256 of the weights. Collective.
+
+    Args:
+        gathered: Whole tensors, one at a time; a collective iterator.
+        write: Writes the tensors into a directory and returns their sha256.
+        device: Device of tensors that the process group can reduce.
+
+    Raises:
+        OSError: The directory could not be written (rank 0; `PeerRankFailed` on the others).
+    """
+    collective, sha256 = RunToEnd(gathered, progressed), ""
+    with new_directory(directory, device, progressed, collective) as partial:
+        if dist.get_rank() == 0:
+            sha256 = write(partial, collective)
+    return digest_of_rank_0(sha256, device)

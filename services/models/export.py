@@ -1,0 +1,108 @@
+"""Writes models as Hugging Face directories, and hashes weights."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from services.compute.transformers_internals import converts_weights
+from services.models.directory import VALUE_HEAD_FILE
+from services.models.value_model import ValueModel, transformer_of
+
+
+def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
+    """Whether files have a model's tensors as they are in memory. Those of others (most mixtures of experts, quantized
+    models) transformers converts when it reads and writes."""
+    transformer = transformer_of(model)
+    return not (converts_weights(transformer) or getattr(transformer.config, "quantization_config", None))
+
+
+def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 (hex) over name, dtype, shape and bytes of tensors, in the order given: sort them by name.
+
+    A hash of the weights themselves: it knows nothing of files, how they were cut or their metadata.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_model(
+    model: PreTrainedModel | ValueModel,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write weights as a Hugging Face directory with the configuration of `model`.
+
+    A value model becomes its backbone, which AutoModel loads, and `VALUE_HEAD_FILE` beside it.
+
+    Args:
+        model: gives configuration and architecture; its own weights are not read.
+        weights: whole tensors under the names of `model.state_dict()`, tied weights once.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    try:
+        if isinstance(model, ValueModel):
+            save_file(_under("value_head.", weights), directory / VALUE_HEAD_FILE)
+            model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
+        else:
+            model.save_pretrained(directory, state_dict=dict(weights))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    except SafetensorError as error:
+        raise OSError(f"model directory {directory} could not be written: {error}") from error
+
+
+def write_config(
+    model: PreTrainedModel | ValueModel,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write what a Hugging Face directory has beside its weights.
+
+    Args:
+        dtype: of the weights; default that of the model.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    transformer = transformer_of(model)
+    transformer.config.architectures = [type(transformer).__name__]
+    save_config(transformer.config, directory, dtype or transformer.dtype)
+    if transformer.can_generate() and transformer.generation_config is not None:
+        transformer.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:
+    """Write a model's configuration as one of weights in `dtype`; the given one stays as it is.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    config = copy.deepcopy(config)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = dtype
+    config.save_pretrained(directory)
+
+
+def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): x.contiguous() for name, x in weights.items() if name.startswith(prefix)
+    }

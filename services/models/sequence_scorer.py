@@ -1,0 +1,103 @@
+"""A reward model that scores whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.compute.splitting import cut
+from services.models.families import load_scoring_model
+from services.models.tokenizers import check_tokenizer, load_tokenizer
+
+
+class SequenceScorer:
+    """A sequence-classification model with one score per sequence, whole on this rank, and its tokenizer.
+
+    Args:
+        directory: Hugging Face directory of model and tokenizer.
+        token_budget: most tokens computed at a time, padding included.
+        dtype: type of weights and computation; scores are float32.
+        device: device of the model.
+        load: loads the model; default `load_scoring_model`.
+
+    Attributes:
+        max_tokens: longest row, by the budget and the positions of the model.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the model does not give one score per sequence, does not match its tokenizer, or cannot pad.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        token_budget: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        load: Callable[[Path, torch.dtype], PreTrainedModel] | None = None,
+    ) -> None:
+        self.tokenizer = load_tokenizer(directory)
+        self.model = load(directory, dtype) if load else load_scoring_model(directory, dtype)
+        check_tokenizer(self.tokenizer, self.model)
+        if self.model.config.num_labels != 1:
+            raise ValueError(
+                f"{directory} gives {self.model.config.num_labels} labels, a reward model gives one"
+            )
+        self._pad_id = self.model.config.get_text_config().pad_token_id
+        if self._pad_id is None:
+            raise ValueError(f"config.json of {directory} has no pad_token_id, so rows cannot share a batch")
+        self._token_budget = token_budget
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens = token_budget if positions is None else min(token_budget, positions)
+        nn.Module.to(self.model, device)
+
+    def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of whole tensors under the names of the checkpoint, for `load_weights`.
+
+        Raises:
+            RuntimeError: memory ran out.
+            KeyError: the model has no tensor of a name.
+        """
+        own = self.model.state_dict()
+        return {name: torch.empty_like(own[name]).copy_(tensor) for name, tensor in weights}
+
+    @torch.no_grad()
+    def load_weights(self, staged: Mapping[str, Tensor]) -> None:
+        """Replaces the weights by those that `stage_weights` copied."""
+        own = self.model.state_dict()
+        for name, tensor in staged.items():
+            own[name].copy_(tensor)
+
+    @torch.no_grad()
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], scored: Callable[[int], None] = lambda _: None
+    ) -> Tensor:
+        """Scores [rows], float32, on the device of the model.
+
+        Args:
+            scored: called after each micro-batch with the number of rows scored so far; ends the work by raising.
+
+        Raises:
+            ValueError: a row is longer than the token budget.
+        """
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        scores = torch.empty(len(rows), dtype=torch.float32, device=self.model.device)
+        done = 0
+        for part in cut(lengths, self._token_budget):
+            ids_BT = torch.full((len(part), int(lengths[part].max())), self._pad_id)
+            for row_T, row in zip(ids_BT, part, strict=True):
+                row_T[: lengths[row]] = torch.tensor(rows[row])
+            mask_BT = torch.arange(ids_BT.shape[1]) < torch.from_numpy(lengths[part])[:, None]
+            output = self.model(
+                input_ids=ids_BT.to(self.model.device), attention_mask=mask_BT.long().to(self.model.device)
+            )
+            scores[torch.from_numpy(part).to(scores.device)] = output.logits[:, 0].float()
+            done += len(part)
+            scored(done)
+        return scores

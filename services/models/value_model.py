@@ -1,0 +1,33 @@
+"""Value models: a transformer with a scalar head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class ValueModel(nn.Module):
+    """A transformer that gives each position a scalar: what the episode is worth from there on.
+
+    The head begins at zero, so a new critic says 0 everywhere and its first update moves the head alone.
+    """
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids: Tensor, *, logits_to_keep: int = 0, **arguments: Any) -> Tensor:
+        """Values [B, K] of the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T. Further
+        arguments are those of the backbone."""
+        hidden_BTH = self.backbone(input_ids=input_ids, **arguments).last_hidden_state
+        return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]
+
+
+def transformer_of(model: PreTrainedModel | ValueModel) -> PreTrainedModel:
+    """The transformers model within a model: the backbone of a value model, or the model itself."""
+    return model.backbone if isinstance(model, ValueModel) else model

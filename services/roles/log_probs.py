@@ -1,0 +1,35 @@
+"""Log-probabilities of response tokens: the head that actor and reference share, and ComputeRefLogProb."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import reference_pb2
+from services.compute.heads import PolicyHead
+from services.roles.columns import sequence_columns
+from services.roles.micro_batching import per_token
+from services.roles.model_worker import ModelWorker
+from services.runtime.worker import CallContext, CallResult, CallRows
+
+
+def policy_head(temperature: float, *, entropy_gradient: bool = False) -> PolicyHead:
+    """The head for a request's temperature.
+
+    Raises:
+        InvalidRequest: The temperature is not above 0 and finite.
+    """
+    if not 0 < temperature < math.inf:
+        raise InvalidRequest(f"temperature must be above 0 and finite (given: {temperature})")
+    return PolicyHead(temperature, entropy_gradient=entropy_gradient)
+
+
+def ref_log_probs(
+    worker: ModelWorker, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
+) -> CallResult:
+    """Log-probabilities of the response tokens under the weights of the worker's engine."""
+    head = policy_head(request.temperature)
+    sequences = sequence_columns(rows)
+    computed = worker.forward(sequences, head, call)
+    log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
+    return CallResult({"ref_log_probs": log_probs})

@@ -1,0 +1,172 @@
+"""Meshes of training, p-t-d, and of generation, pg-tg-dg-d, as a configuration names them, and the models that divide
+over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+Sizes = tuple[int, int, int]
+"""Pipeline, tensor and data size."""
+GenerationSizes = tuple[int, int, int, int]
+"""Pipeline, tensor, micro-data and data size."""
+Shape = Mapping[str, int]
+"""The sizes of a model by their keys in its config.json."""
+
+NO_SHAPE: Shape = MappingProxyType({})
+"""The shape of a model that is not known; it fits everywhere."""
+
+NUM_SUGGESTED = 3
+
+VLLM_HEAD_DIM = 32
+"""Smallest attention head that vLLM has kernels for on a CPU."""
+
+
+def parse(text: str) -> Sizes:
+    """The sizes in "p-t-d".
+
+    Raises:
+        ValueError: The text is not three numbers of at least 1.
+    """
+    sizes = _numbers(text)
+    if len(sizes) != 3:
+        raise ValueError(f"mesh {text!r} is not p-t-d: pipeline, tensor and data size, for example 1-2-2")
+    pipeline, tensor, data = sizes
+    return pipeline, tensor, data
+
+
+def parse_generation(text: str) -> GenerationSizes:
+    """The sizes in "pg-tg-dg-d".
+
+    Raises:
+        ValueError: The text is not four numbers of at least 1.
+    """
+    sizes = _numbers(text)
+    if len(sizes) != 4:
+        raise ValueError(
+            f"generation_mesh {text!r} is not pg-tg-dg-d: pipeline, tensor, micro-data and data size, for example "
+            "1-1-2-2"
+        )
+    pipeline, tensor, micro_data, data = sizes
+    return pipeline, tensor, micro_data, data
+
+
+def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
+    """pg and tg of a generation mesh that was checked; those of training where there is none."""
+    return parse_generation(text)[:2] if text else parse(mesh)[:2]
+
+
+def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
+    """Checks that a mesh has as many ranks as there are, and that a model of this shape divides over it.
+
+    Raises:
+        ValueError: It does not; the text says why, and the nearest meshes that do.
+    """
+    sizes = parse(text)
+    reason = ""
+    if math.prod(sizes) != ranks:
+        reason = f"has {math.prod(sizes)} ranks, and ranks is {ranks}"
+    reason = reason or _misfit(sizes, shape)
+    if reason:
+        fitting = [other for other in _all_sizes(ranks) if not _misfit(other, shape)]
+        raise ValueError(f"mesh {text} {reason}; the nearest that fit: {_nearest(fitting, sizes)}")
+
+
+def check_generation(text: str, mesh: str) -> None:
+    """Checks that the ranks of a training mesh can generate on a generation mesh: each generation shard is made of
+    whole training shards, and the data ranks are the same (HybridFlow, section 5).
+
+    Raises:
+        ValueError: They cannot; the text says why, and the nearest meshes on which they can.
+    """
+    pipeline, tensor, micro_data, data = sizes = parse_generation(text)
+    p, t, d = parse(mesh)
+    reason = ""
+    if p % pipeline:
+        reason = f"its {pipeline} pipeline stages do not divide the {p} of mesh {mesh}"
+    elif t % tensor:
+        reason = f"its tensor size {tensor} does not divide {t}, that of mesh {mesh}"
+    elif data != d:
+        reason = f"its data size {data} is not {d}, that of mesh {mesh}"
+    elif pipeline * tensor * micro_data != p * t:
+        reason = (
+            f"{pipeline} x {tensor} x {micro_data} is not {p * t}, the ranks of a data rank of mesh {mesh}"
+        )
+    if reason:
+        fitting = [
+            (pg, tg, p * t // (pg * tg), d)
+            for pg in range(1, p + 1)
+            for tg in range(1, t + 1)
+            if not (p % pg or t % tg)
+        ]
+        raise ValueError(
+            f"generation_mesh {text}: {reason}; the nearest that fit: {_nearest(fitting, sizes)}"
+        )
+
+
+def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None:
+    """Checks that vLLM can generate with a model of this shape on the generation mesh of a training mesh; "" is the
+    mesh whose ranks all have rows of their own.
+
+    Raises:
+        ValueError: It cannot; the text says why.
+    """
+    pipeline, tensor_parallel = generation_sizes(generation_mesh, mesh or "1-1-1")
+    if pipeline > 1:
+        _, tensor, data = parse(mesh)
+        raise ValueError(
+            f"rollout_engine vllm generates without pipeline stages, and generation_mesh {generation_mesh or mesh} has "
+            f"{pipeline}; for example generation_mesh 1-{tensor}-{parse(mesh)[0]}-{data}"
+        )
+    heads = shape.get("num_attention_heads", tensor_parallel)
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = shape.get(key, 0)
+        if size % tensor_parallel:
+            raise ValueError(
+                f"rollout_engine vllm on {tensor_parallel} tensor ranks does not fit the model, which has {key} {size}"
+            )
+    head_dim = shape.get("head_dim") or shape.get("hidden_size", VLLM_HEAD_DIM * heads) // heads
+    if head_dim < VLLM_HEAD_DIM:
+        raise ValueError(
+            f"rollout_engine vllm needs attention heads of at least {VLLM_HEAD_DIM} dimensions, and the model's have "
+            f"{head_dim}; use rollout_engine hf"
+        )
+
+
+def _misfit(sizes: Sizes, shape: Shape) -> str:
+    """Why a model does not divide over a mesh; empty where it does."""
+    pipeline, tensor, _ = sizes
+    divisors = {
+        "num_hidden_layers": (pipeline, "layers", "stages"),
+        "num_attention_heads": (tensor, "attention heads", "tensor ranks"),
+        "num_key_value_heads": (tensor, "key-value heads", "tensor ranks"),
+        "intermediate_size": (tensor, "hidden units of a feed-forward layer", "tensor ranks"),
+    }
+    for key, (parts, what, over) in divisors.items():
+        if shape.get(key, 0) % parts:
+            return f"does not fit the model: its {shape[key]} {what} cannot be dealt out to {parts} {over}"
+    return ""
+
+
+def _all_sizes(ranks: int) -> Iterator[Sizes]:
+    for pipeline in range(1, ranks + 1):
+        for tensor in range(1, ranks // pipeline + 1):
+            if ranks % (pipeline * tensor) == 0:
+                yield pipeline, tensor, ranks // (pipeline * tensor)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of at least 1 between dashes; none where there is anything else."""
+    parts = text.split("-")
+    return tuple(map(int, parts)) if all(part.isdecimal() and int(part) > 0 for part in parts) else ()
+
+
+def _nearest(fitting: Iterable[Sequence[int]], wanted: Sequence[int]) -> str:
+    nearest = sorted(fitting, key=lambda other: _distance(other, wanted))[:NUM_SUGGESTED]
+    return ", ".join("-".join(map(str, other)) for other in nearest)
+
+
+def _distance(sizes: Sequence[int], wanted: Sequence[int]) -> float:
+    """By how many factors of two, over all axes, two meshes differ."""
+    return sum(abs(math.log2(size / other)) for size, other in zip(sizes, wanted, strict=True))

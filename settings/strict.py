@@ -1,0 +1,82 @@
+"""Strict tables, and reading them from TOML files.
+
+A config file is TOML with one table per service, `[services.NAME]`. A service reads its own table; the controller reads
+all of them. Keys are strict: an unknown one is an error that lists the known ones. Relative paths are relative to the
+working directory.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlhf.errors import ConfigError
+from settings.explain import explain
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Strict(BaseModel):
+    """Base of all tables: immutable, no unknown keys, docstrings under the fields describe them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a config file.
+
+    Raises:
+        ConfigError: The file is missing or is not TOML; the text says where.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config {path}: not TOML: {error}") from None
+
+
+def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
+    """The tables with `a.b.c=value` settings put in; values are TOML, or else taken as text."""
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"setting {setting!r}: expected key.path=value")
+        *parents, leaf = key.strip().split(".")
+        table = tables
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"setting {setting!r}: {parent!r} is a value, not a table")
+        try:
+            table[leaf] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            table[leaf] = text
+    return tables
+
+
+def validate(
+    kind: type[M], tables: dict[str, Any], source: str, roles: Mapping[str, type[BaseModel]] | None = None
+) -> M:
+    """The tables as their type.
+
+    Args:
+        kind: The type.
+        tables: Parsed TOML.
+        source: The file or place that the tables are from, for messages.
+        roles: Type of a service's table by its role, where `kind` has services.
+
+    Raises:
+        ConfigError: One line that says file, key, what is wrong, and what is allowed.
+    """
+    try:
+        return kind.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(f"config {source}: {explain(error, tables, kind, roles or {})}") from None

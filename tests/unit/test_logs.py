@@ -1,0 +1,68 @@
+"""Lines of logs are shown whole and once, whatever becomes of the files meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import logs
+from deploy.logs import read_lines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "actor.log"
+    path.write_text("one\ntwo")
+    return path
+
+
+@pytest.fixture
+def followed(log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Iterator[str]]:
+    monkeypatch.setattr(logs, "POLL_S", 0.01)
+    lines = read_lines([log], follow=True)
+    yield (line for _, line in lines)
+    lines.close()  # type: ignore[attr-defined]
+
+
+def test_without_follow_a_last_line_without_an_end_is_shown(log: Path) -> None:
+    assert list(read_lines([log], follow=False)) == [(log, "one"), (log, "two")]
+
+
+def test_a_line_that_comes_in_parts_is_one(log: Path, followed: Iterator[str]) -> None:
+    assert next(followed) == "one"
+    with log.open("a") as file:
+        file.write("fold\n")
+    assert next(followed) == "twofold"
+
+
+def test_the_cut_off_line_of_a_log_that_is_written_anew_is_not_glued_to_its_first(
+    log: Path, followed: Iterator[str]
+) -> None:
+    assert next(followed) == "one"
+    log.write_text("new\n")
+    assert [next(followed), next(followed)] == ["two", "new"]
+
+
+def test_a_log_that_is_removed_while_it_is_followed_may_come_again(
+    log: Path, followed: Iterator[str]
+) -> None:
+    assert next(followed) == "one"
+    log.unlink()
+    log.write_text("another\n")
+    assert [next(followed), next(followed)] == ["two", "another"]
+
+
+def test_a_log_that_is_gone_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def removed(seconds: float) -> None:
+        log.unlink(missing_ok=True)
+        waits.append(seconds)
+        if len(waits) > 3:
+            log.write_text("back\n")
+
+    monkeypatch.setattr(logs.time, "sleep", removed)
+    lines = (line for _, line in read_lines([log], follow=True))
+    assert [next(lines) for _ in range(3)] == ["one", "two", "back"]
