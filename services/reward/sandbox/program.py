@@ -28,7 +28,7 @@ _TYPES = {
 }
 
 
-class BadRow(ValueError):
+class BadProgramRow(ValueError):
     """A row whose tests are missing or invalid."""
 
 
@@ -63,14 +63,14 @@ def read_row(
         score: "all" or "fraction", for rows without that key.
 
     Raises:
-        BadRow: The tests are missing or invalid.
+        BadProgramRow: The tests are missing or invalid.
     """
     prelude = metadata.get("prelude", prompt if metadata.get("completes_prompt") else "")
     score = metadata.get("score", score)
     if score not in ("all", "fraction"):
-        raise BadRow(f"score is {score!r}, neither 'all' nor 'fraction'")
+        raise BadProgramRow(f"score is {score!r}, neither 'all' nor 'fraction'")
     if not isinstance(prelude, str):
-        raise BadRow("prelude is not text")
+        raise BadProgramRow("prelude is not text")
     tests = read_tests(metadata["tests"]) if "tests" in metadata else read_ground_truth(ground_truth)
     return Submission(prelude + extract_code(response), prelude, tests, score)
 
@@ -104,24 +104,24 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
     Numbers of a message are doubles; whole ones become integers. Numbers in JSON are kept.
 
     Raises:
-        BadRow: The tests are invalid.
+        BadProgramRow: The tests are invalid.
     """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except (ValueError, RecursionError) as error:
-            raise BadRow(f"tests are not JSON: {error}") from None
+            raise BadProgramRow(f"tests are not JSON: {error}") from None
     else:
         tests = _integers(tests)
     if not isinstance(tests, list) or not tests:
-        raise BadRow("tests are not a list with something in it")
+        raise BadProgramRow("tests are not a list with something in it")
     return [_checked(number, test) for number, test in enumerate(tests)]
 
 
 def _checked(number: int, test: Any) -> dict[str, Any]:
     kind = test.get("kind") if isinstance(test, dict) else None
     if kind not in _TYPES:
-        raise BadRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
+        raise BadProgramRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
     full = {**_DEFAULTS[kind], **test}
     if kind == "call" and "expected" in full:
         full["accepted"] = [full.pop("expected")]
@@ -129,11 +129,11 @@ def _checked(number: int, test: Any) -> dict[str, Any]:
         if not isinstance(full.get(key), required):
             shown = "expected" if key == "accepted" else key
             name = getattr(required, "__name__", required)
-            raise BadRow(f"test {number}: {shown} is missing or not {name}")
+            raise BadProgramRow(f"test {number}: {shown} is missing or not {name}")
     if unknown := set(full) - {"kind", *_TYPES[kind]}:
-        raise BadRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
+        raise BadProgramRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
     if cause := _unusable(full):
-        raise BadRow(f"test {number}: {cause}")
+        raise BadProgramRow(f"test {number}: {cause}")
     return full
 
 
@@ -159,7 +159,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
     output, or for calls with "fn_name", where an input is a list of arguments or has the JSON of one argument per line.
 
     Raises:
-        BadRow: The ground truth has another form.
+        BadProgramRow: The ground truth has another form.
     """
     try:
         table = json.loads(ground_truth)
@@ -170,7 +170,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
         else:
             tests = [{"kind": "stdin", "input": _text(i), "expected": _text(o)} for i, o in pairs]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadRow(
+        raise BadProgramRow(
             f"no tests: neither metadata.tests nor inputs and outputs as ground truth ({error})"
         ) from None
     return read_tests(json.dumps(tests))

@@ -9,7 +9,7 @@ from concurrent import futures
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, ProgramVerdict
-from services.reward.sandbox.program import BadRow, Submission, read_row
+from services.reward.sandbox.program import BadProgramRow, Submission, read_row
 from services.reward.scorers.base import Scorer, metadata_of
 from services.runtime.worker import CallContext
 from settings.reward import SandboxTable
@@ -43,7 +43,7 @@ class SandboxScorer(Scorer):
         self._wait({future for future in graded if future is not None}, call)
         scores, reasons = [], Counter()
         for row, future in zip(read, graded, strict=True):
-            if future is None or isinstance(row, BadRow):
+            if future is None or isinstance(row, BadProgramRow):
                 scores.append(reward_pb2.RowScore(error=str(row)))
                 continue
             verdict = _result(future)
@@ -52,13 +52,13 @@ class SandboxScorer(Scorer):
         self.metrics = {f"sandbox/{reason}": (reasons[reason], len(rows)) for reason in REASONS if rows}
         return scores
 
-    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Submission | BadRow:
+    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Submission | BadProgramRow:
         call.check()
         try:
             return read_row(row.prompt, row.response, row.ground_truth, metadata_of(row), self._score)
         except InvalidRequest as error:
-            return BadRow(str(error))
-        except BadRow as error:
+            return BadProgramRow(str(error))
+        except BadProgramRow as error:
             return error
 
     def _wait(self, pending: set[futures.Future[ProgramVerdict]], call: CallContext) -> None:
