@@ -1,4 +1,4 @@
-"""From a row to a program and its tests. Pure functions."""
+"""The program and tests of a row. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from services.reward.sandbox import wire
 
-# Possessive, so that it takes linear time on whatever a policy writes.
+# Possessive quantifiers, for linear time on any response.
 _OPENING = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^`]*+")
 _PYTHON = ("python", "python3", "py")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -29,18 +29,18 @@ _TYPES = {
 
 
 class BadProgramRow(ValueError):
-    """A row that says too little, or the wrong things, about its tests."""
+    """A row whose tests are missing or invalid."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A program to be graded.
+    """A program to be graded, with its tests.
 
     Attributes:
         code: Source of the whole program.
         prelude: Source whose names assert-style tests may use beside the program's.
-        tests: As docs/sandbox.md has them, with all defaults filled in.
-        score: "all" gives 1 if every test passes, else 0; "fraction" the share that does.
+        tests: Tests as in docs/sandbox.md, with all defaults filled in.
+        score: "all" gives 1 if every test passes, else 0; "fraction" gives the share of passed tests.
     """
 
     code: str
@@ -49,7 +49,7 @@ class Submission:
     score: str
 
     def key(self, limits: str) -> str:
-        """Hash of all that the verdict depends on, the limits included."""
+        """Hash of everything that the verdict depends on, including the limits."""
         parts = json.dumps([asdict(self), limits], sort_keys=True)
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -60,10 +60,10 @@ def read_row(
     """The program and tests of a row; `docs/sandbox.md` lists the keys of `metadata`.
 
     Args:
-        score: "all" or "fraction", where the row does not say.
+        score: "all" or "fraction", for rows without that key.
 
     Raises:
-        BadProgramRow: There are no tests, or they are not as they should be.
+        BadProgramRow: The tests are missing or invalid.
     """
     prelude = metadata.get("prelude", prompt if metadata.get("completes_prompt") else "")
     score = metadata.get("score", score)
@@ -76,7 +76,7 @@ def read_row(
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block that is Python's or no language's; without one, the whole text."""
+    """The last fenced block of Python, or else the last one without a language; without a block, the whole text."""
     blocks = list(_fenced_blocks(response))
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     plain = [code for language, code in blocks if not language]
@@ -84,7 +84,7 @@ def extract_code(response: str) -> str:
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each fenced block that is closed."""
+    """Language and content of each closed fenced block."""
     lines = text.splitlines(keepends=True)
     last = {line.strip(): number for number, line in enumerate(lines)}
     fence, language, start = "", "", 0
@@ -99,12 +99,12 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
-    """Tests as a list, or as the JSON of one, with all defaults filled in.
+    """Reads a list of tests, or the JSON of one, and fills in all defaults.
 
-    A message gives every number as a double; whole ones are taken as integers. JSON keeps them as they are.
+    Numbers of a message are doubles; whole ones become integers. Numbers in JSON are kept.
 
     Raises:
-        BadProgramRow: They are not tests.
+        BadProgramRow: The tests are invalid.
     """
     if isinstance(tests, str):
         try:
@@ -138,7 +138,7 @@ def _checked(number: int, test: Any) -> dict[str, Any]:
 
 
 def _unusable(test: dict[str, Any]) -> str:
-    """Why no program could pass a test whose keys are all there, or none could fail it; else empty."""
+    """The reason why no program could pass a test with complete keys, or none could fail it; else ""."""
     for key in ("function", "entry_point"):
         if key in test and (not test[key].isidentifier() or keyword.iskeyword(test[key])):
             return f"{key} {test[key]!r} is not a name"
@@ -155,11 +155,11 @@ def _unusable(test: dict[str, Any]) -> str:
 
 
 def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
-    """Tests of a ground truth as verl's data sets for code have it: {"inputs": [...], "outputs": [...]} for standard
-    input and output, and calls with "fn_name", where an input is a list of arguments or one argument's JSON per line.
+    """Reads the ground truth of verl's data sets for code: {"inputs": [...], "outputs": [...]} for standard input and
+    output, or for calls with "fn_name", where an input is a list of arguments or has the JSON of one argument per line.
 
     Raises:
-        BadProgramRow: It is not one.
+        BadProgramRow: The ground truth has another form.
     """
     try:
         table = json.loads(ground_truth)
@@ -178,7 +178,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
 
 def _call(name: str, given: Any, expected: Any) -> dict[str, Any]:
     args = [json.loads(line) for line in given.split("\n") if line] if isinstance(given, str) else given
-    # Some of these data sets wrap what is expected in a list, and do not say when.
+    # Some of these data sets wrap the expected value in a list, and do not mark where.
     accepted = [expected, expected[0]] if isinstance(expected, list) and expected else [expected]
     return {"kind": "call", "function": name, "args": args, "accepted": accepted}
 

@@ -20,8 +20,8 @@ POLL_S = 0.1
 class SandboxScorer(Scorer):
     """Runs the program in each response against the row's tests.
 
-    A program that fails, crashes or takes too much is a 0, or less than 1, and its reason is counted in the metrics
-    `sandbox/REASON`; a row without usable tests, or a sandbox that fails, is an error.
+    A program that fails, crashes or exceeds a limit scores 0, or less than 1, and its reason is counted in the metrics
+    `sandbox/REASON`. A row without usable tests, or whose sandbox fails, is an error.
     """
 
     score_range = (0.0, 1.0)
@@ -34,7 +34,7 @@ class SandboxScorer(Scorer):
         return "sandbox"
 
     def close(self) -> None:
-        """Waits for the programs that run; none runs any more."""
+        """Waits for the running programs; no further ones start."""
         self._grader.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
@@ -62,7 +62,7 @@ class SandboxScorer(Scorer):
             return error
 
     def _wait(self, pending: set[futures.Future[ProgramVerdict]], call: CallContext) -> None:
-        """Returns when all are done; a call that has to stop takes back what has not begun."""
+        """Waits for all programs; where the call should stop, cancels those that have not begun."""
         of = len(pending)
         try:
             while pending:
