@@ -18,8 +18,8 @@ THROUGHPUT = "time/tokens_per_s"
 
 
 class Curve:
-    """The outline of a metric over the steps: all points while they are few, then of each of equal stretches the
-    lowest, the highest and one that is not finite."""
+    """The outline of a metric over the steps: all points of a short run; of a long one the lowest, the highest and one
+    not finite point of each of equal stretches."""
 
     def __init__(self) -> None:
         self._size = 1
@@ -27,7 +27,7 @@ class Curve:
         self._stretches: list[list[Point]] = []
 
     def add(self, step: float, value: float) -> None:
-        """Add a point; its step is above those before it."""
+        """Adds a point, of a later step than those before it."""
         if self._in_last == 0 or self._in_last == self._size:
             self._stretches.append([])
             self._in_last = 0
@@ -109,7 +109,7 @@ class Figures:
         return figures
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step."""
+        """Adds the metrics of a step."""
         self.last_step = max(step, self.last_step or 0)
         is_training = "time/step_s" in metrics
         self.steps += is_training

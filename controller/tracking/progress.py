@@ -48,8 +48,8 @@ class Progress:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            console: standard output where it is None.
-            clock: seconds, for the time that is left.
+            console: default: standard output.
+            clock: time in seconds, from which the remaining time is estimated.
         """
         # By default, rich takes a pipe with FORCE_COLOR for a terminal.
         self._console = console or Console(force_terminal=sys.stdout.isatty())
@@ -80,17 +80,17 @@ class Progress:
             self._began_s = self._clock()
 
     def stage(self, running: Mapping[str, str]) -> None:
-        """The calls that are running now, "service.method", with "done/total" or "" where that is unknown."""
+        """Sets the running calls, "service.method", with "done/total", or "" where unknown."""
         with self._lock:
             self._status.running = dict(running)
 
     def memory(self, service: str, num_bytes: float) -> None:
-        """Memory of a service, summed over its ranks."""
+        """Sets the memory of a service, summed over its ranks."""
         with self._lock:
             self._status.memory[service] = num_bytes
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done (0: the evaluation before training); metrics by the names of `metrics.jsonl`."""
+        """Shows a finished step (0: the evaluation before training), with the metrics of `metrics.jsonl`."""
         with self._lock:
             status = self._status
             status.step = step
@@ -102,7 +102,7 @@ class Progress:
             self._print(line)
 
     def message(self, text: str) -> None:
-        """Show a line of text above the display."""
+        """Shows a line of text above the display."""
         self._print(text)
 
     def _print(self, text: str) -> None:
