@@ -22,7 +22,7 @@ import click
 
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
-from controller import algorithms, cli
+from controller import algorithms, job
 from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
 from controller.training.algorithm import Algorithm
@@ -92,7 +92,7 @@ def train(name: str, seed: int, steps: int | None) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         config = quickstart(algorithm, Path(directory), seed, steps)
         started = time.monotonic()
-        path, summary = cli.run(algorithm, config, launch=True)
+        path, summary = job.run(algorithm, config, launch=True)
         seconds = time.monotonic() - started
         lines = read_metrics(path)
     costs = [line["evaluation/cost"] for line in lines if "evaluation/cost" in line]

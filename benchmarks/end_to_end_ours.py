@@ -23,7 +23,8 @@ from controller.role_groups.cluster import Cluster
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 class TimedRun(Run):

@@ -38,6 +38,7 @@ def hf(model: Path, prompts: Prompts, num_new: int) -> Generate:
 
 def vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
     """The rollout engine vllm."""
+    # Seconds of import, and not installed everywhere.
     from services.rollout.vllm import VLLMRollout
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

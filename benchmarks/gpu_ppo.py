@@ -48,7 +48,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTime:
     """One method of one service, over the iterations that count.
 
     Attributes:
@@ -171,7 +171,7 @@ def run(config: Path, runs: Path) -> Path:
     return directory
 
 
-def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[Stage]:
+def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[StageTime]:
     """Stages of the steps that count, read from the events of a timeline, in order of the first call."""
     events = list(events)
     names = {
@@ -189,7 +189,7 @@ def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[Sta
         of_step = seconds.setdefault(stage, {})
         of_step[step] = of_step.get(step, 0.0) + event["dur"] / 1e6
         peaks[stage] = max(peaks.get(stage, 0), event["args"].get("peak_device", 0))
-    return [Stage(*stage, list(of_step.values()), peaks[stage]) for stage, of_step in seconds.items()]
+    return [StageTime(*stage, list(of_step.values()), peaks[stage]) for stage, of_step in seconds.items()]
 
 
 def read_metrics(path: Path, counted: range) -> Iterator[dict[str, float]]:
@@ -200,7 +200,7 @@ def read_metrics(path: Path, counted: range) -> Iterator[dict[str, float]]:
             yield row
 
 
-def utilisation(stage: Stage, setting: Setting, peak: float) -> float | None:
+def utilisation(stage: StageTime, setting: Setting, peak: float) -> float | None:
     """Model FLOPs utilisation of an update: what the model needs over what the device could do while it was computed,
     the optimizer and the copy that an update can be undone with included. None of what is no update."""
     if stage.method not in UPDATES:
@@ -217,7 +217,7 @@ def utilisation(stage: Stage, setting: Setting, peak: float) -> float | None:
 
 
 def show(
-    stages: Sequence[Stage], setting: Setting, metrics: Sequence[Mapping[str, float]], peak: float | None
+    stages: Sequence[StageTime], setting: Setting, metrics: Sequence[Mapping[str, float]], peak: float | None
 ) -> None:
     """The table, and what became of the aim."""
     table = Table(title="PPO with all roles on one device, a mean iteration")

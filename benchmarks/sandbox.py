@@ -35,7 +35,7 @@ BARE_COMMAND = [
 
 
 @dataclass(frozen=True)
-class Figure:
+class GradingRate:
     """Rate of one system.
 
     Attributes:
@@ -97,7 +97,9 @@ def main(programs: int, turns: int, workers: int, json_path: Path | None) -> Non
             rates[BARE].append(start_bare(pool, programs))
     grader.close()
     figures = [
-        Figure(system, round(statistics.median(turns_per_s), 1), [round(rate, 1) for rate in turns_per_s])
+        GradingRate(
+            system, round(statistics.median(turns_per_s), 1), [round(rate, 1) for rate in turns_per_s]
+        )
         for system, turns_per_s in rates.items()
     ]
     show(figures, workers)
@@ -107,7 +109,7 @@ def main(programs: int, turns: int, workers: int, json_path: Path | None) -> Non
     )
 
 
-def show(figures: list[Figure], workers: int) -> None:
+def show(figures: list[GradingRate], workers: int) -> None:
     """The table, and whether the aim is met."""
     table = Table(title=f"Programs per second, {workers} at the same time")
     for name in ("system", "per second", "least", "most"):

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from nccl_transfer.refs.mesh import Mesh
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.engines.three_d.transition import Kind, ReceivedBytes
+from services.engines.three_d.gather_groups import Kind
+from services.engines.three_d.transition import ReceivedBytes
 from services.storage.layout import Layout
 from settings.actor import VllmTable
 

@@ -36,7 +36,13 @@ from services.reward.sandbox import (
     usage,
     wire,
 )
-from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
+from services.reward.sandbox.program import (
+    BadProgramRow,
+    extract_code,
+    read_ground_truth,
+    read_row,
+    read_tests,
+)
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
 from settings.reward import SandboxTable
@@ -158,7 +164,7 @@ def test_whole_numbers_of_a_message_are_integers_and_those_of_json_stay_as_they_
 def test_a_row_without_usable_tests_says_what_is_wrong(
     metadata: dict[str, Any], ground_truth: str, cause: str
 ) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadProgramRow) as raised:
         read_row("", "x = 1", ground_truth, metadata, "all")
     assert cause in str(raised.value)
 
