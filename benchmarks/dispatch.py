@@ -51,12 +51,12 @@ CALL_TIMEOUT_S = 60.0
 SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
 
 Calls = Callable[[int], list[float]]
-"""Makes so many calls, one after another; returns how long each took, in seconds."""
+"""Makes a number of calls, one after another; returns the time of each in seconds."""
 
 
 @contextmanager
 def role_group(ranks: int) -> Iterator[Mapping[str, Calls]]:
-    """A service of so many ranks, called through its role group: a blocking call."""
+    """Blocking calls to a service of `ranks` ranks through its role group."""
     tables = {
         "data": {"train": "unused", "heldout": "unused"},
         "services": {"reward": {"role": "reward", "address": f"127.0.0.1:{free_port()}", "ranks": ranks}},
@@ -116,7 +116,7 @@ def raw_grpc(ranks: int) -> Iterator[Mapping[str, Calls]]:
 
 @contextmanager
 def ray_actors(ranks: int) -> Iterator[Mapping[str, Calls]]:
-    """As many Ray actors with a method that does nothing, and `ray.get` of one call of each."""
+    """`ray.get` of one no-op call to each of `ranks` Ray actors."""
     import ray  # type: ignore[import-not-found]
 
     class NoOp:
@@ -164,7 +164,7 @@ def _bare_servers(count: int) -> Iterator[list[str]]:
 
 
 def _serve_bare(parent: Connection) -> None:
-    """Serves a method that does nothing, until the other end of the pipe closes, however that happens."""
+    """Serves a no-op method until the other end of the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     timing = common_pb2.Timing(arrived_unix_s=time.time(), queue_s=1e-5, store_s=1e-5)
     response = worker_pb2.SynchronizeResponse(outcome=common_pb2.Outcome(timing=timing))
@@ -199,7 +199,7 @@ SYSTEMS: Mapping[str, Callable[[int], AbstractContextManager[Mapping[str, Calls]
 
 
 class NoOpClient:
-    """A system in a process of its own, which makes calls when told to. A context manager."""
+    """A system in a process of its own, which makes calls on request. A context manager."""
 
     def __init__(self, system: str, ranks: int) -> None:
         spawn = multiprocessing.get_context("spawn")

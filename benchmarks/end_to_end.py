@@ -48,7 +48,7 @@ REST = "rest: transfers, dispatch, metrics"
 
 @dataclass(frozen=True)
 class Paces:
-    """How long everything is timed.
+    """Numbers of iterations and turns.
 
     Attributes:
         warm_up: Iterations not counted, before each turn.
@@ -83,7 +83,7 @@ class SystemTimes:
         return [sizes.tokens / statistics.mean(turn) for turn in self.seconds]
 
     def mean_stages(self) -> dict[str, float]:
-        """Seconds of an iteration by stage, and what is left; nothing where the system tells none."""
+        """Seconds of an iteration by stage and of the rest; empty for a system that reports no stages."""
         stages = task.mean_of(self.stages) if self.stages else {}
         whole = statistics.mean(second for turn in self.seconds for second in turn)
         return {**stages, REST: whole - sum(stages.values())} if stages else {}
@@ -110,7 +110,7 @@ class Contest:
         )
 
     def add_trl(self, packages: Path, micro_rows: int) -> None:
-        """The trainer of TRL that is installed in a directory, which computes so many rows at a time."""
+        """The trainer of the TRL in a directory, which computes at most `rows` rows at a time."""
         sizes = {"rows": self._sizes.rows, "prompt-tokens": self._sizes.prompt_tokens}
         sizes |= {"new-tokens": self._sizes.new_tokens, "micro-rows": micro_rows}
         sizes["threads"] = self._cores
@@ -210,7 +210,7 @@ class Contest:
 
 
 def build_task(directory: Path, sizes: Sizes) -> int:
-    """Writes model, tokenizer and prompts; returns how many parameters the model has."""
+    """Writes model, tokenizer and prompts; returns the number of parameters."""
     num_parameters = build_model(directory / "model")
     vocabulary = {task.word(token): token for token in range(task.VOCABULARY)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=task.word(0)))
@@ -223,7 +223,7 @@ def build_task(directory: Path, sizes: Sizes) -> int:
 
 
 def trl_version(packages: Path) -> str | None:
-    """Version of the TRL in a directory; None where there is none."""
+    """Version of the TRL in a directory; None without TRL."""
     found = metadata.distributions(name="trl", path=[str(packages)])
     return next((distribution.version for distribution in found), None)
 
@@ -236,7 +236,7 @@ def over_trl(measured: Mapping[str, SystemTimes], name: str) -> tuple[float, flo
 
 
 def stage_work(algorithm: str, sizes: Sizes, ranks: int) -> dict[str, list[roofline.MatmulWork]]:
-    """The matrix products of each stage on one of the ranks, which have as many rows each."""
+    """The matrix products of each stage on one rank; all ranks have equally many rows."""
     rows, length = sizes.rows // ranks, sizes.prompt_tokens + sizes.new_tokens
     prompts = rows // task.GROUP if algorithm == "grpo" else rows
     read, written = prompts * sizes.prompt_tokens + rows * sizes.new_tokens, rows * sizes.new_tokens
@@ -266,7 +266,7 @@ def ideal_seconds(algorithms: Iterable[str], sizes: Sizes, cores: int) -> dict[s
 
 
 def shares(stages: Mapping[str, float], ideal: Mapping[str, float]) -> dict[str, float]:
-    """Of each stage with matrix products, the time these would take alone over the time that it took."""
+    """By stage with matrix products, their time alone over the time of the stage."""
     return {stage: ideal[stage] / stages[stage] for stage in ideal if stages.get(stage)}
 
 

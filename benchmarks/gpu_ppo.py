@@ -40,7 +40,7 @@ ARCHITECTURES = {
     ),
 }
 UPDATES = {"update_actor": False, "update_critic": True}
-"""Methods that learn; whether it is a critic that does."""
+"""By method that updates a model, whether the model is a critic."""
 LEAST_UTILISATION = 0.4
 LEARNING_RATE = 1e-6
 STARTUP_S, CALL_S = 900.0, 1800.0
@@ -86,7 +86,7 @@ class Setting:
 
 
 def build_model(directory: Path, model: Architecture, positions: int) -> int:
-    """Writes a random Llama and its tokenizer; returns how many parameters it has."""
+    """Writes a random Llama and its tokenizer; returns the number of parameters."""
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -111,7 +111,7 @@ def build_model(directory: Path, model: Architecture, positions: int) -> int:
 
 
 def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[str, Any]:
-    """Of a run whose services share one device."""
+    """Configuration of a run whose services share one device."""
     sizes = setting.sizes
 
     def service(role: str, **more: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def utilisation(stage: StageTime, setting: Setting, peak: float) -> float | None
 def show(
     stages: Sequence[StageTime], setting: Setting, metrics: Sequence[Mapping[str, float]], peak: float | None
 ) -> None:
-    """The table, and what became of the aim."""
+    """Prints the table, and whether the aim is met."""
     table = Table(title="PPO with all roles on one device, a mean iteration")
     for name in ("stage", "seconds", "tokens/s", "peak memory, GiB", "FLOPs utilisation"):
         table.add_column(name, justify="left" if name == "stage" else "right")
@@ -289,7 +289,7 @@ def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]
 @click.option(
     "--peak-tflops",
     type=click.FloatRange(0, min_open=True),
-    help="What the device can do in bfloat16, where it is none of those known.",
+    help="Peak bfloat16 rate of the device, if it is not in the table.",
 )
 @json_option
 def main(
@@ -305,7 +305,7 @@ def main(
     peak_tflops: float | None,
     json_path: Path | None,
 ) -> None:
-    """Run PPO with all roles on one GPU, and say where its time and memory go."""
+    """Run PPO with all roles on one GPU, and report time and memory by stage."""
     if rows % mini_batches:
         raise click.UsageError(f"{rows} rows are no {mini_batches} mini-batches of one size")
     before, on_gpu = circumstances(), torch.cuda.is_available()

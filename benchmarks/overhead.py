@@ -77,7 +77,7 @@ class Iteration:
 
 
 class PacedRun(Run):
-    """A run that lets others have a turn before some of its steps, and keeps the time."""
+    """A run that waits for its turn before some of its steps, and records times."""
 
     def __init__(self, *arguments: Any, turns: Mapping[int, Callable[[], None]]) -> None:
         super().__init__(*arguments)
@@ -101,7 +101,7 @@ class PacedRun(Run):
 
 
 class Torchrun:
-    """`benchmarks.overhead_plain` on so many ranks, which iterates when told to. A context
+    """`benchmarks.overhead_plain` on a number of ranks, which iterates on request. A context
     manager: no process of it outlives the context."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Torchrun:
             self._answer(f"ready/{rank}", START_TIMEOUT_S)
 
     def turn(self, count: int) -> None:
-        """Does so many iterations."""
+        """Runs `count` iterations."""
         number = len(self.seconds)
         self._pace.set(f"steps/{number}", str(count))
         answers = [self._answer(f"seconds/{number}/{rank}", TURN_TIMEOUT_S) for rank in range(self._ranks)]
@@ -198,7 +198,7 @@ def attribute(iteration: Iteration) -> dict[str, float]:
 
 
 def _phases(records: Iterable[CallRecord], wanted: str) -> list[Span]:
-    """When ranks were in a phase of a call, as they themselves report it."""
+    """Times in which ranks were in a phase of a call, by their own reports."""
     spans = []
     for record in records:
         for response in record.responses:
@@ -226,7 +226,7 @@ def _length(spans: Iterable[Span]) -> float:
 
 @dataclass
 class OverheadTimes:
-    """Seconds of each iteration, by system and turn, and what else was seen."""
+    """Seconds of each iteration by system and turn, phases and hashes."""
 
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""The quickstart's PPO iteration without a cluster: the engines, losses and advantages as they are, under plain
-torchrun, with no service, no RPC and no tensor store. `benchmarks.overhead` runs it; see there.
+"""The quickstart's PPO iteration without a cluster: the same engines, losses and advantages under plain torchrun, with
+no service, no RPC and no tensor store. `benchmarks.overhead` runs it; see there.
 
 Five processes have the ranks of the services: two for the actor, one each for critic, reference and reward; the
 last also does what the controller does in the cluster. Each role's ranks form the default process group, as in a
@@ -44,7 +44,7 @@ RANKS = 5
 
 
 class World:
-    """All five ranks: what goes from role to role."""
+    """All five ranks, and the rows that roles send each other."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._group: Any = ProcessGroupGloo(PrefixStore("world", store), rank, RANKS, DEADLINE)
@@ -83,7 +83,7 @@ class World:
 
 
 class ComputeIntervals:
-    """When this process computed, and when it only handed over rows or waited for others."""
+    """Times in which this process computed, and did not send rows or wait."""
 
     def __init__(self) -> None:
         self.intervals: list[tuple[float, float]] = []
@@ -192,7 +192,7 @@ def lone_iteration(config: Config, actor: PlainActor, task: Task, work: ComputeI
 
 
 def _join(store: Store, role: str, rank: int, size: int) -> None:
-    """The ranks of one role form the default group, with which its engine works."""
+    """Makes the ranks of one role the default process group, which their engine uses."""
     dist.init_process_group("gloo", store=PrefixStore(role, store), rank=rank, world_size=size)
 
 
@@ -218,7 +218,7 @@ def _prepare(
 @click.option("--name", required=True, help="Prefix of the keys in that store.")
 @click.option("--threads", default=1, show_default=True, help="Threads each process computes with.")
 def main(path: Path, pace: str, name: str, threads: int) -> None:
-    """Do iterations when told to, and tell how long they took."""
+    """Run iterations on request, and report their times."""
     config = load(path)
     rank, alone = int(os.environ["RANK"]), os.environ["WORLD_SIZE"] == "1"
     torch.set_num_threads(threads)
@@ -244,7 +244,7 @@ def follow(
     world: World | None,
     work: ComputeIntervals,
 ) -> None:
-    """Does the steps of turn after turn, until one has none; then says what the actor has become."""
+    """Runs the steps of each turn until a turn has none; then publishes the hash of the actor."""
     step, turn = 0, 0
     pace.set(f"ready/{rank}", "")
     while count := int(pace.get(f"steps/{turn}")):

@@ -55,21 +55,21 @@ class Sequences:
 
 
 class Task:
-    """Which rows a step trains on."""
+    """The rows that a step trains on."""
 
     def __init__(self, config: Config) -> None:
         self.data = PromptData.load(config.data.train, "data.train")
         self._config = config
 
     def prompts(self, step: int) -> np.ndarray:
-        """Which prompt each row of a step's batch has, [rows] int64."""
+        """Number of the prompt of each row of a step's batch, [rows] int64."""
         config = self._config
         chosen = self.data.rows_of_step(step, config.data.prompts_per_step, config.run.seed)
         return np.repeat(chosen, config.rollout.samples_per_prompt)
 
 
 class Model:
-    """An engine, and what all roles do with theirs."""
+    """An engine with the passes that all roles share."""
 
     def __init__(self, config: Config, table: ModelTable, engine: TrainEngine) -> None:
         self.config = config
@@ -174,7 +174,7 @@ class PlainActor(Model):
         self.update(step, numbers, sequences, algorithm.epochs, self._head, loss_for)
 
     def sha256(self) -> str:
-        """Of the weights, as in a run's summary."""
+        """SHA-256 of the weights, as in a run's summary."""
         with tempfile.TemporaryDirectory() as directory:
             return self.engine.export(Path(directory, "actor"), self.tokenizer)
 

@@ -1,4 +1,4 @@
-"""The machine's own rate of matrix products, at the shapes that a stage of an iteration multiplies.
+"""The machine's rate of matrix products, at the shapes of a stage of an iteration.
 
 A stage's share is the time that its matrix products would take at that rate, over the time that the stage took. What
 counts is what the stage needs: a prompt that several responses share is read once, each token attends to itself and
@@ -21,7 +21,7 @@ from benchmarks.model_flops import Architecture
 
 REPEATS = 7
 LEAST_S = 0.01
-"""A product is repeated for at least this long, so that the clock's resolution does not count."""
+"""Shortest time of a series of products, so that the clock's resolution does not matter."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def generation_work(
 
 
 def layer_products(model: Architecture) -> list[tuple[int, int, int]]:
-    """(in, out, how often) of the weights of one layer."""
+    """(in, out, number) of the weights of one layer."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = [
         (model.hidden, queries, 1),
@@ -138,7 +138,7 @@ def layer_products(model: Architecture) -> list[tuple[int, int, int]]:
 
 
 def seconds(work: Sequence[MatmulWork], rates: dict[MatmulShape, float]) -> float:
-    """The time that the products take at the measured rates."""
+    """Seconds of the products at the measured rates."""
     return sum(each.flops / rates[each.shape] for each in work)
 
 

@@ -1,4 +1,4 @@
-"""How many programs per second the code grader grades, beside what starting a bare sandbox takes.
+"""Programs per second that the code grader grades, beside starts of a bare sandbox.
 
 A graded program takes two sandboxes, the candidate's and the test runner's. The anchor is one `bwrap` with all
 namespaces that runs `python -c pass`, so half of it is the most that this design can reach. Both take short turns, so
@@ -49,7 +49,7 @@ class GradingRate:
 
 
 def make_program(number: int) -> Submission:
-    """A program that no cache has seen, with assert-style tests that it passes."""
+    """A new program, so that no cache has it, with assert-style tests that it passes."""
     code = f"from typing import List\n\ndef shifted(xs: List[int], by):\n    return [x + by for x in xs]  # {number}"
     checks = "".join(f"    assert candidate([1, 2], {by}) == [{1 + by}, {2 + by}]\n" for by in range(CALLS))
     test = {"kind": "asserts", "code": f"def check(candidate):\n{checks}", "entry_point": "shifted"}
@@ -110,7 +110,7 @@ def main(programs: int, turns: int, workers: int, json_path: Path | None) -> Non
 
 
 def show(figures: list[GradingRate], workers: int) -> None:
-    """The table, and whether the aim is met."""
+    """Prints the table, and whether the aim is met."""
     table = Table(title=f"Programs per second, {workers} at the same time")
     for name in ("system", "per second", "least", "most"):
         table.add_column(name, justify="left" if name == "system" else "right")

@@ -29,16 +29,16 @@ END_S = 20.0
 
 @contextlib.contextmanager
 def simulated(role: str, mesh: str) -> Iterator[int]:
-    """Ranks of a mesh; gives the port of rank 0."""
+    """Starts the ranks of a mesh; yields the port of rank 0."""
     arguments = ["--role", role, "--mesh", mesh, "--ranks-per-host", str(RANKS_PER_HOST)]
     command = [sys.executable, "-m", "benchmarks.simulated", *arguments]
-    # What gRPC says of streams that their clients drop at the end is of no use to anyone.
+    # gRPC would log streams that their clients drop at the end.
     with _piped(command, HERE.parent, stderr=subprocess.DEVNULL) as process:
         yield int(_line(process))
 
 
 class ScaleClient:
-    """A controller in a process of its own, which makes calls when told to. A context manager.
+    """A controller in a process of its own, which makes calls on request. A context manager.
 
     Args:
         checkout: Directory of the code that it runs, with a virtual environment in .venv.
@@ -143,7 +143,7 @@ def _asked(system: str, mesh: str, rows: int = 0) -> dict[str, Any]:
 
 
 def ratio(of: list[float], over: list[float]) -> float:
-    """Median of one over that of another."""
+    """Median of one client over that of another."""
     return round(statistics.median(of) / statistics.median(over), 3)
 
 

@@ -1,4 +1,4 @@
-"""How fast rows reach another process, each way beside its anchor, in turns within one run.
+"""Times of rows from one process to another, each way beside its anchor, in turns within one run.
 
 - Hand-off: one column over memfd on one host, from the tensor that a forward pass left to a reader that has
   touched every page; put, plan, attach and first touch apart. Beside a warm memcpy into memory of the same kind.

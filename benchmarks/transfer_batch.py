@@ -64,7 +64,7 @@ def ppo_columns() -> dict[str, Jagged[np.ndarray]]:
 
 
 class Reader:
-    """A rank that fetches its rows and reads every byte of them, for each message of a stream, as ranks get calls.
+    """A rank that fetches its rows and reads every byte of them, for each message of a stream.
 
     Args:
         writable: Whether it asks for rows it may write to, as ranks do that compute with tensors.
@@ -94,7 +94,7 @@ def flat(rows: FetchedRows, name: str) -> np.ndarray:
 
 
 def run_reader(writable: bool, parent: Connection) -> None:
-    """A process: a reader behind a gRPC server."""
+    """Body of a process: a reader behind a gRPC server."""
 
     async def serve() -> None:
         server, reader = (
@@ -117,7 +117,7 @@ def run_reader(writable: bool, parent: Connection) -> None:
 
 @contextmanager
 def our_ranks(message: bytes, ranks: int, writable: bool) -> Iterator[Callable[[], object]]:
-    """A call that deals the batch to so many ranks: distribute, one request each, and their answers."""
+    """Yields a call that deals the batch to `ranks` ranks: distribute, one request each, and their answers."""
     with contextlib.ExitStack() as stack:
         pipes = [stack.enter_context(process(run_reader, writable)) for _ in range(ranks)]
         addresses = [receive(pipe) for pipe in pipes]
@@ -184,7 +184,7 @@ def verl_ranks(ranks: int) -> Iterator[Callable[[], object]]:
 
 
 def run_verl(ranks: int, parent: Connection) -> None:
-    """A process: Ray and verl, apart from everything of ours."""
+    """Body of a process with Ray and verl."""
     with verl_ranks(ranks) as call, contextlib.suppress(KeyboardInterrupt, EOFError):
         parent.send("ready")
         while True:
@@ -195,8 +195,8 @@ def run_verl(ranks: int, parent: Connection) -> None:
 
 
 def measure_batch(producer: Connection, ranks: int, rounds: int, with_verl: bool) -> list[Dealt]:
-    """Ours and verl's in turns of some rounds. Each has the machine to itself: it starts for its turn and ends with it,
-    because processes of the other that only wait would slow it down."""
+    """The cluster and verl in turns of some rounds. Each starts for its turn and ends with it, because idle processes
+    of the other would slow it down."""
     message = ask(producer, "put_batch")
     ways: dict[str, Callable[[int], list[float]]] = {
         OURS: lambda count: _ours(message, ranks, count, writable=False),

@@ -66,7 +66,7 @@ class HandOff:
 
 @dataclass(frozen=True)
 class Stream:
-    """Medians over rounds, in seconds, of moving so many bytes to another process on loopback."""
+    """Medians over rounds, in seconds, of moving `nbytes` to another process on loopback."""
 
     nbytes: int
     rounds: int
@@ -80,7 +80,7 @@ class Stream:
 
 
 class Producer:
-    """A process that holds tensors, puts them into its arena when told, and serves them."""
+    """A process that holds tensors, puts them into its arena on request, and serves them."""
 
     def __init__(self, arena_bytes: int) -> None:
         self.store = TensorStore(arena_bytes)
@@ -101,7 +101,7 @@ class Producer:
         self.target = np.empty(0, np.float32)
 
     def make(self, nbytes: int) -> float:
-        """A tensor of so many bytes, and a memfd to copy it to whose pages are there."""
+        """Makes a tensor of `nbytes`, and a memfd with resident pages to copy it to; returns seconds of that copy."""
         self.tensor = torch.arange(nbytes // 4, dtype=torch.float32).reshape(64, -1)
         fd = os.memfd_create("benchmark")
         os.posix_fallocate(fd, 0, nbytes)
@@ -142,7 +142,7 @@ class Producer:
 
 
 def run_producer(arena_bytes: int, parent: Connection) -> None:
-    """A process: does what it is told until the other end of the pipe closes."""
+    """Body of a process that calls a producer's methods on request until the other end of the pipe closes."""
     producer = Producer(arena_bytes)
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         while True:
@@ -152,7 +152,7 @@ def run_producer(arena_bytes: int, parent: Connection) -> None:
 
 
 def run_socket(nbytes: int, parent: Connection) -> None:
-    """A process that sends so many bytes to a client each time it receives a byte."""
+    """Body of a process that sends `nbytes` to a client for each byte that it receives."""
     source = memoryview(bytearray(nbytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         parent.send(listener.getsockname()[1])

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from benchmarks.simulated import WORKER
 from client.outage import is_silence
 from client.rank import WORKER, RankClient
 from rlhf.contract import Method

@@ -13,8 +13,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from benchmarks.simulated import WORKER
-from client.rank import RankClient
+from client.rank import WORKER, RankClient
 from client.session import Session
 from loadtest.target import CONNECT_S, Target, close_all
 from rlhf.contract import Method

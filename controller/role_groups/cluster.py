@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.simulated import WORKER
 from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session, StepContext

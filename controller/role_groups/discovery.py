@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 import grpc
 import grpc.aio
 
-from benchmarks.simulated import WORKER
-from client.rank import RankClient
+from client.rank import WORKER, RankClient
 from controller.config.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from benchmarks.simulated import WORKER
 from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import Session, StepContext

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from unit.test_execution import MetRanks
 
-from benchmarks.simulated import WORKER
 from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session
