@@ -1,4 +1,4 @@
-"""What a rank keeps of calls that have ended, and how they fail."""
+"""Calls on a rank: responses that it remembers, rows that it fetches and drops, and failures."""
 
 from __future__ import annotations
 
