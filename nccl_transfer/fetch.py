@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -81,12 +82,13 @@ class Fetcher:
         try:
             wanted = needed(batch)
             self._verifier.check(wanted)
-            read = self._read_all(wanted, relay_request, deadline, writable)
+            traffic: dict[str, Traffic] = {}
+            read = self._read_all(wanted, relay_request, deadline, writable, traffic)
             self._verifier.verify(read)
         except BaseException as error:
             self._fail_relays(relay_request, error)
             raise
-        return assemble(batch, read, self._own, writable)
+        return replace(assemble(batch, read, self._own, writable), traffic=traffic)
 
     @property
     def relays(self) -> RelayBoard:
@@ -111,7 +113,12 @@ class Fetcher:
         return self._store.endpoint if self._store is not None else None
 
     def _read_all(
-        self, wanted: Ranges, relay_request: RelayRequest, deadline: float, writable: bool
+        self,
+        wanted: Ranges,
+        relay_request: RelayRequest,
+        deadline: float,
+        writable: bool,
+        traffic: dict[str, Traffic],
     ) -> dict[Endpoint, ReadRanges]:
         keeps, takes = relay_request.kept_by(self._own), relay_request.taken_by(self._own, self._host_id)
         # Reads are queued before relays: a read waits for no other rank, so ranks that relay to each other do not
@@ -120,11 +127,13 @@ class Fetcher:
         second = [source for source in wanted if source in takes]
         jobs = [
             *(
-                partial(self._read, source, wanted[source], keeps.get(source), relay_request, deadline)
+                partial(
+                    self._read, source, wanted[source], keeps.get(source), relay_request, deadline, traffic
+                )
                 for source in first
             ),
             *(
-                partial(self._take, takes[source], wanted[source], relay_request, deadline)
+                partial(self._take, takes[source], wanted[source], relay_request, deadline, traffic)
                 for source in second
             ),
         ]
@@ -154,23 +163,29 @@ class Fetcher:
         keep: Relay | None,
         relay_request: RelayRequest,
         deadline: float,
+        traffic: dict[str, Traffic],
     ) -> Reading:
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
         transport = self._transport_to(source)
         start = time.perf_counter()
         reading = transport.read(source, ranges, deadline)
-        self._count(transport.name, sum(r.nbytes for r in ranges), time.perf_counter() - start)
+        self._count(transport.name, ranges, start, traffic)
         if keep is not None:
             self.relays.keep(keep, ranges, reading.views, relay_request)
         return reading
 
     def _take(
-        self, relay: Relay, ranges: Sequence[ByteRange], relay_request: RelayRequest, deadline: float
+        self,
+        relay: Relay,
+        ranges: Sequence[ByteRange],
+        relay_request: RelayRequest,
+        deadline: float,
+        traffic: dict[str, Traffic],
     ) -> Reading:
         start = time.perf_counter()
         reading = self._taker.take(relay, ranges, relay_request.call_id, deadline)
-        self._count("relay", sum(r.nbytes for r in ranges), time.perf_counter() - start)
+        self._count("relay", ranges, start, traffic)
         return reading
 
     def _fail_relays(self, relay_request: RelayRequest, error: BaseException) -> None:
@@ -187,9 +202,11 @@ class Fetcher:
             reasons.append(f"{transport.name}: {reason}")
         raise TransferError(f"no transport reaches {source} ({'; '.join(reasons)})")
 
-    def _count(self, transport: str, nbytes: int, seconds: float) -> None:
+    def _count(
+        self, transport: str, ranges: Sequence[ByteRange], start: float, traffic: dict[str, Traffic]
+    ) -> None:
+        """Adds a read that began at `start`, by `time.perf_counter`, to the traffic of its fetch and of all fetches."""
+        moved = Traffic(sum(r.nbytes for r in ranges), time.perf_counter() - start, 1)
         with self._lock:
-            moved = self._traffic.get(transport, Traffic())
-            self._traffic[transport] = Traffic(
-                moved.bytes + nbytes, moved.seconds + seconds, moved.transfers + 1
-            )
+            for counts in (traffic, self._traffic):
+                counts[transport] = counts.get(transport, Traffic()) + moved

@@ -15,7 +15,7 @@ from nccl_transfer.refs.plans import position
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, ShardRun
-from nccl_transfer.transports import Reading
+from nccl_transfer.transports import Reading, Traffic
 from rlhf.errors import TransferError
 
 Values = np.ndarray | Jagged[np.ndarray] | list[str]
@@ -30,12 +30,14 @@ class FetchedRows:
         values: Columns by name: [rows, ...] or jagged arrays of carriers, or strings.
         dtypes: Element type by name of every column that is not text.
         fetched_bytes: Bytes that came from other ranks.
+        traffic: Traffic of the fetch, by transport.
     """
 
     rows: int
     values: Mapping[str, Values]
     dtypes: Mapping[str, str]
     fetched_bytes: int
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
     _readings: Sequence[Reading] = field(default=(), repr=False)
 
     def __getitem__(self, name: str) -> Values:
@@ -92,7 +94,7 @@ def assemble(
             values[name] = column.values
     fetched_bytes = sum(part.nbytes for source, part in read.items() if source != own)
     readings = tuple(part.reading for part in read.values())
-    return FetchedRows(batch.rows, values, _dtypes(batch), fetched_bytes, readings)
+    return FetchedRows(batch.rows, values, _dtypes(batch), fetched_bytes, _readings=readings)
 
 
 def _dtypes(batch: Batch) -> dict[str, str]:

@@ -4,7 +4,7 @@ each pair of ranks; docs/transports.md describes them."""
 from __future__ import annotations
 
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.transports.base import Reading, Traffic, Transport, traffic_since
+from nccl_transfer.transports.base import Reading, Traffic, Transport
 from nccl_transfer.transports.byte_server import ByteServer
 from nccl_transfer.transports.grpc_stream import (
     GrpcTransport,
@@ -30,6 +30,5 @@ __all__ = [
     "mark_corrupt_response",
     "serve_fetch",
     "stat_response",
-    "traffic_since",
     "traffic_to_proto",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -69,21 +69,10 @@ class Traffic:
             self.bytes + other.bytes, self.seconds + other.seconds, self.transfers + other.transfers
         )
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.bytes - other.bytes, self.seconds - other.seconds, self.transfers - other.transfers
-        )
-
     @property
     def gb_per_s(self) -> float:
         """1e9 bytes per second; 0 without traffic. For mapped memory this is the rate of mapping, not of reading."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
-
-
-def traffic_since(now: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    """Difference of two traffic counts, by transport, without transports that moved nothing."""
-    moved = {name: count - before.get(name, Traffic()) for name, count in now.items()}
-    return {name: count for name, count in moved.items() if count.transfers}
 
 
 class Transport(ABC):

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, PeerFailed
@@ -55,7 +54,10 @@ class ComputeThread:
             Refused: The call's session has ended.
         """
         loop = asyncio.get_running_loop()
-        storing = partial(loop.call_soon_threadsafe, self._phase.set, worker_pb2.PHASE_STORING, call)
+
+        def storing() -> None:
+            loop.call_soon_threadsafe(self._phase.set, worker_pb2.PHASE_STORING, call)
+
         work = loop.run_in_executor(self._thread, self._execute, call, rows, failure, storing)
         is_late = await self._wait(work, call)
         error, context = work.exception(), call.context

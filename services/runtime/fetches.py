@@ -12,7 +12,7 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.relay import RelayRequest
 from nccl_transfer.store.store import Lease
-from nccl_transfer.transports import traffic_since, traffic_to_proto
+from nccl_transfer.transports import traffic_to_proto
 from rlhf.v1 import common_pb2
 from services.runtime.deadlines import time_to_agree
 from services.runtime.worker import CallContext, CallRows
@@ -96,9 +96,7 @@ def fetch_rows(
     relay_request = RelayRequest(
         call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message)
     )
-    before = fetcher.traffic()
     fetched = fetcher.fetch(batch, time_to_agree(context.deadline), relay_request, writable=writable)
-    # One fetch runs at a time, so the difference is this call's, except where a dropped fetch is still under way.
-    for name, moved in traffic_to_proto(traffic_since(fetcher.traffic(), before)).items():
+    for name, moved in traffic_to_proto(fetched.traffic).items():
         timing.traffic[name].CopyFrom(moved)
     return CallRows(fetched, wire.row_numbers(message))

@@ -83,7 +83,7 @@ class CallRunner:
             RlhfError: As in the proto of the method.
         """
         arrived = time.monotonic()
-        if call.has_batch:
+        if call.has_batch and not call.stopped.is_set():
             call.fetch = self._fetches.add(
                 partial(
                     fetch_rows,

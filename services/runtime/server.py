@@ -75,7 +75,7 @@ class RankServer:
         """Serves until told to stop.
 
         Args:
-            drained: Called when the last call is answered, and nothing is left but to leave.
+            drained: Called once the last call is answered, before the server stops.
 
         Raises:
             ConfigError: The address is in use.
@@ -88,7 +88,7 @@ class RankServer:
         stream = ByteServer(self.store, self._hosts.listen.strip("[]"))
         try:
             ranks_info = self._meet_peers(self.port, arena, stream)
-            # Not before: the loop could not hear of a signal while ranks wait for one that has failed.
+            # Not before: the loop handles no signal while ranks wait here for a rank that has failed.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,14 +111,14 @@ class RankServer:
             self.store.close()
 
     def _tell_of_missing_transports(self) -> None:
-        """Once for the service, and only on a machine whose GPUs could use them."""
+        """Logs transports that are not available: once for the service, on a machine with GPUs."""
         if self.worker.ranks.rank == 0 and Path("/dev/nvidiactl").exists():
             for reason in sorted(set(self.unavailable.values())):
                 missing = [name for name, why in self.unavailable.items() if why == reason]
                 logging.info("not available: transport %s: %s", ", ".join(missing), reason)
 
     def _say_ready(self) -> None:
-        """Prints one line: the service serves, where, and on how many ranks."""
+        """Prints the ready line: name, address, number of ranks."""
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"

@@ -30,6 +30,7 @@ class TurnQueue:
     def begin_session(self, name: str) -> None:
         """Numbers count from 1 again, and calls of the session before wake to look whether they still may wait."""
         self._turns.begin_session(name)
+        self._watch_missing()
         self.wake()
 
     def join(self, session: str, number: int) -> Ticket:

@@ -35,7 +35,7 @@ from nccl_transfer.relay import RelayRequest
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch, traffic_since
+from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch
 from nccl_transfer.transports.byte_server import cut_frames
 from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
@@ -203,7 +203,8 @@ def counted(fetchers: Sequence[Fetcher]) -> Iterator[list[Counter[str]]]:
     moved = [Counter[str]() for _ in fetchers]
     yield moved
     for fetcher, old, counter in zip(fetchers, before, moved, strict=True):
-        counter.update({name: count.bytes for name, count in traffic_since(fetcher.traffic(), old).items()})
+        now = Counter({name: count.bytes for name, count in fetcher.traffic().items()})
+        counter.update(now - Counter({name: count.bytes for name, count in old.items()}))
 
 
 @dataclass(frozen=True)

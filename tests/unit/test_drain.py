@@ -1,4 +1,4 @@
-"""What a service ends before it leaves."""
+"""A rank that shuts down, and sessions that end."""
 
 from __future__ import annotations
 

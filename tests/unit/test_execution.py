@@ -1,4 +1,4 @@
-"""What a rank keeps of calls that have ended, and how they fail."""
+"""Calls on a rank: responses that it remembers, rows that it fetches and drops, and failures."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ class HeldFetcher(fetch.Fetcher):
         super().__init__("", [])
         self.begun, self.released = threading.Event(), threading.Event()
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
+    def fetch(self, *arguments: Any, **options: Any) -> FetchedRows:
         if not self.begun.is_set():
             self.begun.set()
             assert self.released.wait(20)

@@ -1,12 +1,23 @@
-"""What the data plane moved in a step, as metrics."""
+"""Traffic of the data plane: of each fetch, and as metrics of a step."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 
 from controller.role_groups.dataflow import CallRecord
 from controller.tracking.transfer import transfer_metrics
-from nccl_transfer.transports import Traffic, traffic_since, traffic_to_proto
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.transports import Reading, Traffic, Transport, traffic_to_proto
 from rlhf.v1 import actor_pb2
 
 
@@ -45,7 +56,39 @@ def test_bytes_and_seconds_add_up_over_ranks_and_calls_and_give_the_rate() -> No
     }
 
 
-def test_what_was_moved_between_two_counts_leaves_out_what_did_not_move() -> None:
-    before = {"memfd": Traffic(10, 1.0, 1), "tcp": Traffic(5, 1.0, 1)}
-    now = {"memfd": Traffic(30, 1.5, 3), "tcp": Traffic(5, 1.0, 1), "nccl": Traffic(7, 1.0, 1)}
-    assert traffic_since(now, before) == {"memfd": Traffic(20, 0.5, 2), "nccl": Traffic(7, 1.0, 1)}
+class HeldTransport(Transport):
+    """Reads zeros; its first read waits until another has ended."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def why_not(self, source: Endpoint, host_id: str) -> None:
+        return None
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.released.wait(20)
+        return Reading([memoryview(bytes(r.nbytes)) for r in ranges])
+
+    def close(self) -> None:
+        self.released.set()
+
+
+def test_the_traffic_of_a_fetch_is_its_own_also_beside_another() -> None:
+    transport = HeldTransport()
+    fetcher = Fetcher("host", [transport])
+    column = RemoteColumn.of_shard("int64", (), np.array([1]), Shard(Endpoint("10.0.0.1:7101"), 1, 64, 8))
+    batch = Batch(1, {"ids": column})
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(fetcher.fetch, batch, time.monotonic() + 20)
+        assert transport.begun.wait(20)
+        beside = fetcher.fetch(batch, time.monotonic() + 20)
+        transport.released.set()
+        for rows in (beside, held.result(20)):
+            assert rows.traffic.keys() == {"held"}
+            assert (rows.traffic["held"].bytes, rows.traffic["held"].transfers) == (8, 1)
+    assert fetcher.traffic()["held"].bytes == 16
+    fetcher.close()

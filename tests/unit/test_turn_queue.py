@@ -129,3 +129,17 @@ def test_a_call_that_may_wait_no_longer_gives_its_turn_up() -> None:
         queue.end(third)
 
     in_a_loop(test)
+
+
+def test_a_session_waits_for_its_own_missing_numbers_not_for_what_is_left_of_another_s_wait() -> None:
+    async def test(queue: TurnQueue) -> None:
+        queue.join("run", 3)
+        await asyncio.sleep(0.7 * PATIENCE_S)
+        queue.begin_session("next")
+        second = queue.join("next", 2)
+        began = time.monotonic()
+        await queue.begin(second, began + 20, nothing)
+        assert time.monotonic() - began > 0.9 * PATIENCE_S
+        queue.end(second)
+
+    in_a_loop(test)
