@@ -23,11 +23,12 @@ from controller.role_groups.cluster import Cluster
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 class TimedRun(Run):
-    """A run that takes turns."""
+    """A run that iterates in turns with other systems."""
 
     def __init__(self, *arguments: Any, turns: Turns, warm_up: int, iterations: int) -> None:
         super().__init__(*arguments)
@@ -92,7 +93,7 @@ def _connect(config: Config) -> Cluster:
 @click.option("--warm-up", type=int, required=True)
 @click.option("--iterations", type=int, required=True)
 def main(algorithm: str, path: Path, warm_up: int, iterations: int) -> None:
-    """Iterate when told to, and tell how long it took."""
+    """Iterate on request, and report the time."""
     iterate(algorithm, path, Turns(), warm_up, iterations)
 
 

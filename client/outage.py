@@ -1,4 +1,4 @@
-"""When a rank that cannot be reached is lost: not when a connection breaks, but when no other can be made."""
+"""Outages of a rank: a broken connection is opened again, and a rank is lost when that fails for a while."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from rlhf.errors import STATUS_KEY
 RETRY_S = 0.1
 """Pause between attempts to reach a rank."""
 RECONNECT_S = 6.0
-"""How long a rank may be out of reach: less than the ten seconds after which it ends a session without a controller."""
+"""Longest outage of a rank: less than the ten seconds after which it ends a session without a controller."""
 SILENT_S = 3.0
-"""How long one that answered no ping may be: it was out of reach for ten seconds already. One attempt to connect."""
+"""Longest outage after unanswered pings, which took ten seconds already: one attempt to connect."""
 REFUSED_S = 0.7
-"""How long its host may refuse connections: then no process listens there, and none will."""
+"""Longest time in which the host may refuse connections: after it, no process is going to listen there."""
 RECONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
-"""Of a channel: tries again soon, and gives one attempt 3 s."""
+"""Channel options: attempts to connect follow each other soon and take at most 3 s each."""
 
 _BREAKS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
 def is_break(error: grpc.RpcError) -> bool:
-    """Whether a call ended because its connection did, and not because the rank said so."""
-    call: Any = error  # what raises is a call too, which grpc's types do not say
+    """Whether a call ended with its connection, and not with a status of the rank."""
+    call: Any = error  # the exception is the call too, which grpc's types do not declare
     says = any(key == STATUS_KEY for key, _ in call.trailing_metadata() or ())
     return not says and call.code() in _BREAKS
 
 
 def is_silence(error: grpc.RpcError) -> bool:
-    """Whether a connection ended because the other side answered no ping."""
+    """Whether a connection ended because the peer answered no ping."""
     call: Any = error
     return is_break(error) and "ping timeout" in (call.details() or "")
 
 
 class Outage:
-    """A time during which a rank cannot be reached.
+    """A period in which a rank cannot be reached. Times are of the event loop.
 
     Args:
-        first: How it began; None where the rank ended a stream.
-        now: When, in the event loop's time.
+        first: Error that began it; None where the rank ended a stream.
+        now: Its beginning.
 
     Attributes:
-        ends: When the rank is lost at the latest.
+        ends: Time at which the rank is lost at the latest.
     """
 
     def __init__(self, first: grpc.RpcError | None, now: float) -> None:
@@ -56,7 +56,7 @@ class Outage:
         self._refused_since: float | None = None
 
     def note(self, error: grpc.RpcError | None, now: float) -> None:
-        """An attempt failed."""
+        """Records a failed attempt."""
         self.first = self.first or error
         call: Any = error
         if call is None or "refused" not in (call.details() or ""):

@@ -1,4 +1,4 @@
-"""One rank as the controller sees it: a channel, and the methods of the contract."""
+"""A client of one rank: its channel, and the methods of the contract."""
 
 from __future__ import annotations
 
@@ -23,20 +23,29 @@ class RankClient:
         service: Name of the service in the config.
         rank: Rank within it.
         address: host:port.
-        is_ours: Whether a server of this package answers there, which expects pings.
-        session: Where given, the rank serves WorkerService.Dispatch: calls that run on the group go over a stream,
-            which also tells the rank that the session's controller is there.
+        is_ours: Whether the server is of this package and accepts pings.
+        shares_connection: False: a TCP connection of its own, also where another client leads to the same address.
+        session: Name of the session where the rank serves WorkerService.Dispatch: calls of the group go over a stream,
+            which also keeps the session alive. Empty: every call is unary.
     """
 
     def __init__(
-        self, service: str, rank: int, address: str, *, is_ours: bool = False, session: str = ""
+        self,
+        service: str,
+        rank: int,
+        address: str,
+        *,
+        is_ours: bool = False,
+        shares_connection: bool = True,
+        session: str = "",
     ) -> None:
         self.service = service
         self.rank = rank
         self.address = address
-        self._channel = open_aio_channel(
-            address, (*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS)
-        )
+        options = [*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS]
+        if not shares_connection:
+            options.append(("grpc.use_local_subchannel_pool", 1))
+        self._channel = open_aio_channel(address, options)
         self._callables: dict[str, Any] = {}
         self._session = session
         self._stream: CallStream | None = None
@@ -45,11 +54,11 @@ class RankClient:
         return f"{self.service} rank {self.rank} ({self.address})"
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call, to be answered within `timeout_s` seconds; errors of its future are those of `call`.
-        Cancelling the future forgets the answer, and does not stop what the rank does.
+        """Begins a call with a deadline of `timeout_s` seconds; errors of its future are those of `call`. Cancelling
+        the future drops the answer and does not stop the rank.
 
         Args:
-            request: A message, or one that is serialized already.
+            request: A message, or a serialized one.
 
         Raises:
             ValueError: The request cannot be serialized.
@@ -61,7 +70,7 @@ class RankClient:
         return self._stream.start(method, _serialized(request), timeout_s)
 
     async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
-        """One unary call, made again where the connection breaks: it is one that may be. Errors as of `call`."""
+        """An idempotent unary call, sent again where the connection breaks. Errors as of `call`."""
         loop = asyncio.get_running_loop()
         due, outage = loop.time() + timeout_s, None
         while True:
@@ -85,7 +94,7 @@ class RankClient:
         """One unary call.
 
         Raises:
-            RlhfError: As the service says, or ServiceLost, DeadlineExceeded.
+            RlhfError: The error of the service, or ServiceLost, DeadlineExceeded.
         """
         try:
             return await self._callable(method)(request, timeout=timeout_s)
@@ -93,7 +102,7 @@ class RankClient:
             raise self._explain(error, method, timeout_s) from error
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
-        """The responses of a streaming call, until the service ends it or the caller stops asking."""
+        """The responses of a streaming call, until the service ends it or the caller stops reading."""
         try:
             async for response in self._callable(method)(request):
                 yield response
@@ -101,6 +110,7 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
+        """Closes the stream of calls and the channel."""
         if self._stream is not None:
             await self._stream.close()
         await self._channel.close()
@@ -108,7 +118,7 @@ class RankClient:
     def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
         explained = from_rpc_error(error, f"{self} {method.name}")
         if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
-            # The rank has said nothing; this is gRPC's own clock.
+            # gRPC's own deadline, without an answer of the rank.
             return unanswered(str(self), method, timeout_s)
         return explained
 

@@ -1,4 +1,4 @@
-"""The session of a run, and its steps: what calls have in common, and on whose behalf each is made."""
+"""The session of a run and its steps: the header of calls, and the step on whose behalf each call is made."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
 
 NEXT_START_NS = 1000
-"""Least distance of two sessions' starts: ranks compare them in microseconds."""
+"""Smallest difference of two sessions' starts: ranks compare them in microseconds."""
 MAX_UINT64 = 2**64 - 1
 MOVE_A_MODEL = ("begin_session", "save_checkpoint", "load_checkpoint")
-"""Methods that write or read a whole model, and so have a time of their own."""
+"""Methods that write or read a whole model, with a deadline of their own."""
 
 
 class StepContext:
-    """A step as its calls see it. Their randomness depends on its number and on their place in it, and the rows they
-    make are freed with it, so several steps may be under way. Safe from any thread.
+    """A step and its calls. The random numbers of a call depend on the step's number and on the call's ordinal in it,
+    and rows are freed with their step, so several steps may be under way. Thread-safe.
 
     Args:
         number: From 1; 0 is before the first.
 
     Attributes:
-        noted: Metrics that are counted while the step is under way, by name.
-        has_ended: Whether its rows were freed for good.
+        noted: Metrics counted while the step is under way, by name.
+        has_ended: Whether its rows are freed and no more calls are made on its behalf.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,7 +49,7 @@ class StepContext:
         return self._controller_bytes
 
     def next_ordinal(self, service: str, method: str) -> int:
-        """How many calls of a method the step has made before this one."""
+        """The number of earlier calls of a method in this step."""
         with self._lock:
             ordinal = self._ordinals[service, method]
             self._ordinals[service, method] += 1
@@ -66,7 +66,7 @@ class StepContext:
             self.noted[name] = self.noted.get(name, 0.0) + count
 
     def made(self, call: Future[Any]) -> None:
-        """A call that was made on behalf of the step."""
+        """Records a call made on behalf of the step."""
         with self._lock:
             self._calls.add(call)
         call.add_done_callback(self._forget)
@@ -92,19 +92,19 @@ class StepContext:
 
 @dataclass
 class Session:
-    """One run, as the services know it.
+    """The session of a run on its services.
 
     Attributes:
-        name: Unique name of the run, by which services keep its rows and tell others that it is there.
-        started_unix_ns: When the run started, Unix time in nanoseconds; it never changes.
-        claimed_unix_ns: The start that calls tell, by which services know the younger of two sessions:
+        name: Unique name; services keep rows by session.
+        started_unix_ns: Start of the run, Unix time in nanoseconds.
+        claimed_unix_ns: The start in the header of calls, by which services know the younger of two sessions:
             `started_unix_ns`, or later where a service knows a younger session.
         seed: Seed of the run.
-        timeout_s: Longest time of a call.
-        save_timeout_s: The same of one that writes or reads a whole model.
-        balance: Whether sequences are dealt out to ranks by cost, and not by count.
-        take_over: Whether it may end the run that has the services.
-        newest: The step that was begun last, to which calls belong that are made on behalf of none.
+        timeout_s: Deadline of a call, in seconds.
+        save_timeout_s: Deadline of a call that writes or reads a whole model, in seconds.
+        balance: Whether sequences are dealt to ranks by cost instead of by count.
+        take_over: Whether the session may end another one that has the services.
+        newest: The step begun last, which calls without a step belong to.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -121,20 +121,20 @@ class Session:
         self.claimed_unix_ns = self.started_unix_ns
 
     def claim_after(self, known: Iterable[int]) -> None:
-        """Claims a start after the youngest that services know of [Unix ns]: clocks need not agree."""
+        """Claims a start after the youngest one that services know [Unix ns], since clocks may differ."""
         youngest = max(known, default=0)
         if youngest >= self.claimed_unix_ns:
             self.claimed_unix_ns = min(youngest + NEXT_START_NS, MAX_UINT64)
 
     def time_of(self, method: str) -> float:
-        """Longest time of a call of a method, by its Python name, in seconds."""
+        """Deadline of a call of a method, by its Python name, in seconds."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
     def begin_step(self, number: int) -> StepContext:
-        """Begins a step; those that were begun before may go on beside it.
+        """Begins a step; earlier steps may be under way.
 
         Raises:
-            InvalidRequest: A step of this or a later number was begun before.
+            InvalidRequest: A step of this or a later number has begun.
         """
         if number <= self.newest.number:
             raise InvalidRequest(f"step {number} cannot begin: step {self.newest.number} has begun")
@@ -142,12 +142,12 @@ class Session:
         return self.newest
 
     def step_of(self, step: StepContext | None) -> StepContext:
-        """The step on whose behalf calls are made on rows of `step`: the newest, where these are of none, or of one
-        that has ended."""
+        """The step on whose behalf calls on rows of `step` are made: the newest one where `step` is None or has
+        ended."""
         return self.newest if step is None or step.has_ended else step
 
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
-        """The header of a step's next call of a method, all but sequence and epoch."""
+        """The header of a step's next call of a method, without sequence and epoch."""
         return common_pb2.Call(
             call_id=f"{self.name}_{next(self._call_numbers)}",
             session=self.name,

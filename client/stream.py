@@ -1,4 +1,4 @@
-"""Calls to one rank over WorkerService.Dispatch, which outlive the connections that they go over."""
+"""Calls to one rank over WorkerService.Dispatch. A call survives the connection that it was sent over."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_
 from rlhf.v1 import worker_pb2
 
 REOPEN_S = 1.0
-"""Pause before a stream that broke is made anew while no call is under way: far below what a rank waits for it."""
+"""Pause before a broken stream is opened again while no call is under way: far less than a rank waits for it."""
 OUTCOME_S = 6.0
-"""How long to wait for the outcome of a call that is past its deadline: an update that was nearly done may have
-committed."""
+"""How long to wait for the outcome of a call past its deadline: an update that was nearly done may have committed."""
 MOST_STREAMS = 8
-"""How many streams may break while a call is under way, before it is taken for what breaks them."""
+"""Streams that may break while a call is under way before the call counts as the cause."""
 CLOSE_S = 1.0
-"""How long a rank that does not read may hold up the end of its stream of calls."""
+"""Longest time to wait, when a stream is closed, for a rank that does not read."""
 _WRITE_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)
-"""Exceptions of a write to a stream that has broken or ended."""
+"""Exceptions of a write to a stream that is broken or closed."""
 
 Why = Callable[[str], RlhfError]
-"""An error, from where it happened."""
+"""Makes an error from the place where it happened."""
 
 
 @dataclass(slots=True)
@@ -43,8 +42,8 @@ class _Call:
     """A call without an answer.
 
     Attributes:
-        due: When its answer has to be there, in the event loop's time.
-        streams: How many streams it was under way on.
+        due: Deadline of the answer, in the event loop's time.
+        streams: Number of streams that it was sent over.
         is_late: Whether it is past its deadline, and only its outcome is asked for.
     """
 
@@ -60,14 +59,14 @@ class _Call:
 class CallStream:
     """Calls to one rank, over one stream at a time. Used from the event loop.
 
-    A stream that breaks is made anew, also while no call is made, since it tells the rank that its controller is there.
-    Calls that were under way are then sent again by their ids: the rank returns the result it has, or goes on with the
-    call. Only a rank that cannot be reached for a while is given up.
+    A broken stream is opened again, also while no call is under way, since it keeps the session alive on the rank.
+    Calls that were under way are then sent again by their ids: the rank returns the result that it has, or goes on with
+    the call. A rank that cannot be reached for a while is lost.
 
     Args:
         who: Service, rank and address, for messages.
-        open_stream: Begins gRPC's call.
-        session: Whose controller the stream tells of.
+        open_stream: Begins the gRPC call of the stream.
+        session: Name of the session.
     """
 
     def __init__(self, who: str, open_stream: Callable[[], Any], session: str) -> None:
@@ -89,7 +88,7 @@ class CallStream:
         self._keeper = asyncio.create_task(self._keep())
 
     def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call of a method that runs on a group. Errors as of `RankClient.start`."""
+        """Begins a call of a group's method. Errors as of `RankClient.start`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         call = _Call(method, request, loop.create_future(), timeout_s, loop.time() + timeout_s)
         self._calls[number] = call
@@ -100,7 +99,7 @@ class CallStream:
         return call.answer
 
     async def close(self) -> None:
-        """Tells the rank that no more calls come."""
+        """Closes the stream; calls that are under way fail."""
         with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
             async with asyncio.timeout(CLOSE_S):
                 self._is_closing = True
@@ -128,7 +127,7 @@ class CallStream:
             self._begin()
 
     def _begin(self) -> None:
-        """Begins a stream, with what was under way."""
+        """Opens a stream and sends the calls that are under way."""
         self._stream = self._open_stream()
         self._outgoing = deque([worker_pb2.DispatchRequest(session=self._session)])
         self._writer = asyncio.create_task(self._write(self._stream, self._outgoing))
@@ -136,7 +135,7 @@ class CallStream:
             self._send(number, call)
 
     async def _read(self) -> grpc.RpcError | DecodeError | None:
-        """Hands out answers until the stream ends; returns why it did."""
+        """Resolves calls with their answers until the stream ends; returns the error that ended it."""
         stream = self._stream
         try:
             await stream.initial_metadata()
@@ -172,11 +171,11 @@ class CallStream:
                 self._fail(number, self._why()(f"{self._who} {call.method.name}"))
 
     def _give_up(self) -> None:
-        """The rank is lost."""
+        """Fails all calls: the rank is lost."""
         self._fail_all(self._why())
 
     def _why(self) -> Why:
-        """How the outage began."""
+        """Makes the error of a lost rank: the one that began the outage."""
         first = self._outage.first if self._outage else None
         return partial(_broken, first) if first else _closed
 
@@ -186,9 +185,9 @@ class CallStream:
         self._outage = self._hopeless = None
 
     def _send(self, number: int, call: _Call) -> None:
-        """Sends a call, or sends it again: what the rank is asked for is said by its time and what it knows of it."""
+        """Sends a call, for the first time or again; a late one only asks for its outcome."""
         if self._stream is None:
-            return  # the next stream begins with it
+            return  # it is sent when the next stream opens
         remaining_s = max(call.due - asyncio.get_running_loop().time(), 1e-3)
         self._outgoing.append(
             worker_pb2.DispatchRequest(
@@ -206,8 +205,8 @@ class CallStream:
             self._more.set_result(None)
 
     async def _write(self, stream: Any, outgoing: deque[worker_pb2.DispatchRequest]) -> None:
-        """Writes what there is for as long as the stream lasts: one task for all calls costs less than one for each."""
-        # Where this fails, so does the reader.
+        """Writes the outgoing messages while the stream lasts: one task for all calls costs less than one for each."""
+        # Where a write fails, the reader fails too and handles the error.
         loop = asyncio.get_running_loop()
         with contextlib.suppress(*_WRITE_ERRORS):
             while True:
@@ -226,7 +225,7 @@ class CallStream:
             status = status_pb2.Status.FromString(message.status)
             error = from_status(status, f"{self._who} {call.method.name}")
             if call.is_late and isinstance(error, Refused):
-                error = self._unanswered(call)  # the rank never had it
+                error = self._unanswered(call)  # the rank never received it
             return self._fail(message.number, error)
         response = call.method.response.FromString(message.response)  # type: ignore[attr-defined]
         del self._calls[message.number]
@@ -247,7 +246,7 @@ class CallStream:
         return unanswered(self._who, call.method, call.timeout_s)
 
     def _set_alarm(self, due: float) -> None:
-        """One alarm for all calls: few are ever late, and a timer for each would cost as much as its message."""
+        """Sets the one timer of all calls: few calls are late, and a timer costs as much as a message."""
         self._quiet()
         self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
@@ -257,9 +256,9 @@ class CallStream:
         self._alarm, self._alarm_at = None, math.inf
 
     def _expire(self) -> None:
-        """Asks once for the outcome of calls that are past their deadline; those that were asked for have failed."""
+        """Asks once for the outcome of calls past their deadline; late calls without an outcome fail."""
         self._quiet()
-        # Timers count in milliseconds, and may be early by less than one.
+        # Timers count in milliseconds and may fire early by less than one.
         now = asyncio.get_running_loop().time()
         for number, call in [each for each in self._calls.items() if each[1].due <= now + 1e-3]:
             if call.is_late or call.answer.done():
@@ -272,7 +271,7 @@ class CallStream:
 
 
 def unanswered(who: str, method: Method, timeout_s: float) -> DeadlineExceeded:
-    """A rank has said nothing in time."""
+    """The error of a call without an answer."""
     return DeadlineExceeded(f"{who} {method.name}: no answer within {timeout_s:g} s")
 
 
@@ -281,7 +280,7 @@ def _closed(where: str) -> ServiceLost:
 
 
 def _broken(error: grpc.RpcError, where: str) -> RlhfError:
-    """Why a stream broke. One that does so while it begins ends with an error of gRPC's own that names no cause."""
+    """The error of a broken stream. One that breaks while it opens ends with an error of gRPC that names no cause."""
     if is_silence(error):
         return ServiceLost(
             f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"

@@ -1,1 +1,1 @@
-"""Checks of a server against the contract, from outside: it may be written in any language."""
+"""Checks of a server against the contract, over the network, so that it may be written in any language."""

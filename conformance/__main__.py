@@ -1,4 +1,4 @@
-"""`python -m conformance`, where the script is not on the path."""
+"""`python -m conformance`: the command rlhf-conformance."""
 
 from conformance.cli import main
 

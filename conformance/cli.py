@@ -1,4 +1,4 @@
-"""rlhf-conformance: checks any server of the contract, and says what does not hold and what to do."""
+"""rlhf-conformance: checks a server against the contract, and gives advice for each rule that it breaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance.findings import Finding, RuleResult
-from conformance.reward import MIB, check_rules
+from conformance.reward import check_rules
+from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
 
@@ -31,7 +32,7 @@ PROBES = (
     ("Think first. 3+4=", "<think>3 and 4 make 7</think> 7", "7"),
     ("10/4=", "#### 2.5", "2.5"),
 )
-"""Prompt, response and ground truth of rows that most rewards tell apart."""
+"""Prompt, response and ground truth of rows to which most rewards give different scores."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -82,7 +83,7 @@ def read_rows(path: Path) -> list[Row]:
     """Rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
 
     Raises:
-        ConfigError: The file cannot be read, a line is no row, or there are fewer than two.
+        ConfigError: The file cannot be read, a line is no row, or it has fewer than two rows.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -100,7 +101,7 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def to_table(findings: list[Finding], title: str) -> Table:
-    """The findings for people."""
+    """The findings as a table for the terminal."""
     table = Table(title=title, title_justify="left")
     for column in ("rule", "result", "what was seen", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "rule")

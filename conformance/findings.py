@@ -1,4 +1,4 @@
-"""Findings of checks, one per rule, and the exceptions that a check raises where its rule does not hold."""
+"""Findings of checks, one per rule, and the exceptions by which a check says that its rule does not hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class RuleResult(StrEnum):
-    """How a rule came out."""
+    """The result of a check."""
 
     PASS = "pass"
     WARN = "warn"
@@ -17,13 +17,13 @@ class RuleResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one rule came out.
+    """The result of one rule's check.
 
     Attributes:
         rule: Name of the rule.
-        result: pass, warn, fail; skip where the rule could not be decided.
-        seen: What was seen, in a sentence.
-        advice: What to do; empty where there is nothing to do.
+        result: pass, warn or fail; skip where the check could not be made.
+        seen: Observation, in a sentence.
+        advice: Remedy; "" where none is needed.
     """
 
     rule: str
@@ -39,7 +39,7 @@ class Unmet(Exception):
     """A rule that does not hold.
 
     Attributes:
-        rule: The rule, where it is another than the one that is being checked.
+        rule: Name of the broken rule, where it is not the rule that the check is for.
     """
 
     result = RuleResult.FAIL
@@ -52,16 +52,16 @@ class Unmet(Exception):
 
 
 class Violation(Unmet):
-    """The contract is broken."""
+    """The server breaks the contract."""
 
 
 class Caution(Unmet):
-    """Allowed, but the user will want to know."""
+    """The contract allows it, but it limits runs."""
 
     result = RuleResult.WARN
 
 
 class Undecided(Unmet):
-    """Nothing can be said."""
+    """The check cannot tell whether the rule holds."""
 
     result = RuleResult.SKIP

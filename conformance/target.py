@@ -1,4 +1,4 @@
-"""The server under test: one channel, and answers that are looked at before anyone reads them."""
+"""The server under test: one channel, and answers checked against the rules that hold for all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.v1 import reward_pb2
 
 COMPUTE_REWARD = SERVICES["reward"]["ComputeReward"]
 COUNT, VERDICTS = "one verdict per row", "finite verdicts"
-"""Rules that every answer is held to, whatever it was asked for."""
+"""Rules for every answer, whatever the request."""
 
 M = TypeVar("M", bound=Message)
 Row = reward_pb2.TextRow
@@ -29,15 +29,15 @@ class RewardTarget:
 
     Args:
         address: host:port.
-        deadline_s: Deadline of every call that is not meant to miss it.
-        rows: Rows to probe the server with, at least two.
+        deadline_s: Deadline of calls, in seconds, except of those that test deadlines.
+        rows: Probe rows, at least two.
         num_rows: Rows of the largest call.
-        max_bytes: Size of the largest message.
+        max_bytes: Size of the largest message, in bytes.
 
     Attributes:
         is_repeatable: Whether the same rows got the same verdicts twice.
-        alone: The verdict of each probe row sent alone, where other answers may be compared with it.
-        long_rows: Rows of a call that takes a while: as many as are known to be answered.
+        alone: Verdict of each probe row sent alone; empty where other answers cannot be compared with it.
+        long_rows: Rows of a long call, which the server has answered before.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class RewardTarget:
         self.channel.close()
 
     def start(self, request: reward_pb2.ComputeRewardRequest, timeout_s: float | None = None) -> Any:
-        """Sends a request; returns its call, which is a future."""
+        """Sends a request and returns its call, a future."""
         return self.method(COMPUTE_REWARD.path).future(
             request.SerializeToString(), timeout=timeout_s or self.deadline_s
         )
 
     def method(self, path: str) -> grpc.UnaryUnaryMultiCallable:
-        """A method by its path, in bytes."""
+        """A method by its path; request and response are bytes."""
         return self.channel.unary_unary(path)
 
     def score(self, rows: Sequence[Row], timeout_s: float | None = None) -> list[Verdict]:
-        """The verdicts on rows.
+        """Scores rows.
 
         Raises:
-            Violation: The call failed, or its answer breaks a rule that holds for all.
+            Violation: The call failed, or its answer breaks a rule for every answer.
         """
         request = reward_pb2.ComputeRewardRequest(text_rows=rows)
         return self.verdicts(self.start(request, timeout_s), len(rows))
 
     def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
-        """The verdicts of a call of `num_rows` rows; raises as `score`."""
+        """The verdicts of a call with `num_rows` rows. Raises as `score`."""
         try:
             answer = decoded(reward_pb2.ComputeRewardResponse, call.result())
         except grpc.RpcError as error:
@@ -100,7 +100,7 @@ class RewardTarget:
         return list(answer.scores)
 
     def is_alive(self) -> bool:
-        """Whether the server still answers for a row within the deadline."""
+        """Whether the server still scores a row within the deadline."""
         try:
             self.score(self.rows[:1])
         except Violation as violation:
@@ -109,10 +109,10 @@ class RewardTarget:
 
 
 def decoded(kind: type[M], answer: bytes) -> M:
-    """The message of this kind that an answer is.
+    """Decodes an answer as a message of this kind.
 
     Raises:
-        Violation: It is none.
+        Violation: The answer is no such message.
     """
     try:
         return kind.FromString(answer)
@@ -124,12 +124,12 @@ def decoded(kind: type[M], answer: bytes) -> M:
 
 
 def has_score(verdict: Verdict) -> bool:
-    """Whether a verdict is one, and not the reason why there is none."""
+    """Whether a verdict is a score, or scores of tokens, and no error."""
     return verdict.WhichOneof("verdict") != "error"
 
 
 def verdict_fault(verdict: Verdict) -> str:
-    """The fault of a verdict; empty for a valid one."""
+    """The fault of a verdict; "" for a valid one."""
     match verdict.WhichOneof("verdict"):
         case None:
             return "no verdict is set"
@@ -144,7 +144,7 @@ def verdict_fault(verdict: Verdict) -> str:
 
 
 def are_equal(left: Sequence[Verdict], right: Sequence[Verdict]) -> bool:
-    """Whether verdicts are the same, up to what a model's rounding makes of another batch; errors by kind alone."""
+    """Whether verdicts are equal, up to the rounding of a model in another batch; any two errors are equal."""
     return len(left) == len(right) and all(map(_is_equal, left, right))
 
 
@@ -166,3 +166,8 @@ def described(error: grpc.RpcError) -> str:
     call: Any = error
     details = " ".join((call.details() or "").split())
     return f"{call.code().name} ({details[:120]})" if details else call.code().name
+
+
+def status_of(error: Any) -> grpc.StatusCode:
+    """The status code of a failed call."""
+    return error.code()

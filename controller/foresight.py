@@ -24,11 +24,11 @@ RESPONSE_BYTES: dict[type[ModelTable], int] = {
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
-    """By service with a model, the MiB of `arena_mb` that hold all it keeps of one batch: a step's, or one of an
-    evaluation, where every response is as long as it may be.
+    """By service with a model, the MiB of `arena_mb` that hold its columns of one batch, of a step or of an evaluation,
+    with all responses of the longest length.
 
     Args:
-        prompt_tokens: Of the longest prompt.
+        prompt_tokens: Tokens of the longest prompt.
     """
     batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
@@ -43,7 +43,7 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
 
 
 def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
-    """A line for each service whose arena a batch of long responses would not fit into."""
+    """A line for each service whose arena is too small for a batch of long responses."""
     return [
         f"services.{name}.arena_mb: {config.services[name].arena_mb} may be too small: if all responses have "
         f"rollout.max_response_tokens, {config.rollout.max_response_tokens}, each rank needs {needed}"

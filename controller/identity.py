@@ -22,12 +22,12 @@ class Identity:
     """The part of a run's identity that is known before it connects to services.
 
     Attributes:
-        algorithm: Its name.
-        command_line: As it was given to a shell.
-        version: Of the package.
-        commit: Of the checkout that the package is in, with + where files were changed; empty where it is in none.
-        started_unix_ns: Start of the run.
-        seed: Of the run.
+        algorithm: Name of the algorithm.
+        command_line: The command, quoted for a shell.
+        version: Version of the package.
+        commit: Commit of the package's checkout, with + where files were changed; empty outside a checkout.
+        started_unix_ns: Start of the run, Unix time in nanoseconds.
+        seed: Seed of the run.
     """
 
     algorithm: str
@@ -39,31 +39,31 @@ class Identity:
 
     @staticmethod
     def of(algorithm: str, seed: int, started_unix_ns: int) -> Identity:
-        """That of a run of this process."""
+        """The identity of a run of this process."""
         command_line = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         version = importlib.metadata.version("rlhf-cluster")
         return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
 
     @property
     def started(self) -> str:
-        """The start, such as 2026-01-01 12:00:00 UTC."""
+        """The start as text, for example 2026-01-01 12:00:00 UTC."""
         return datetime.fromtimestamp(self.started_unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def as_comment(self) -> str:
-        """For the top of a TOML file."""
+        """A comment for the top of a TOML file."""
         code = f"{self.version} {self.commit}".strip()
         lines = (f"{self.algorithm}, started {self.started} by rlhf-cluster {code}", self.command_line)
-        # A line of a command, such as one of a value, must not end the comment.
+        # A line break in the command must not end the comment.
         return "".join(f"# {line}\n" for text in lines for line in text.splitlines())
 
     def with_services(
         self, services: Mapping[str, worker_pb2.DescribeResponse], origins: Mapping[str, str]
     ) -> dict[str, Any]:
-        """All there is to know, as JSON has it.
+        """The whole identity, as JSON values.
 
         Args:
-            services: What the services say of themselves, by name.
-            origins: By service, what its weights were at the start of the run, in words.
+            services: Descriptions of the services, by name.
+            origins: By service, the origin of its weights, in words.
         """
         return {
             "algorithm": self.algorithm,
@@ -81,7 +81,7 @@ class Identity:
 
 
 def git_commit() -> str:
-    """Commit of the checkout that this file is in, with + where tracked files were changed; else empty."""
+    """Commit of this file's checkout, with + where tracked files were changed; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -89,7 +89,7 @@ def git_commit() -> str:
         return done.stdout.strip()
 
     try:
-        # A package that is installed below somebody's checkout is no part of it.
+        # A package installed below an unrelated checkout is no part of it.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
@@ -98,7 +98,7 @@ def git_commit() -> str:
 
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """The platform of a service: everything beside its configuration that the bits of its results depend on."""
+    """The platform of a service: all that the bits of its results depend on beside its configuration."""
     figures = {
         "version": said.version,
         "threads": said.threads,

@@ -1,4 +1,4 @@
-"""Services that a run starts itself, through the launcher's command: one process, which stops them all."""
+"""Services that a run starts itself, by the launcher's command: one process, which stops them all."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 
 STOP_TIMEOUT_S = 40.0
 EXPLAIN_TIMEOUT_S = 20.0
-"""How long the launcher may take to say that a service is lost: it first stops the others."""
+"""Longest time until the launcher reports a lost service: it stops the others first."""
 READY = b"ready\n"
 
 
 class LaunchedServices:
-    """Runs `deploy up CONFIG` for as long as the context lasts.
+    """A context in which `deploy up CONFIG` runs.
 
     Args:
         config_path: Config file of the services.
         log_dir: Directory of their logs; the launcher's own is launcher.log.
 
     Raises:
-        RlhfError: On entering: a service did not come up; the text names it and says why.
+        RlhfError: On entering: a service did not start; the text has its name and the cause.
     """
 
     def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
         self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + 10
-        # The launcher ends with this process, however that ends; it must be started from the main thread.
+        # The launcher ends with this process, even where this one is killed; it must be started from the main thread.
         tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
         self._command = tied + command
@@ -43,7 +43,7 @@ class LaunchedServices:
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C reaches only us, and we stop the services in good order.
+            # A process session of its own: Ctrl-C reaches only this process, which stops the services in order.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -68,7 +68,7 @@ class LaunchedServices:
         return self._log.with_name(f"{service}.log")
 
     def explain(self, error: RlhfError) -> RlhfError:
-        """A lost service in the launcher's own words, where it has any: it sees exit codes and logs."""
+        """The error of a lost service with the launcher's explanation, which is made of exit codes and logs."""
         if not isinstance(error, ServiceLost):
             return error
         try:

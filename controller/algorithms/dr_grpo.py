@@ -7,7 +7,8 @@ from __future__ import annotations
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 @algorithm(

@@ -1,11 +1,12 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300): responses to the same prompt are each other's baseline."""
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): the baseline is the mean score of the responses to the same prompt."""
 
 from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 @algorithm(

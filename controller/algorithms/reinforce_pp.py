@@ -24,7 +24,8 @@ from controller.advantage.groups import centred
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError
 from settings.strict import Strict
 

@@ -20,7 +20,8 @@ from controller.advantage import (
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 @algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))

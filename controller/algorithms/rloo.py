@@ -18,7 +18,8 @@ from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
-from controller.training.run import Run, Step
+from controller.training.run import Run
+from controller.training.step import Step
 
 
 @algorithm(

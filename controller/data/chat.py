@@ -27,8 +27,8 @@ class Chat:
 
     Args:
         directory: Of the model; its chat_template.jinja, tokenizer_config.json and tokenizer.json are read.
-        now_unix_s: What `strftime_now` of templates tells, in UTC: the start of the run, so that a run that goes on
-            another day has the same prompts. Default: the time of this call.
+        now_unix_s: Time that `strftime_now` of templates formats, in UTC: the start of the run, so that a run that
+            continues on another day has the same prompts. Default: now.
     """
 
     def __init__(self, directory: Path, now_unix_s: float | None = None) -> None:
@@ -36,11 +36,11 @@ class Chat:
         self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
 
     def render(self, messages: Messages) -> str:
-        """The conversation as the text that a response is to follow: as transformers' `apply_chat_template` with
-        `add_generation_prompt=True`, without the token that the tokenizer puts before every text by itself.
+        """The text of a conversation before its response: as transformers' `apply_chat_template` with
+        `add_generation_prompt=True`, without a first token that the tokenizer adds to every text.
 
         Raises:
-            ConfigError: There is no template, or it refuses the conversation.
+            ConfigError: The model has no template, or the template refuses the conversation.
         """
         jinja2 = required("jinja2", "chat templates")
         try:
@@ -83,7 +83,7 @@ class Chat:
     @cached_property
     def _special(self) -> dict[str, str]:
         given = {name: self._config.get(name) for name in SPECIAL_TOKENS}
-        # A token is a text, or a table with the text and how it is to be split.
+        # A token is a text, or a table with its text and the rules for splitting it.
         texts = {name: x["content"] if isinstance(x, dict) else x for name, x in given.items()}
         return {name: text for name, text in texts.items() if text}
 
@@ -107,7 +107,7 @@ class Chat:
 
 
 def _compile(text: str, now: datetime) -> Any:
-    """A template in the environment that transformers compiles them in: sandboxed, with its filters and functions."""
+    """A template in the sandboxed environment of transformers, with its filters and functions."""
     jinja2 = required("jinja2", "chat templates")
     sandbox, extensions = (
         required("jinja2.sandbox", "chat templates"),
@@ -115,7 +115,7 @@ def _compile(text: str, now: datetime) -> Any:
     )
 
     class GenerationTag(extensions.Extension):
-        """`{% generation %}` marks what the assistant said; it stays as it is."""
+        """`{% generation %}` marks messages of the assistant; the text stays as it is."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""Rows as a run draws them: in the loader's order, without those that are too long."""
+"""Draws rows in the loader's order, without rows that are too long."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhf.v1 import worker_pb2
 T = TypeVar("T", covariant=True)
 
 NUM_SAMPLED = 1000
-"""Rows counted at the start of a run, to tell how many are too long."""
+"""Rows of the sample whose tokens are counted at the start of a run."""
 
 
 class Data(Protocol[T]):
-    """Rows that are read when they are asked for."""
+    """Rows that are read one by one."""
 
     def __len__(self) -> int: ...
 
@@ -32,12 +32,12 @@ class Data(Protocol[T]):
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a text may be.
+    """The longest text that is accepted.
 
     Attributes:
         tokens: Most tokens.
-        why: What sets this limit, for messages.
-        count: Tokens of each text.
+        why: Origin of this limit, for messages.
+        count: Counts the tokens of each text.
         refuses: Whether a longer text is an error; else it is left out.
     """
 
@@ -47,13 +47,13 @@ class Limit:
     refuses: bool = False
 
     def fits(self, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
-        """Which texts are short enough [n] bool.
+        """Whether each text is short enough [n] bool.
 
         Args:
-            where: Where the text of this index stands, for messages.
+            where: File and line of the text of an index, for messages.
 
         Raises:
-            ConfigError: One is longer, and that is an error.
+            ConfigError: A text is longer and `refuses` is set.
         """
         lengths = np.asarray(self.count(texts), np.int64)
         fits = lengths <= self.tokens
@@ -69,10 +69,10 @@ class Limit:
 def draw(
     data: Data[T], loader: Loader, count: int, limit: Limit | None, text_of: Callable[[T], str]
 ) -> list[T]:
-    """The next rows, without those whose text is too long.
+    """The next rows, without rows whose text is too long.
 
     Raises:
-        ConfigError: A row cannot be read, or is too long and that is an error, or all rows of a source are.
+        ConfigError: A row cannot be read, all rows of a source are too long, or one is and the limit refuses it.
     """
     if limit is None:
         return [data[int(row)] for row in loader.take(count)]
@@ -108,7 +108,7 @@ def rows_that_fit(data: Data[T], limit: Limit | None, text_of: Callable[[T], str
 
 
 def overlong_share(data: Data[T], limit: Limit, text_of: Callable[[T], str]) -> tuple[int, int]:
-    """How many of a sample of the rows are too long, and the rows of the sample.
+    """The number of rows of a sample that are too long, and the size of the sample.
 
     Raises:
         ConfigError: As `draw`.
@@ -118,8 +118,8 @@ def overlong_share(data: Data[T], limit: Limit, text_of: Callable[[T], str]) -> 
 
 
 def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
-    """Most tokens that a prompt is expected to have: what the configuration says, or the longest of a sample; 0 where
-    tokens cannot be counted."""
+    """Tokens of the longest prompt: data.max_prompt_tokens, or the longest of a sample; 0 where tokens cannot be
+    counted."""
     if config.data.max_prompt_tokens:
         return config.data.max_prompt_tokens
     try:
@@ -130,13 +130,13 @@ def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
 
 
 def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """The limit of prompts; None where there is none, or where tokens cannot be counted and nothing asks for it.
+    """The limit of prompts; None where there is none, or where tokens cannot be counted and no key needs the count.
 
     Args:
-        services: What the services whose rows are prompts and responses say of themselves, by name.
+        services: Descriptions of the services that read token ids, by name.
 
     Raises:
-        ConfigError: The configuration says how long prompts may be, and tokens cannot be counted.
+        ConfigError: A key of the configuration needs the count of tokens, and they cannot be counted.
     """
     response = config.rollout.max_response_tokens
     limits = [
@@ -156,7 +156,7 @@ def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeRespons
 
 
 def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, int]:
-    """By service, or key of one, the most tokens that a prompt and its response may have together."""
+    """By service, or key of a service, the most tokens of a prompt and its response together."""
     found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
     for name in services:
         found |= {f"{name}.{key}": most for key, most in config.services[name].row_limits.items()}
@@ -198,7 +198,7 @@ def _sample(data: Data[Any]) -> np.ndarray:
 
 
 def _read_fitting(data: Data[T], rows: np.ndarray, limit: Limit, text_of: Callable[[T], str]) -> dict[int, T]:
-    """Those of these rows that are short enough, by number."""
+    """The rows that are short enough, by number."""
     read = [data[int(row)] for row in rows]
     fits = limit.fits([text_of(each) for each in read], lambda i: data.where(int(rows[i])))
     return {int(row): each for row, each, is_short in zip(rows, read, fits, strict=True) if is_short}

@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a function of the seed and a position that is a few plain numbers."""
+"""The order in which rows are drawn: a function of the seed and a position, which is a few plain numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Position:
-    """How far a source has been read.
+    """Position in a source.
 
     Attributes:
-        epoch: Passes over all of its rows that are over.
-        index: Rows of the pass under way that are over.
-        left_out: Rows that were read and not dealt out, of all passes.
+        epoch: Finished passes over all of its rows.
+        index: Rows read in the current pass.
+        left_out: Rows read and left out, in all passes.
     """
 
     epoch: int = 0
@@ -28,12 +28,12 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """Where a loader stands: plain numbers.
+    """State of a loader: plain numbers.
 
     Attributes:
-        seed: Of the orders.
+        seed: Seed of the orders.
         sizes: Rows of each source.
-        positions: Of each source.
+        positions: Position in each source.
     """
 
     seed: int
@@ -49,18 +49,18 @@ MAX_LOOKAHEAD = 256
 """Most rows of a source asked for at once while none is kept: their number doubles from one attempt to the next."""
 
 Keeps = Callable[[np.ndarray], np.ndarray]
-"""From rows [n] int64 to which of them may be dealt out [n] bool."""
+"""Whether each of these rows [n] int64 may be dealt [n] bool."""
 
 
 class Loader:
-    """Deals out rows, pass after pass over each source in an order drawn from (seed, pass), the sources in proportion
-    to their weights.
+    """Deals rows of sources in proportion to their weights, each source pass after pass, in an order drawn from (seed,
+    pass).
 
     Args:
-        sizes: Rows of each source. They are numbered on from source to source.
-        weights: Share of each source, above 0.
-        seed: Of the orders.
-        name: What the orders are drawn for: two loaders of one seed have orders of their own.
+        sizes: Rows of each source. Row numbers continue from source to source.
+        weights: Weight of each source, above 0.
+        seed: Seed of the orders.
+        name: Name of the orders: loaders of other names draw other orders from the same seed.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str = "data") -> None:
@@ -71,17 +71,17 @@ class Loader:
 
     @property
     def state(self) -> State:
-        """Where it stands. Put an earlier one back, and the same rows come again."""
+        """The position in all sources. After `restore` of a state the same rows are dealt again."""
         return self._state
 
     def take(self, count: int, keeps: Keeps | None = None) -> np.ndarray:
         """The next rows [count] int64.
 
         Args:
-            keeps: Rows that it does not keep are left out, and the next ones of their source come in their place.
+            keeps: Selects rows. Others are left out, and the next rows of their source take their place.
 
         Raises:
-            NothingKept: It keeps no row of a source.
+            NothingKept: No row of a source is kept.
         """
         positions = self._state.positions
         dealt = [
@@ -99,10 +99,10 @@ class Loader:
         return rows
 
     def restore(self, state: State) -> None:
-        """Goes to where a loader of the same data and seed stood.
+        """Goes back to the state of a loader of the same data and seed.
 
         Raises:
-            ConfigError: It is a state of other data, or of another seed.
+            ConfigError: The state is of other data, or of another seed.
         """
         if state.seed != self._state.seed:
             raise ConfigError(
@@ -122,7 +122,7 @@ class Loader:
     def _take_from(
         self, source: int, position: Position, count: int, keeps: Keeps | None
     ) -> tuple[np.ndarray, Position]:
-        """The next rows of a source [count], and where it stands after them."""
+        """The next rows of a source [count], and the position after them."""
         size, first = self._state.sizes[source], self._first[source]
         read, left_out, in_vain = position.epoch * size + position.index, position.left_out, 0
         parts, missing, chunk = [np.empty(0, np.int64)], count, count
@@ -146,15 +146,14 @@ class Loader:
 
 
 def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.ndarray:
-    """Which source each of the next rows comes from [count] int64.
+    """The source of each of the next rows [count] int64.
 
-    Row by row, the source that is furthest behind its share: the one with the smallest (rows + 1/2) / weight, as
-    Webster's method deals out seats. So every stretch of rows is in proportion, to within a row or so, and where
-    it begins does not matter.
+    Each row is of the source furthest behind its share: the one with the smallest (rows + 1/2) / weight, as Webster's
+    method assigns seats. So every stretch of rows is in proportion, to within about one row.
 
     Args:
-        weights: Share of each source, above 0.
-        before: Rows that each source has given already.
+        weights: Weight of each source, above 0.
+        before: Rows dealt of each source so far.
     """
     given = np.asarray(before, np.float64)
     owners = np.empty(count, np.int64)
@@ -165,13 +164,13 @@ def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.
 
 
 def shuffled(places: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Rows at these places, from 0, of pass after pass over `size` rows, each in an order drawn from (key, pass).
+    """Rows at places, from 0, of consecutive passes over `size` rows, each in an order drawn from (key, pass).
 
     Args:
         places: [n] int64.
 
     Returns:
-        Rows [n] int64, each computed by itself: the cost does not depend on `size`.
+        Rows [n] int64. Each is computed alone, so the cost does not depend on `size`.
     """
     passes, indices = np.divmod(np.asarray(places, np.int64), size)
     rows = np.empty(len(indices), np.int64)
@@ -186,8 +185,8 @@ ROUNDS = 90
 
 
 def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Values of a permutation of range(size) drawn by a key: the swap-or-not shuffle (Hoang, Morris and Rogaway 2012,
-    "An Enciphering Scheme Based on a Card Shuffle").
+    """Values of a permutation of range(size) that a key selects: the swap-or-not shuffle (Hoang, Morris and Rogaway
+    2012, "An Enciphering Scheme Based on a Card Shuffle").
 
     Each round pairs index x with (pivot - x) mod size and swaps the pair, or not, by a bit of their larger one.
 

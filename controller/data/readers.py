@@ -1,8 +1,8 @@
-"""Rows from where people keep them: JSONL, parquet, and datasets of Hugging Face, each by path.
+"""Readers of rows, by path: JSONL, parquet, and datasets of Hugging Face.
 
-Rows stay on the disk, and each is read when it is asked for: of JSONL the offsets of its lines are held, 8 bytes a row;
-all else is memory-mapped Arrow. A row is a dictionary of plain values, as JSON has them. The libraries for parquet and
-datasets come with the extra `data` and are imported where they are needed.
+Rows stay on the disk and are read one by one. A JSONL reader holds the offsets of the lines, 8 bytes a row; the others
+use memory-mapped Arrow. A row is a dictionary of JSON values. The libraries for parquet and datasets are those of the
+extra `data`, imported where they are needed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rlhf.errors import ConfigError
 Row = dict[str, Any]
 
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files that mark a directory that `datasets` has saved or prepared."""
+"""Files of a directory that `datasets` has saved or prepared."""
 SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
-"""Files that mark a directory as a saved dataset."""
+"""Files of a directory that `datasets` can load."""
 BATCH = 1000
-"""Rows of a dataset read together where all are read."""
+"""Rows of a dataset read at once in an iteration."""
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 32
 """Most lists and objects within each other in a row. A reward's request holds three messages for each of an object's
@@ -38,32 +38,32 @@ levels, and protobuf reads at most 100."""
 
 
 class RowReader(Protocol):
-    """Rows of a file or dataset, at least one. Reading one raises ConfigError where it is not a row."""
+    """Reads the rows of a file or dataset, at least one. A malformed row raises ConfigError."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int, /) -> Row: ...
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows in order: faster than one by one."""
+        """All rows in order, faster than one by one."""
         ...
 
     def where(self, row: int) -> str:
-        """Where a row stands, for messages."""
+        """Place of a row, for messages."""
         ...
 
 
 def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> RowReader:
-    """The rows of a file or a dataset.
+    """A reader of a file or dataset.
 
     Args:
         path: A parquet file; any other file is JSONL, gzipped where it ends with .gz; a directory with a dataset; or
-            the name of one on the Hugging Face hub, such as openai/gsm8k.
+            the name of a dataset on the Hugging Face hub, for example openai/gsm8k.
         key: Config key that names it, for messages.
         split, subset: Of a dataset.
 
     Raises:
-        ConfigError: There is no such file or dataset, it has no rows, or a library is missing.
+        ConfigError: The file or dataset does not exist or has no rows, or a library is missing.
     """
     rows: RowReader
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
@@ -78,7 +78,7 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
 
 
 class JsonRows:
-    """Rows of a JSONL file. A gzipped one is unpacked to a temporary file."""
+    """Reads a JSONL file. A gzipped one is unpacked to a temporary file."""
 
     def __init__(self, path: Path, key: str) -> None:
         self._source = f"{key}: {path}"
@@ -96,7 +96,7 @@ class JsonRows:
 
     def __getitem__(self, row: int, /) -> Row:
         start, end = self._starts[row], self._starts[row + 1]
-        # What follows the line up to the next row is blank.
+        # Lines between two rows are blank.
         line = os.pread(self._file, end - start, start).partition(b"\n")[0]
         try:
             return _parse(line)
@@ -117,7 +117,7 @@ class JsonRows:
 
 
 class DatasetRows:
-    """Rows of a `datasets.Dataset`, as JSON would have them: dates and the like become text."""
+    """Reads a `datasets.Dataset`; values without a JSON type, such as dates, become text."""
 
     def __init__(self, dataset: Any, source: str) -> None:
         self._dataset = dataset
@@ -148,7 +148,7 @@ class DatasetRows:
 
 
 def is_dataset(directory: Path) -> bool:
-    """Whether `datasets` can make something of a directory."""
+    """Whether `datasets` can load a directory."""
     if any((directory / name).is_file() for name in SAVED):
         return True
     return any(next(directory.rglob(pattern), None) is not None for pattern in SHARDS)
@@ -167,7 +167,7 @@ def required(module: str, what: str) -> Any:
 
 
 def _may_be_on_hub(path: Path) -> bool:
-    """owner/name, and no file or directory here."""
+    """Whether a path has the form owner/name and names no file or directory."""
     return not path.exists() and not path.is_absolute() and not path.suffix and len(path.parts) == 2
 
 
@@ -188,7 +188,7 @@ def _unpacked(path: Path) -> BinaryIO:
 def _line_starts(file: BinaryIO) -> array[int]:
     """Offsets of the lines that are not blank, and the end of the file."""
     starts, offset = array("q"), 0
-    # Only \n ends a line: text in JSON may have other line separators in it.
+    # Only \n ends a line: JSON texts may contain other line separators.
     for line in file:
         if not line.isspace():
             starts.append(offset)
@@ -198,15 +198,15 @@ def _line_starts(file: BinaryIO) -> array[int]:
 
 
 def _parse(line: bytes) -> Row:
-    """The object of a line; an empty one where it is another value.
+    """The object of a line; an empty one where the line is another value.
 
     Raises:
-        ValueError: It is not JSON, or not UTF-8.
+        ValueError: The line is not JSON or not UTF-8, or has a value that a request to a reward cannot hold.
     """
     row = json.loads(line.decode(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
     _check_depth(row)
     if b"\\u" in line:
-        # Half a surrogate pair passes for JSON, but not on the wire.
+        # JSON accepts half a surrogate pair, protobuf does not.
         json.dumps(row, ensure_ascii=False).encode()
     return row if isinstance(row, dict) else {}
 
@@ -236,7 +236,7 @@ def _integer(text: str) -> int:
 
 
 def _load_parquet(path: Path, key: str) -> Any:
-    """A parquet file as a dataset, which is kept unpacked in the cache of `datasets`."""
+    """A parquet file as a dataset, unpacked in the cache of `datasets`."""
     if not path.is_file():
         raise ConfigError(f"{key}: {path}: no such file")
     return _loaded(f"{key}: {path}", lambda datasets: datasets.Dataset.from_parquet(str(path)))

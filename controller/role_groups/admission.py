@@ -1,5 +1,4 @@
-"""How a run comes by services that are running: they were started as its config says, nobody else has them, and they
-begin from where it says."""
+"""Admission of a run to running services: started with its config, in no other session, and their initial weights."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ from rlhf.v1 import worker_pb2
 from settings.service import ServiceTable
 
 GONE_WITHIN_S = 15.0
-"""How long to wait for a service whose controller seems to be gone: longer than its ranks wait for that one."""
+"""How long to wait for a service whose controller seems to be gone: longer than its ranks keep that session."""
 POLL_S = 0.2
 WHERE_IT_RUNS = frozenset(
     {"address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
 )
-"""Keys of a service's table that say where and how it is started and found, not what it computes; the number of ranks
-is compared with those that are there."""
+"""Keys of a service's table on where and how it is started and found, which do not change its results. The number of
+ranks is compared with the running ranks instead."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
-"""Describes a rank as it is now."""
+"""Asks a rank for its description."""
 
 
 def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
-    """Compares the config with what services say that they were started with.
+    """Compares the config with the tables that the services were started with.
 
     Raises:
-        ConfigError: They differ; the text has the keys and both values.
+        ConfigError: A table differs; the text has the keys and both values.
     """
     for name, group in groups.items():
         differences = differing_keys(tables[name], group.description)
@@ -48,7 +47,7 @@ def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTa
 
 
 def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
-    """A config with what services chose by measuring at their start, in place of "auto"."""
+    """A config with the matmul libraries that the services measured at their start, in place of "auto"."""
     tables = {
         name: table.model_copy(update={"matmul": services[name].matmul or table.matmul})
         for name, table in config.services.items()
@@ -65,7 +64,7 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
         return []
     theirs, ours = json.loads(description.table), json.loads(table.model_dump_json())
     if ours.get("matmul") == description.matmul:
-        theirs["matmul"] = description.matmul  # what "auto" came to there
+        theirs["matmul"] = description.matmul  # the service's choice for "auto"
     is_on_this_host = any(rank.endpoint.host_id == host_id() for rank in description.ranks)
     for key in [name for name, value in table if _holds_paths(value)]:
         there, here = _located(theirs.get(key), description.working_directory), _located(ours.get(key), "")
@@ -81,7 +80,7 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
 
 
 def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, theirs, ours) of what differs, keys of tables within tables with dots."""
+    """(key, theirs, ours) of each difference; keys of nested tables with dots."""
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         return [] if theirs == ours else [(prefix, theirs, ours)]
     found = []
@@ -107,17 +106,16 @@ def _shown(value: Any) -> str:
 
 
 async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, describe: Describe) -> None:
-    """Returns once no other run has any rank of the services, and claims a start that they take for younger than all
-    they know: a session may have reached some ranks only. A run whose controller is not connected is waited for, since
-    its services end it soon.
+    """Waits until no rank of the services is in another session, and claims a start after the youngest that any rank
+    knows: a session may have reached some of the ranks only. A session without a connected controller ends soon.
 
     Args:
-        groups: By service.
-        session: That of the run.
-        describe: Asks a rank.
+        groups: Groups by service.
+        session: Session of the run.
+        describe: Asks a rank for its description.
 
     Raises:
-        Refused: A run has one of them, and this one is not to take over.
+        Refused: Another session has a rank, and this one does not take over.
     """
     deadline = time.monotonic() + GONE_WITHIN_S
     clients = [client for group in groups.values() for client in group.clients]
@@ -135,7 +133,7 @@ async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, des
 
 
 def origin(response: worker_pb2.BeginSessionResponse, *, keeps_weights: bool) -> str:
-    """Where a service's weights begin, in words."""
+    """The origin of a service's weights, in words."""
     if keeps_weights:
         return f"{response.model}, continued from policy version {response.outcome.policy_version}"
     return f"{response.model}, fresh"

@@ -26,10 +26,10 @@ class CallRecord:
 
     Attributes:
         service, method: Name in the config; Python name of the method.
-        started_s, ended_s: Unix time at which its turn came on the first rank, and of the last response.
+        started_s, ended_s: Unix time of its turn on the first rank, and of the last response.
         metrics: Means over the ranks by name.
-        policy_version: Of the service after the call.
-        responses: The response of each rank, in rank order.
+        policy_version: Policy version of the service after the call.
+        responses: Response of each rank, in rank order.
     """
 
     service: str
@@ -43,14 +43,14 @@ class CallRecord:
 
 @dataclass(frozen=True, eq=False)
 class FutureBatch:
-    """Rows x named columns, each resolved or still being computed. The algebra waits for nothing.
+    """Rows x named columns, each resolved or still being computed. The algebra never waits.
 
     Attributes:
         rows: Number of rows.
         columns: Columns by name.
         calls: The calls that make them.
-        step: The step on whose behalf calls on these rows are made, of batches of several steps that of the first;
-            None: the one that was begun last.
+        step: The step on whose behalf calls on these rows are made; None: the step begun last. A batch joined of
+            several steps has the first of them.
     """
 
     rows: int
@@ -60,12 +60,12 @@ class FutureBatch:
 
     @staticmethod
     def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> FutureBatch:
-        """Columns held here."""
+        """A batch of columns that the controller holds."""
         batch = Batch.of(**values)
         return FutureBatch(batch.rows, {name: resolved(column) for name, column in batch.columns.items()})
 
     def __or__(self, other: FutureBatch) -> FutureBatch:
-        """The columns and calls of both; where both have a name, the right one's."""
+        """The columns and calls of both; the right operand's where names are equal."""
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         calls = (*self.calls, *(call for call in other.calls if call not in self.calls))
@@ -80,12 +80,12 @@ class FutureBatch:
         return replace(self, columns={name: self[name] for name in names})
 
     def drop(self, *names: str) -> FutureBatch:
-        """All columns but these, of which there may be some."""
+        """All columns but these; missing ones are ignored."""
         kept = {name: column for name, column in self.columns.items() if name not in names}
         return replace(self, columns=kept)
 
     def rename(self, **names: str) -> FutureBatch:
-        """Columns under other names: `costs.rename(rewards="costs")`, so that two rewards fit into one batch."""
+        """Columns under other names: `costs.rename(rewards="costs")` lets two rewards be in one batch."""
         missing = sorted(set(names) - set(self.columns))
         if missing:
             raise InvalidRequest(f"the batch has no columns {missing}; it has {sorted(self.columns)}")
@@ -98,12 +98,12 @@ class FutureBatch:
         return replace(self, rows=len(rows), columns=taken)
 
     def repeat(self, times: int) -> FutureBatch:
-        """Every row `times` times, side by side: several samples per prompt."""
+        """Every row `times` times, side by side, for several samples per prompt."""
         return self.take(np.repeat(np.arange(self.rows), times))
 
     @staticmethod
     def concat(batches: Sequence[FutureBatch]) -> FutureBatch:
-        """The rows of all batches in order, of which there is at least one; only the columns that all have."""
+        """The rows of all batches in order, at least one batch; only the columns that all batches have."""
         names = [name for name in batches[0].columns if all(name in batch for batch in batches)]
         joined = {name: then(all_of([batch[name] for batch in batches]), concat_columns) for name in names}
         calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
@@ -111,7 +111,7 @@ class FutureBatch:
         return FutureBatch(sum(batch.rows for batch in batches), joined, calls, step)
 
     def checked(self, check: Callable[[CallRecord], CallRecord]) -> FutureBatch:
-        """The same rows, once every call that makes them has passed; what `check` raises is what becomes of them."""
+        """The same rows, resolved once `check` has passed every call that makes them; its error becomes theirs."""
         calls = tuple(then(call, check) for call in self.calls)
         passed: Future[Any] = all_of(calls)
         columns = {
@@ -129,10 +129,10 @@ class FutureBatch:
         return name in self.columns
 
     def result(self, names: Iterable[str], timeout_s: float | None = None) -> Batch:
-        """Waits for these columns, as `results`."""
+        """These columns. Waits and raises as `results`."""
         wanted = {name: self[name] for name in names}
         return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
 
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
-        """Waits for all calls, as `results`; in call order."""
+        """Records of all calls, in call order. Waits and raises as `results`."""
         return results(self.calls, timeout_s)

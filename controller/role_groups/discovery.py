@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import grpc
 import grpc.aio
 
-from client.rank import WORKER, RankClient
+from benchmarks.simulated import WORKER
+from client.rank import RankClient
 from controller.config.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
@@ -18,7 +19,7 @@ from rlhf.v1 import common_pb2, worker_pb2
 RETRY_S = 0.2
 """Pause between attempts to reach a service."""
 SILENCE_S = 2.0
-"""Longest time that a run waits for services before it says which."""
+"""Time after which the services that are waited for are named."""
 
 Descriptions = Mapping[str, worker_pb2.DescribeResponse]
 """Descriptions of services by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,20 @@ def promise() -> Future[Any]:
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
     """Results of all futures, in order; a resolved one costs no turn of the loop. Cancelling the wait cancels none of
     them."""
-    return [f.result() if f.done() else await asyncio.shield(asyncio.wrap_future(f)) for f in futures]
+    return [future.result() if future.done() else await _resolution(future) for future in futures]
+
+
+async def _resolution(future: Future[T]) -> T:
+    """The result of a future. `asyncio.wrap_future` would log the failure of a future whose wait was cancelled."""
+    loop, resolved = asyncio.get_running_loop(), asyncio.Event()
+
+    def notice(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(resolved.set)
+
+    future.add_done_callback(notice)
+    await resolved.wait()
+    return future.result()
 
 
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:

@@ -1,7 +1,7 @@
 """The requests of a call: its rows are cut into parts, and all ranks of a part get the same bytes.
 
-Columns that the controller holds travel in the request to a rank that needs them alone. Where several ranks need them,
-one of the ranks stores them, and the request refers to them there: they leave the controller once, whatever the mesh.
+Columns that the controller holds travel in the request of a part with one rank. For a part of several ranks they are
+stored on the first of them, and the request refers to them there: they leave the controller once, whatever the mesh.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rlhf.v1 import transfer_pb2
 
 @dataclass(frozen=True, eq=False)
 class BatchPart:
-    """Rows of a call that some of its ranks need alike.
+    """Rows of a call that are sent to one or more ranks.
 
     Attributes:
         ranks: These ranks, in order.
-        places: Where the rows are in the batch of the call, [rows] int64.
+        places: Indices of the rows in the batch of the call, [rows] int64.
         batch: The rows.
     """
 
@@ -41,7 +41,7 @@ class BatchPart:
 
 def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[BatchPart]:
     """The parts into which a transfer protocol cuts a batch, each once, in the order of their first ranks."""
-    keys: dict[int, bytes] = {}  # ranks of a part mostly share one array, which need not be compared
+    keys: dict[int, bytes] = {}  # ranks of a part mostly share one array: its bytes are compared once
     ranks: dict[bytes, list[int]] = {}
     places: dict[bytes, np.ndarray] = {}
     dealt = protocol.distribute(batch.rows, mesh)
@@ -66,20 +66,20 @@ async def share_columns(
     step: StepContext,
     timeout_s: float,
 ) -> list[BatchPart]:
-    """Stores the controller's columns of each part of several ranks in the arena of the first of them.
+    """Stores the controller's columns of each part with several ranks in the arena of its first rank.
 
     Args:
         parts: Parts of a call.
-        clients: Of all ranks of the group; they serve Dispatch.
-        session: Session that the rows are kept for.
-        step: Step with which they are freed, and which counts the bytes.
-        timeout_s: Longest time for all.
+        clients: Clients of all ranks of the group; they serve Dispatch.
+        session: Name of the session that the rows belong to.
+        step: Step with which the rows are freed, and which counts the bytes.
+        timeout_s: Deadline of each store, in seconds.
 
     Returns:
-        The parts, those of several ranks with all columns by reference.
+        The parts; those with several ranks have all columns by reference.
 
     Raises:
-        RlhfError: A rank cannot store them; the text says why.
+        RlhfError: A rank cannot store the rows; the text has the cause.
     """
 
     async def share(part: BatchPart) -> BatchPart:
@@ -98,12 +98,12 @@ async def share_columns(
 def serialized(
     parts: Sequence[BatchPart], ranks: Sequence[Endpoint], encode: Callable[[BatchPart, Sequence[Relay]], Any]
 ) -> list[bytes]:
-    """The request of every rank; those of the ranks of a part are one and the same object.
+    """The request of every rank; ranks of one part share one object.
 
     Args:
         parts: Parts that together have every rank once.
-        ranks: Where the ranks of the group serve.
-        encode: Makes the message of a part; the relays are of its ranks.
+        ranks: Endpoints of the group's ranks.
+        encode: Makes the message of a part with the relays of its ranks.
     """
     requests = [b""] * len(ranks)
     for part in parts:

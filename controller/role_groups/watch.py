@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 
-from client.rank import WORKER, RankClient
+from benchmarks.simulated import WORKER
+from client.rank import RankClient
 from client.stream import REOPEN_S
 from controller.role_groups.group import RoleGroup
 from rlhf.errors import RlhfError

@@ -1,4 +1,4 @@
-"""An algorithm: a function of a run, and its declarations. No other module knows an algorithm by name."""
+"""An algorithm: a function of a run, with its declaration. No other module knows an algorithm by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
-"""Keys of `[algorithm]` that every update reads; those below are read by what they are named after."""
+"""Keys of `[algorithm]` that every update reads. The tuples below are read by the part that they are named after."""
 POLICY = (
     *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
     "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
@@ -26,7 +26,7 @@ KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_ho
 
 
 class NoOptions(Strict):
-    """Nothing beside what algorithms share."""
+    """Options of an algorithm without any."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Algorithm:
 
     Attributes:
         function: The algorithm.
-        services: Role by name of the services it works with; None: all that the configuration has.
+        services: Role by name of the services that it needs; None: all of the configuration.
         options: Type of `[algorithm.options]`.
-        defaults: Keys of `[algorithm]` with a default of the algorithm's own.
+        defaults: The algorithm's own defaults of keys of `[algorithm]`.
         compares_groups: Whether it compares the responses to a prompt with each other, and so needs several.
-        quickstart: Name of the bundled configuration that it runs with where it is given none.
-        columns: Texts that every row of its data has to have beside the prompt.
-        trains: Name of the service whose weights are what comes of it.
-        reads: Keys of `[algorithm]` that it has a use for, beside its options; None: all.
-        check: Called with the configuration and the options; raises ConfigError where they do not go together.
+        quickstart: Name of the bundled configuration that it runs with by default.
+        columns: Texts that every row of its data needs beside the prompt.
+        trains: Name of the service that it trains.
+        reads: Keys of `[algorithm]` that it reads, beside its options; None: all.
+        check: Called with the configuration and the options; raises ConfigError where they are incompatible.
         only_for: Key of `[algorithm]` by name of a service that it needs only where that key is not 0.
     """
 
@@ -61,23 +61,23 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """Name of its function."""
+        """Name of the function."""
         return getattr(self.function, "__name__", repr(self.function))
 
     def __call__(self, run: Run) -> None:
-        """Runs it, on a run whose configuration `configure` has made."""
+        """Runs the algorithm on a run whose configuration `configure` has made."""
         if self.options is NoOptions:
             self.function(run)
         else:
             self.function(run, self.options.model_validate(run.config.algorithm.options))
 
     def configure(self, config: Config) -> Config:
-        """The configuration of a run of this algorithm: of the services only those it needs, its own defaults where
-        the configuration says nothing, and all of its options.
+        """The configuration of a run of this algorithm: the services that it needs, its own defaults for keys that are
+        not set, and all of its options.
 
         Raises:
-            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is given that
-                the algorithm does not read, or the configuration cannot work with it.
+            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is set that the
+                algorithm does not read, or the configuration is incompatible with it.
         """
         given = config.algorithm.model_dump(exclude_unset=True)
         self._check_keys(given)
@@ -92,8 +92,8 @@ class Algorithm:
         return configured
 
     def resolved(self, config: Config) -> dict[str, Any]:
-        """A configuration that `configure` has made, as it goes into a file: with all keys that are read, whether they
-        were given or not, and so that it can be configured again."""
+        """A configuration that `configure` has made as tables of a file: all keys that the algorithm reads, with their
+        defaults. `configure` accepts the file again."""
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": self._unread()})
 
     def _unread(self) -> set[str]:
@@ -108,7 +108,7 @@ class Algorithm:
             )
 
     def _needed(self, config: Config) -> Iterable[str]:
-        """Names of the services it needs, in the order of the configuration."""
+        """Names of the services that it needs, in the order of the configuration."""
         needed = (
             {name: table.role for name, table in config.services.items()}
             if self.services is None
@@ -131,7 +131,7 @@ class Algorithm:
         return [name for name in config.services if name in needed or name in hosts]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
-        """Without those that the configuration gives it no use for."""
+        """The services without those whose key in `only_for` is 0."""
         given = config.algorithm.model_dump(exclude_unset=True)
         table = AlgorithmTable(**{**self.defaults, **given})
         return {
@@ -156,7 +156,7 @@ class Algorithm:
 
 
 def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Role by name of the services, in place of a reward or cost those that it is made of."""
+    """Role by name of the services, with a composed reward or cost replaced by its services."""
     parts: dict[str, str] = {}
     for name, role in services.items():
         recipes = config.recipes(name).values() if role == "reward" else [{name: 1.0}]
@@ -177,10 +177,10 @@ def algorithm(
     check: Callable[[Config, Any], None] | None = None,
     only_for: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Algorithm]:
-    """Declares a function to be an algorithm.
+    """Declares a function as an algorithm.
 
     Args:
-        services: Names of the services it needs, where they are those of their roles; else role by name.
+        services: Names of the services that it needs, which are also their roles; else role by name.
         options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for: As in `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}

@@ -1,5 +1,5 @@
-"""Whether the rollout engine samples from the policy that is trained: its log-probabilities against those that the
-training engine recomputes under the same weights. The actor's ranks compare them; only the figures come here."""
+"""Parity of the rollout engine and the training engine: differences of their log-probabilities under the same weights.
+The actor's ranks compare them and return only the figures."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rlhf.v1 import actor_pb2
 
 
 def parities(records: Iterable[CallRecord]) -> list[actor_pb2.RolloutParity]:
-    """Parity findings of the ranks that compared something."""
+    """Parity figures of the ranks that compared log-probabilities."""
     answers = [answer for record in records for answer in record.responses]
     compared = [answer for answer in answers if isinstance(answer, actor_pb2.ComputeLogProbResponse)]
     return [answer.parity for answer in compared if answer.parity.tokens]
 
 
 def largest(found: Iterable[actor_pb2.RolloutParity]) -> float:
-    """The largest difference of a token's log-probability, in nats; not a number where one is not."""
+    """The largest difference of a token's log-probability, in nats; not a number where any difference is none."""
     differences = [parity.max_abs for parity in found]
     return max(differences, key=lambda x: (x != x, x))
 
 
 def parity_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
-    """Figures of a step, in nats, where log-probabilities were compared; else none.
+    """Figures of a step, in nats; none where no log-probabilities were compared.
 
     Returns:
         `rollout/parity_max_abs` and `rollout/parity_mean_abs`, the largest and mean |difference| of a token's two
@@ -44,10 +44,10 @@ def parity_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DriftCheck:
-    """Refuses calls of compute_log_prob that found the two engines too far apart.
+    """Refuses calls of compute_log_prob in which the two engines differ too much.
 
     Attributes:
-        step: Of the run.
+        step: Number of the step.
         limit: Largest difference allowed, in nats.
     """
 
@@ -58,7 +58,7 @@ class DriftCheck:
         """The record itself.
 
         Raises:
-            RlhfError: A difference is above the limit or not a number, or the service has compared nothing.
+            RlhfError: A difference is above the limit or not a number, or the service made no comparison.
         """
         found = parities([record])
         if not found:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -15,3 +17,9 @@ TEXT = "utf8"
 
 ELEMENT_BYTES: Mapping[str, int] = {**ITEM_BYTES, TEXT: 1}
 """Size in bytes of an element of a column by reference."""
+
+CARRIERS: Mapping[str, np.dtype] = {
+    name: np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}.get(name, name))
+    for name in ITEM_BYTES
+}
+"""The numpy dtype that carries each element type: itself, or unsigned integers of its size where numpy lacks it."""

@@ -4,17 +4,15 @@ One process holds rows and serves them, another fetches them:
 
 - sizes from 1 byte to 1 GiB, every element type, and several threads at once, bit by bit;
 - rows of another epoch are refused;
-- a transfer in which one side does not enter the group, and one whose source is stopped, end at their deadline, and the
-  next succeeds under the next communicator;
+- a transfer in which one side does not enter the group, and one whose source is stopped, fail at their deadline, and
+  the next transfer succeeds with the next communicator;
 - a source that is killed in the middle of a transfer is reported as lost.
 
-Prints a line per check with its time, and ends with 1 at the first that fails.
+Prints a line with the time of each check, and exits with 1 at the first failure.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import multiprocessing
 import os
 import signal
@@ -25,50 +23,37 @@ from concurrent import futures
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-import grpc.aio
 import numpy as np
 
-from nccl_transfer.fetch import CARRIERS, Fetcher
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.refs.dtypes import ITEM_BYTES
-from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.testing.hooked_nccl import HookedNccl
+from nccl_transfer.testing.two_gpu_source import EPOCH, Devices, expected, names, serve
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
-from nccl_transfer.transports.gpu.device import Cuda, Event, cupy, own_cuda
-from nccl_transfer.transports.gpu.nccl import NcclTransport, own_nccl
-from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.channels import listen
-from rlhf.contract import CHANNEL_OPTIONS
+from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
+from nccl_transfer.transports.gpu.device import Cuda, cupy, own_cuda
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2
 
 SIZES = (1, 4096, 1 << 20, 64 << 20, 1 << 30)
-TYPED_SHAPE = (257, 3)
-"""Of the one row that there is of every element type."""
-
-EPOCH = 2
 TIMEOUT_S = 120.0
-"""For what should succeed."""
+"""Deadline of transfers that should succeed."""
 
 FAILING_S = 2.0
-"""Deadline of what should not."""
+"""Deadline of transfers that should fail."""
 
 LATE_S = 1.0
-"""How long after its deadline a failure may be told."""
-
-Devices = Callable[[int], tuple[Nccl, Cuda]]
-"""NCCL and the GPU of this number, which becomes that of the calling process; can be pickled."""
+"""Most seconds between a deadline and its error."""
 
 
 class CheckFailed(Exception):
-    """A check that failed, described in one line."""
+    """A check failed; the text is one line."""
 
 
 def gpus(number: int) -> tuple[Nccl, Cuda]:
-    """Those of this machine. To be called before anything else of CUDA is used."""
+    """NCCL and a GPU of this machine. Has to precede any other use of CUDA."""
     reason = why_no_nccl()
     if reason is not None:
         raise CheckFailed(reason)
@@ -79,104 +64,13 @@ def gpus(number: int) -> tuple[Nccl, Cuda]:
     return own_nccl(), own_cuda()
 
 
-def names(sizes: Sequence[int]) -> list[str]:
-    """The columns: one of bytes per size, one per element type."""
-    return [*map(str, sizes), *ITEM_BYTES]
-
-
-def expected(name: str) -> np.ndarray:
-    """The row of a column: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type; random bits."""
-    shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
-    dtype = np.dtype(CARRIERS[dtype_of(name)])
-    data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
-    if name == "bool":
-        return (np.frombuffer(data, np.uint8) % 2).astype(bool).reshape(shape)
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def dtype_of(name: str) -> str:
-    return name if name in ITEM_BYTES else "uint8"
-
-
-def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """The source: on GPU 1, until it is killed or the reader has gone. Sends the reader its batch, as a message."""
-    asyncio.run(_serve(*devices(1), sizes, reader))
-    os._exit(0)  # NCCL's threads need not be waited for
-
-
-async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
-    rows = {name: expected(name) for name in names(sizes)}
-    store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
-    sources = DeviceSources(store, cuda, nccl)
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    add_transfer_service(server, sources.handlers())
-    address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
-    store.endpoint = Endpoint(
-        address,
-        epoch=EPOCH,
-        service="source",
-        device_uuid=sources.device_uuid,
-        nccl_version=sources.nccl_version,
-    )
-    await server.start()
-    lease = Lease("check", 1)
-    columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
-    reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
-    await asyncio.to_thread(reader.poll, None)  # until its end: it says nothing
-    await server.stop(None)
-
-
-class HookedNccl(Nccl):
-    """The reader's NCCL, whose next group can be made to go wrong.
-
-    Attributes:
-        enter: Called before every group; whether to enter it.
-        joined: How many communicators it has made.
-    """
-
-    def __init__(self, nccl: Nccl) -> None:
-        self.version = nccl.version
-        self.enter: Callable[[], bool] = lambda: True
-        self.joined = 0
-        self._nccl = nccl
-
-    def unique_id(self) -> bytes:
-        return self._nccl.unique_id()
-
-    def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        communicator = _Hooked(self._nccl.join(unique_id, rank, size), self)
-        self.joined += 1
-        return communicator
-
-
-class _Hooked(Communicator):
-    def __init__(self, communicator: Communicator, nccl: HookedNccl) -> None:
-        self._communicator = communicator
-        self._nccl = nccl
-        self._entered = True
-
-    def wait(self, event: Event) -> None:
-        self._communicator.wait(event)
-
-    def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._entered = self._nccl.enter()
-        if self._entered:
-            self._communicator.group(sends, receives)
-
-    def done(self) -> bool:
-        return self._entered and self._communicator.done()
-
-    def abort(self) -> None:
-        self._communicator.abort()
-
-
 class Check:
-    """The reader: on GPU 0.
+    """The reader, on GPU 0.
 
     Args:
-        nccl, cuda: Its NCCL and its GPU.
+        nccl, cuda: The reader's NCCL and GPU.
         batch: The row of the source, by reference.
-        sizes: Of its columns of bytes, in ascending order.
+        sizes: Sizes of its columns of bytes, in ascending order.
         source: The process of the source.
     """
 
@@ -191,11 +85,11 @@ class Check:
         self._source = source.pid
 
     def run(self) -> None:
-        """All checks; the source does not survive the last.
+        """Runs all checks; the last one kills the source.
 
         Raises:
-            CheckFailed: One failed.
-            RlhfError: A transfer failed that should not have.
+            CheckFailed: A check failed.
+            RlhfError: A transfer failed that should have succeeded.
         """
         for name in names(self._sizes):
             self._arrives(name)
@@ -263,7 +157,7 @@ class Check:
 
 
 def of_epoch(batch: Batch, epoch: int) -> Batch:
-    """The same rows as another epoch of the service would have named them."""
+    """The same rows, with endpoints of another epoch."""
     message = to_proto(batch)
     for endpoint in message.endpoints:
         endpoint.epoch = epoch
@@ -271,10 +165,10 @@ def of_epoch(batch: Batch, epoch: int) -> Batch:
 
 
 def receive(source: BaseProcess, connection: Connection) -> Batch:
-    """Waits until the source serves; returns its description.
+    """Waits until the source serves; returns its batch.
 
     Raises:
-        CheckFailed: It died, or took too long.
+        CheckFailed: The source died, or did not serve within TIMEOUT_S.
     """
     if not connection.poll(TIMEOUT_S):
         raise CheckFailed(f"the source does not serve after {TIMEOUT_S} s")
@@ -290,19 +184,19 @@ def say(line: str) -> None:
 
 
 def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
-    """Runs all checks; the exit code."""
+    """Runs all checks; returns the exit code."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     source = context.Process(target=serve, args=(devices, sizes, there), daemon=True)
     try:
         nccl, cuda = devices(0)
         source.start()
-        there.close()  # the last other end is the source's, so that its death is heard
+        there.close()  # the source has the only other end, so its death ends the pipe
         Check(nccl, cuda, receive(source, here), sizes, source).run()
     except (CheckFailed, RlhfError) as error:
         say(f"failed: {error}")
         return 1
-    except Exception as error:  # noqa: BLE001 - whatever CUDA and NCCL raise ends the check in the same way
+    except Exception as error:  # noqa: BLE001 - any error of CUDA or NCCL fails the check
         traceback.print_exc()
         say(f"failed: {type(error).__name__}: {error}")
         return 1
@@ -314,4 +208,4 @@ def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # NCCL's threads need not be waited for
+    os._exit(main())  # does not wait for NCCL's threads

@@ -8,7 +8,7 @@ from settings.critic import CriticTable
 
 def worker_class(table: CriticTable) -> type[Worker]:
     """The critic's worker."""
-    # Imported here: torch takes seconds, so the configuration is checked first.
+    # Imports torch, which takes seconds, so the configuration is checked first.
     from services.critic.worker import CriticWorker
 
     return CriticWorker

@@ -8,7 +8,7 @@ from settings.reference import ReferenceTable
 
 def worker_class(table: ReferenceTable) -> type[Worker]:
     """The reference's worker."""
-    # Imported here: torch takes seconds, so the configuration is checked first.
+    # Imports torch, which takes seconds, so the configuration is checked first.
     from services.reference.worker import ReferenceWorker
 
     return ReferenceWorker

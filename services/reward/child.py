@@ -1,8 +1,8 @@
-"""The other end of a ProcessScorer: a fork server, `python -m services.reward.child CONTROL PARENT FUNCTION OPTIONS`,
-and the processes forked from it, each of which scores rows one at a time.
+"""The processes of a ProcessScorer: a fork server, `python -m services.reward.child CONTROL PARENT FUNCTION OPTIONS`,
+and its children, each of which scores one row at a time.
 
-What built-in functions need is imported once, before the first fork, so that a process that was killed is replaced
-within milliseconds. A user's module is imported after the fork: it may start threads, which forks do not have.
+The fork server imports the modules of built-in functions before the first fork, so that a killed child is replaced
+within milliseconds. Children import a user's module after the fork: it may start threads, which a fork does not copy.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from services.reward.functions import RewardFunction, find_function, score_row, 
 from services.reward.scorers.base import GaveUp
 
 HEADER = struct.Struct("<Ic")
-"""Before each message of a process: its length and kind."""
+"""Header of each message between the service and a child: length in bytes, and kind."""
 READY, TRUTH_READ, SCORE, GAVE_UP = b"r", b"t", b"s", b"g"
-"""Kinds of message: the function is loaded; the row's ground truth was read, so what happens from here on is the
-response's doing; the RowScore; the verifier gave up on the response, for this cause."""
+"""Kinds of message: the function is loaded; the row's ground truth is read, so that the response is the cause of any
+later failure; a TextRow to score, or its RowScore; the cause for which the verifier gave up on the response."""
 
 FORK, END = struct.Struct("<c"), struct.Struct("<cI?")
-"""Commands to the fork server: "f" with the process's socket, answered with its PID; "e", a PID, and whether that
-process has closed its socket and is about to end by itself, answered with ENDED."""
+"""Commands to the fork server. "f", with the child's socket: fork; answered with PID. "e", a PID, and whether that
+child has closed its socket and so is about to end by itself: end it; answered with ENDED."""
 PID, ENDED = struct.Struct("<I"), struct.Struct("<i?")
-"""ENDED: return code, negative for a signal; whether the process had ended by itself."""
+"""ENDED: return code, negative for a signal; whether the child had ended by itself."""
 END_S = 1.0
-"""How long a process that has closed its socket may take to end."""
+"""Seconds that a child that has closed its socket may take to end."""
 
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 4 << 30
-"""Address space: a function that asks for more fails with a MemoryError, instead of taking the host along."""
+"""Bytes of address space of a child: a function that needs more fails with a MemoryError."""
 VERIFIER_MEMORY_BYTES = 1 << 30
-"""The same for functions that read the ground truth by themselves, which many processes run."""
+"""The same for verifiers, which run in many children."""
 RESPONSE_CPU_S = 2
-"""CPU time for one response, for these functions: then the kernel ends the process, whatever it computes."""
+"""CPU seconds of a verifier for one response, after which the kernel ends the child."""
 
 
 def main(control_fd: int, parent: int, name: str, options: str) -> None:
-    """Forks processes, and ends them, until the parent has gone."""
+    """Forks and ends children until the service closes the control socket."""
     if not _ends_with(parent):
         return
     control = socket.socket(fileno=control_fd)
@@ -82,7 +82,7 @@ def main(control_fd: int, parent: int, name: str, options: str) -> None:
 
 
 def _end(pid: int, wait_s: float) -> tuple[int, bool]:
-    """Ends a process and all that it has started; see ENDED."""
+    """Ends a child and all processes that it has started; returns the fields of ENDED."""
     pidfd = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -104,7 +104,7 @@ def _be_child(fd: int, server: int, name: str, options: str) -> None:
         if _ends_with(server):
             score_rows(socket.socket(fileno=fd), name, options)
         code = 0
-    except BaseException:  # noqa: BLE001 - printed, and told by the exit code
+    except BaseException:  # noqa: BLE001 - printed, and shown by the exit code
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -112,7 +112,7 @@ def _be_child(fd: int, server: int, name: str, options: str) -> None:
 
 
 def score_rows(link: socket.socket, name: str, options: str) -> None:
-    """Scores rows until the parent closes the socket."""
+    """Scores rows until the service closes the socket."""
     stream = link.makefile("rwb")
     read_truth = truth_reader(name)
     memory = VERIFIER_MEMORY_BYTES if read_truth else MEMORY_BYTES
@@ -131,7 +131,7 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
 def _verify(
     function: RewardFunction, read_truth: Callable[[str], object], stream: BufferedRWPair, *row: Any
 ) -> Any:
-    """Calls a verifier once it has read the ground truth: what it raises from then on is the response's doing."""
+    """Reads the ground truth and then calls the verifier; gives up on the response where the verifier raises."""
     _, _, ground_truth, _ = row
     read_truth(ground_truth)
     _write(stream, TRUTH_READ)
@@ -151,7 +151,7 @@ def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:
 
 
 def _ends_with(parent: int) -> bool:
-    """Has the kernel end this process with its parent; False where that has ended already."""
+    """Makes the kernel end this process with its parent; False where the parent has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 

@@ -15,11 +15,11 @@ from services.reward import mathematics, verifiers
 from services.reward.scorers.base import GaveUp, metadata_of, row_score
 
 RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[float]]
-"""(prompt, response, ground truth, metadata) to a score of the response, or one per response token."""
+"""Maps (prompt, response, ground truth, metadata) to a score of the response, or to one score per response token."""
 
 
 def exact_match(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 where response and ground truth are the same text, spaces at both ends apart; else 0."""
+    """1 where response and ground truth are the same text, apart from spaces at both ends; else 0."""
     return float(response.strip() == ground_truth.strip())
 
 
@@ -35,14 +35,13 @@ for _function in BUILT_IN.values():
 
 
 def find_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """A built-in function by name, or any by "module:function".
+    """Returns a built-in function by its name, or any other by "module:function".
 
     Args:
         options: Keyword arguments of every call.
 
     Raises:
-        ConfigError: There is no such function; the text lists the built-in ones, or has the import's error. Or it
-            does not take an option.
+        ConfigError: The function does not exist, cannot be imported, or does not take an option.
     """
     function = _find(name)
     module = required_module(name)
@@ -66,35 +65,34 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Reward
 
 
 def truth_reader(name: str) -> Callable[[str], object] | None:
-    """How a verifier reads a ground truth, which it states by an attribute `read_truth`; None for other functions.
+    """Returns the attribute `read_truth` of a verifier, which reads a ground truth; None for other functions.
 
-    A verifier runs in processes of its own, since it may never end. There it reads the ground truth first, and fails
-    where that cannot be read; from then on what goes wrong is the response's doing, and the response is wrong.
+    A verifier runs in processes of its own, since it may never end. It reads the ground truth first, and the row is an
+    error where that fails. The response is the cause of any later failure, and scores 0.
     """
     return getattr(_find(name), "read_truth", None)
 
 
 def warm_up(name: str) -> None:
-    """Imports what a built-in function needs, ahead of its first call."""
+    """Imports the modules that a built-in function needs, before its first call."""
     getattr(BUILT_IN.get(name), "warm_up", lambda: None)()
 
 
 def score_range(name: str) -> tuple[float, float] | None:
-    """Lowest and highest score a function gives, which it states by an attribute `score_range`; None where it has
-    none."""
+    """Returns the attribute `score_range` of a function, its lowest and highest score; None where it has none."""
     return getattr(_find(name), "score_range", None)
 
 
 def required_module(name: str) -> str:
-    """A module that a function needs and that is not there in every installation; empty where there is none."""
+    """Name of an optional module that a function needs; "" where it needs none."""
     return getattr(_find(name), "required_module", "")
 
 
 def score_row(
     name: str, function: RewardFunction, row: reward_pb2.TextRow
 ) -> tuple[reward_pb2.RowScore, str]:
-    """The score of a row, and why the function gave up on its response: empty where it did not. Whatever else the
-    function raises becomes the row's error."""
+    """Scores a row. Returns the verdict, and the cause where the function gave up on the response, else "". Any other
+    exception of the function becomes the row's error."""
     try:
         return row_score(function(row.prompt, row.response, row.ground_truth, metadata_of(row))), ""
     except GaveUp as cause:
@@ -106,7 +104,7 @@ def score_row(
 
 
 def is_verl(function: Callable[..., Any]) -> bool:
-    """Whether a function takes what verl gives its rewards: compute_score(data_source, solution_str, ...)."""
+    """Whether a function has the signature of verl's rewards: compute_score(data_source, solution_str, ...)."""
     try:
         return "solution_str" in inspect.signature(function).parameters
     except ValueError:
@@ -114,7 +112,7 @@ def is_verl(function: Callable[..., Any]) -> bool:
 
 
 def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> RewardFunction:
-    """A reward of verl as one of ours: arguments by name, and of a dictionary its "score"."""
+    """Adapts a reward of verl: passes arguments by name, and takes "score" where it returns a dictionary."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
@@ -133,14 +131,14 @@ def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> Rewa
 
 
 def _ground_truth(metadata: Mapping[str, Any], text: str) -> Any:
-    """As verl's rows have it, where that is a list or a table; else the text."""
+    """The ground truth of a row of verl, where it is a list or a table; else the text."""
     reward_model = metadata.get("reward_model")
     given = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     return given if isinstance(given, list | Mapping) else text
 
 
 def _options(signature: inspect.Signature) -> set[str]:
-    """Parameters that may be left out, beyond the four or so that every call gives."""
+    """Names of the parameters that have a default, which are those that options can set."""
     return {
         name for name, parameter in signature.parameters.items() if parameter.default is not parameter.empty
     }

@@ -1,6 +1,6 @@
-"""A generative judge: a language model behind an OpenAI-compatible endpoint says what a response is worth.
+"""Scores by a generative judge: a language model behind an OpenAI-compatible endpoint.
 
-What cannot be read as one score within bounds is an error of the row, never a guess.
+A completion that does not have exactly one score within the bounds is an error of the row, never a guess.
 """
 
 from __future__ import annotations
@@ -24,18 +24,28 @@ if TYPE_CHECKING:
     import httpx
 
 BUSY = frozenset({408, 409, 425, 429})
-"""HTTP codes, besides all from 500, after which another try may succeed."""
+"""HTTP codes, besides all from 500, after which another request may succeed."""
+MAX_RETRY_AFTER_S = 60.0
+"""Longest Retry-After that is waited for; a longer one is an error of the row."""
 MAX_QUOTE = 200
-"""Characters of what the judge said that an error repeats."""
+"""Most characters of a completion that an error quotes."""
 
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
+class Busy(Exception):
+    """A request failed, and another one may succeed after `wait_s` seconds."""
+
+    def __init__(self, failure: str, wait_s: float = 0.0) -> None:
+        super().__init__(failure)
+        self.wait_s = wait_s
+
+
 class JudgeScorer(Scorer):
-    """Asks the judge once per row, a number of rows side by side.
+    """Asks the judge once per row, for several rows side by side.
 
     Raises:
-        ConfigError: httpx is not installed, or the table lacks url, model, or the key that it names.
+        ConfigError: httpx is not installed, the table lacks url or model, or the environment lacks the key.
     """
 
     def __init__(self, table: JudgeTable) -> None:
@@ -44,7 +54,7 @@ class JudgeScorer(Scorer):
         for key in ("url", "model"):
             if not getattr(table, key):
                 raise ConfigError(f"judge.{key}: a reward of kind judge needs one")
-        # At its usual level it would log every request.
+        # By default httpx logs every request.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._table = table
         self.score_range = (table.lowest, table.highest)
@@ -73,20 +83,23 @@ class JudgeScorer(Scorer):
             return reward_pb2.RowScore(error=f"judge {self._table.model}: {error}")
 
     async def _ask(self, question: str) -> str:
-        """Answer of the judge, with retries. Raises RewardFailed."""
+        """The judge's completion, after retries. Raises RewardFailed."""
         for attempt in range(self._table.retries + 1):
-            answer, failure, wait_s = await self._try(question)
-            if not failure:
-                return read_completion(answer)
-            if wait_s is None:
-                raise RewardFailed(failure)
+            try:
+                return read_completion(await self._request(question))
+            except Busy as busy:
+                failure, wait_s = str(busy), busy.wait_s
             if attempt < self._table.retries:
                 await asyncio.sleep(max(self._table.backoff_s * 2**attempt, wait_s))
         raise RewardFailed(f"{failure}, after {self._table.retries + 1} tries")
 
-    async def _try(self, question: str) -> tuple[Any, str, float | None]:
-        """One request: the answer's JSON; or why there is none, and how long to wait before the next, None where it
-        would be in vain."""
+    async def _request(self, question: str) -> Any:
+        """Sends one request and returns the JSON of the answer.
+
+        Raises:
+            Busy: Another request may succeed.
+            RewardFailed: The request failed for good.
+        """
         import httpx
 
         if self._client is None:
@@ -102,28 +115,34 @@ class JudgeScorer(Scorer):
             sent = self._client.post(url, json=body, timeout=None)
             reply = await asyncio.wait_for(sent, self._table.request_timeout_s)
         except TimeoutError:
-            return None, f"no answer within {self._table.request_timeout_s:g} s", 0.0
+            raise Busy(f"no answer within {self._table.request_timeout_s:g} s") from None
         except httpx.TransportError as error:
-            return None, f"{url} cannot be reached: {type(error).__name__} {error}".rstrip(), 0.0
+            raise Busy(f"{url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error
         except httpx.RequestError as error:
-            return None, f"the answer cannot be read: {type(error).__name__} {error}".rstrip(), 0.0
+            raise Busy(f"the answer cannot be read: {type(error).__name__} {error}".rstrip()) from error
         if reply.status_code in BUSY or reply.status_code >= 500:
-            return None, f"HTTP {reply.status_code}", _retry_after_s(reply.headers.get("retry-after", ""))
+            wait_s = _retry_after_s(reply.headers.get("retry-after", ""))
+            if wait_s > MAX_RETRY_AFTER_S:
+                raise RewardFailed(
+                    f"HTTP {reply.status_code}, to be tried again after {wait_s:g} s; at most "
+                    f"{MAX_RETRY_AFTER_S:g} s are waited"
+                )
+            raise Busy(f"HTTP {reply.status_code}", wait_s)
         if not reply.is_success:
-            return None, f"HTTP {reply.status_code}: {_quote(reply.text)}", None
+            raise RewardFailed(f"HTTP {reply.status_code}: {_quote(reply.text)}")
         try:
-            return reply.json(), "", None
+            return reply.json()
         except (ValueError, RecursionError):
-            return None, f"the answer is no JSON: {_quote(reply.text)}", None
+            raise RewardFailed(f"the answer is no JSON: {_quote(reply.text)}") from None
 
 
 def fill(rubric: str, row: reward_pb2.TextRow) -> str:
-    """The rubric with the texts of a row put in; braces in those texts stay as they are."""
+    """The rubric with a row's texts in place of its fields; braces in the texts stay as they are."""
     return _FIELD.sub(lambda match: getattr(row, match[1]), rubric)
 
 
 def read_completion(answer: Any) -> str:
-    """The text of a chat completion. Raises RewardFailed where there is none."""
+    """The text of a chat completion. Raises RewardFailed where there is none, or it was cut off."""
     try:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -137,10 +156,10 @@ def read_completion(answer: Any) -> str:
 
 
 def read_score(said: str, table: JudgeTable) -> float:
-    """The score in what the judge said.
+    """The score in the judge's completion.
 
     Raises:
-        RewardFailed: There is none, there are several that differ, or it is out of bounds.
+        RewardFailed: The completion has no score, several that differ, or one out of bounds.
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:

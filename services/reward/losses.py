@@ -1,4 +1,4 @@
-"""Losses of reward and cost models: pairs of responses to the same prompt, of which people chose one."""
+"""Losses of reward and cost models over pairs of a chosen and a rejected response to the same prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
     of Bradley and Terry (1952), as in Ouyang et al. 2022 (arXiv 2203.02155, equation 1).
 
     Args:
-        chosen_B, rejected_B: scores of the two responses.
+        chosen_B, rejected_B: Scores of the two responses.
     """
     return -logsigmoid(chosen_B - rejected_B)
 
 
 def cost_loss(high_B: Tensor, low_B: Tensor, high_sign_B: Tensor, low_sign_B: Tensor) -> Tensor:
     """-log sigmoid(c_hi - c_lo) - log sigmoid(s_lo c_lo) - log sigmoid(s_hi c_hi) of each pair [B] (Dai et al. 2024,
-    Safe RLHF, arXiv 2310.12773, equation 6): the more harmful response costs more, and what is unsafe more than 0.
+    Safe RLHF, arXiv 2310.12773, equation 6): the more harmful response costs more, and unsafe ones more than 0.
 
     Args:
-        high_B, low_B: costs of the more and of the less harmful response.
+        high_B, low_B: Costs of the more and of the less harmful response.
         high_sign_B, low_sign_B: +1 where the response is unsafe, -1 where it is safe.
     """
     order_B = -logsigmoid(high_B - low_B)
@@ -33,16 +33,16 @@ def cost_loss(high_B: Tensor, low_B: Tensor, high_sign_B: Tensor, low_sign_B: Te
 def pair_loss(
     scores_S: Tensor, signs_S: Tensor | None, *, num_pairs: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the mean loss of the pairs of a mini-batch.
+    """A micro-batch's share of the mean loss over the pairs of a mini-batch.
 
     Args:
-        scores_S: of the chosen and the rejected response of each pair, side by side.
-        signs_S: with costs, +1 where a response is unsafe and -1 where it is safe; of a pair the chosen one is the
-            less harmful. None: with rewards.
-        num_pairs: pairs of the whole mini-batch, over all micro-batches and data ranks.
+        scores_S: Scores of the chosen and the rejected response of each pair, interleaved.
+        signs_S: For costs, +1 where a response is unsafe and -1 where it is safe; the chosen response of a pair is the
+            less harmful one. None for rewards.
+        num_pairs: Pairs of the mini-batch, over all micro-batches and data ranks.
 
     Returns:
-        The scalar to call backward on, and the sums over pairs `accuracy` (in the right order) and `margin`.
+        The scalar to call backward on, and the sums over pairs of `accuracy` (1 for the right order) and `margin`.
     """
     chosen_B, rejected_B = scores_S[::2], scores_S[1::2]
     if signs_S is None:

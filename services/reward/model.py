@@ -64,8 +64,8 @@ class ModelRewardWorker(RewardWorker):
 class LearningRewardWorker(ModelWorker):
     """A reward or cost model that learns from pairs of responses.
 
-    The engine holds the weights that learn. Rows are scored by a copy, whole on every rank, which takes over the
-    weights in each update. So scoring is what it is with a model that does not learn: a rank needs no others for it.
+    The engine holds the weights that learn. A copy of the whole model on every rank scores rows, and takes over the
+    weights after each update; so ranks score without their peers, as with a model that does not learn.
     """
 
     role = "reward"
@@ -76,7 +76,7 @@ class LearningRewardWorker(ModelWorker):
         self.config_table = table
         self.scorer = ModelScorer(table, load_classifier)
         self._reads_ids = table.input == "tensor"
-        # The model looks for the end of a text by the padding after it.
+        # The model finds the last token of a text by the padding after it.
         self.pad_id = self.model_config.pad_token_id
 
     def describe(self) -> worker_pb2.DescribeResponse:
@@ -137,7 +137,7 @@ class LearningRewardWorker(ModelWorker):
 
     @contextmanager
     def _taken_over(self) -> Iterator[None]:
-        """A block that changes the weights, which the scorer takes over too; if either fails, both are as before."""
+        """A block that changes the weights, after which the scorer takes them over; a failure restores both."""
         with all_or_none("keeping the weights", self.torch_device):
             before, version = self.engine.snapshot(), self.policy_version
         try:
@@ -151,7 +151,7 @@ class LearningRewardWorker(ModelWorker):
     def _deal(
         self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
     ) -> list[MiniBatch]:
-        """This rank's part of every mini-batch of every epoch, in order; its tokens are its pairs."""
+        """This rank's part of every mini-batch of every epoch, in order. Pairs are counted as tokens and as rows."""
         check_schedule(request.epochs, request.mini_batches)
         ids, header = self._pair_ids(rows, request.max_response_tokens, call), call.call
         parts = []
@@ -185,7 +185,7 @@ class LearningRewardWorker(ModelWorker):
         return jagged_ids(cut_ids)
 
     def _pair_batches(self, ids: Jagged[Tensor], pairs: np.ndarray | None = None) -> list[MicroBatch]:
-        """Pairs cut by the token budget; the two of a pair stay together, and side by side."""
+        """Micro-batches of pairs within the token budget; the two responses of a pair are adjacent rows."""
         check_token_ids(ids.values, self.model_config.vocab_size)
         longest = ids.lengths.reshape(-1, 2).max(axis=1)
         nothing = Jagged(torch.empty(0, dtype=torch.int64), np.zeros(ids.rows, np.int64))
@@ -197,12 +197,12 @@ class LearningRewardWorker(ModelWorker):
 
 
 def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Score of each sequence [S], in float32 or finer: what the model says at its last token."""
+    """Score of each sequence [S], the model's output at its last token, in at least float32."""
     return scores_S1[:, 0].to(torch.promote_types(scores_S1.dtype, torch.float32))
 
 
 def _signs(rows: CallRows) -> Tensor:
-    """Columns chosen_sign and rejected_sign, side by side [2 rows]."""
+    """Columns chosen_sign and rejected_sign, interleaved [2 * rows], float32."""
     both = np.stack([np.asarray(rows[name]) for name in ("chosen_sign", "rejected_sign")], axis=1)
     if not np.all(np.abs(both) == 1):
         raise InvalidRequest("chosen_sign and rejected_sign must be 1 for unsafe or -1 for safe")

@@ -1,4 +1,4 @@
-"""Rewards that check an answer: numbers as in GSM8K, form and length. Options come from the config."""
+"""Rewards that check an answer's number as in GSM8K, its form, or its length. Options come from the config."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 ANSWER_MARK = "####"
-"""Stands before the final answer of a GSM8K solution (Cobbe et al. 2021)."""
+"""Mark before the final answer of a GSM8K solution (Cobbe et al. 2021)."""
 
 MAX_NUMBER = 100
-"""Characters of the longest number that is read: no answer is longer, and long ones cost quadratic time."""
+"""Most characters of a number: no answer is longer, and reading takes quadratic time."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _NUMBER = re.compile(
@@ -29,20 +29,20 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", re.ASC
 _THIN_SPACE = re.compile(
     r"(?<=\d)(?:\{,\}|\\,|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))"
 )
-"""Separators allowed before three digits of a number, besides a comma."""
+"""Separators before three digits of a number, besides a comma."""
 
 
 def gsm8k(
     prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], *, mode: str = "strict"
 ) -> float:
-    """1 where the final number of the response is that of the ground truth, else 0.
+    """1 where the final number of the response equals that of the ground truth, else 0.
 
-    Numbers are compared exactly: 1,234.50 is 1234.5, 1/2 is 0.5, and $ and units are not looked at, so that 50% is 50.
+    Numbers are compared exactly: 1,234.50 is 1234.5 and 1/2 is 0.5. Signs of money and units are ignored: 50% is 50.
 
     Args:
         ground_truth: A number, or a whole solution with "#### number".
-        mode: strict: the first line behind the last "####" has one number, and that counts; flexible: the last number
-            of the response counts.
+        mode: "strict" takes the only number in the first line after the last "####"; "flexible" the last number of the
+            response.
 
     Raises:
         ValueError: The ground truth has no number, or the mode is unknown.
@@ -60,7 +60,7 @@ def gsm8k(
 
 
 def marked_number(text: str) -> Fraction | None:
-    """The only number in the first line after the last "####" that is not empty; None where it has none, or several."""
+    """The only number in the first non-empty line after the last "####"; None for no number or several."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     lines = rest.strip().splitlines()
     if not mark or not lines:
@@ -70,19 +70,19 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def _as_one_number(text: str) -> str:
-    """A text that is to be one number, without the spaces in it: "- 5" and "1 000"."""
+    """Removes the spaces inside a number, as in "- 5" and "1 000"."""
     text = re.sub(r"^\s*([-\N{MINUS SIGN}])\s+(?=[\d.$])", r"\1", text)
     return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text."""
+    """The last number in a text; None where it has none, or one that cannot be read."""
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
 
 
 def _numbers(text: str) -> list[Fraction | None]:
-    """The numbers in a text; None for one that is too long, or has nothing to divide by."""
+    """The numbers in a text; None for one that is too long, or is divided by zero."""
     text = _THIN_SPACE.sub("", text.replace("\N{MINUS SIGN}", "-"))
     return [_value(match) for match in _NUMBER.finditer(text)]
 
@@ -109,8 +109,8 @@ def form(
     *,
     pattern: str = r"<think>.+?</think>\s*\S.*",
 ) -> float:
-    """1 where the whole response, spaces at both ends apart, matches a regular expression, in which a dot is any
-    character; else 0."""
+    """1 where the whole response, without spaces at both ends, matches a regular expression, else 0. A dot matches any
+    character."""
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
@@ -123,6 +123,6 @@ def length(
     limit: int = 1000,
     fade: int = 0,
 ) -> float:
-    """1 for a response of at most `limit` characters, then falling evenly to 0 over the next `fade`."""
+    """1 for a response of at most `limit` characters, falling linearly to 0 over the next `fade` characters."""
     excess = len(response) - limit
     return 1.0 if excess <= 0 else max(1.0 - excess / fade, 0.0) if fade else 0.0

@@ -22,7 +22,7 @@ DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimiz
 
 
 class FunctionScorer(Scorer):
-    """Calls a function once per row; a row on which it fails carries the error."""
+    """Calls a function once per row, in this process; its exceptions become errors of rows."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Calls over one stream, on the side of the rank: begun as they come, answered as they end."""
+"""The rank's side of a Dispatch stream: calls begin as they arrive and are answered as they end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from google.rpc import status_pb2
 from rlhf.contract import SERVICES, Method
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import worker_pb2
-from services.runtime.execution import CallQueue, time_to_answer
+from services.runtime.deadlines import time_to_answer
+from services.runtime.execution import CallQueue
 from services.runtime.sessions import MAX_NAME, check_name
 from services.runtime.worker import Registration
 
 DISPATCH = SERVICES["worker"]["Dispatch"]
 
 StatusOf = Callable[[Exception, str, str], status_pb2.Status]
-"""The status of an error, by the names of its method and its call."""
+"""The status of an error, the name of its method and the id of its call given."""
 
 
 class DispatchStream:
@@ -28,9 +29,9 @@ class DispatchStream:
 
     Args:
         queue: Runs the calls.
-        methods: What may be called, by path.
-        status_of: Tells what became of a call that failed.
-        context: gRPC's, of the stream.
+        methods: The methods that may be called, by path.
+        status_of: Makes the status of a call that failed.
+        context: The stream's gRPC context.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DispatchStream:
         self._sessions: set[str] = set()
 
     async def serve(self) -> None:
-        """Serves until the caller is done and all is answered, or the connection is lost."""
+        """Serves until the caller has closed the stream and every call is answered, or the connection is lost."""
         try:
             await self._context.send_initial_metadata(())
             while isinstance(message := await self._context.read(), bytes):
@@ -62,11 +63,11 @@ class DispatchStream:
                 self._queue.session.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
-        """Begins a call. One that is over at once is answered at once, where nothing else is being written."""
+        """Begins a call. A call that ends at once is answered at once, unless another answer is being written."""
         if message.session and message.session not in self._sessions:
             check_name("session", message.session)
             if self._sessions:
-                raise InvalidRequest("Dispatch: a stream tells of one session, and this one of two")
+                raise InvalidRequest("Dispatch: a stream is of one session, and this one names two")
             self._sessions.add(message.session)
             self._queue.session.opened_stream(message.session)
         if not message.method:
@@ -80,7 +81,7 @@ class DispatchStream:
             answer.add_done_callback(self._answering.discard)
 
     def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
-        """The response to be, and the name of the call, as far as it has one."""
+        """The future response, and the call's id; an empty id where the request has none."""
         call_id = ""
         try:
             if message.method not in self._methods:

@@ -1,4 +1,4 @@
-"""Where the ranks of a service listen and where others reach them, be they on one host or on several."""
+"""Addresses at which the ranks of a service listen and are reached, on one host or on several."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
-    """Hosts without a port, as in addresses: a name, an IPv4 address, or an IPv6 address in brackets.
+    """Addresses of this host's ranks, without a port: a name, an IPv4 address, or an IPv6 address in brackets.
 
     Attributes:
-        listen: Where the ranks here listen.
-        advertised: Where others find them.
+        listen: Address that the ranks listen on.
+        advertised: Address that others connect to.
     """
 
     listen: str
@@ -34,7 +34,7 @@ class HostAddresses:
 
 
 def cpu_name() -> str:
-    """Name of this host's CPU, such as "AMD EPYC 7B13"; its architecture where the system does not tell."""
+    """Name of this host's CPU, such as "AMD EPYC 7B13"; the architecture where the system does not name the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -44,13 +44,13 @@ def cpu_name() -> str:
 
 
 def host_addresses(table: ServiceTable) -> HostAddresses:
-    """The place of this host's ranks.
+    """The addresses of this host's ranks.
 
-    Hosts are numbered (GROUP_RANK), and rank 0 is on the first. Ranks there are at the host of the service's address;
-    those on another are where that host sees them, which is the address this one would send to it from.
+    Hosts are numbered (GROUP_RANK), and rank 0 is on the first. Ranks of the first host are at the host of the
+    service's address. Ranks of another host are at the address from which that host sends to the first.
 
     Raises:
-        ConfigError: There is no way to the first host.
+        ConfigError: The first host has no route from here.
     """
     first = table.address.rpartition(":")[0]
     own = first if os.environ.get("GROUP_RANK", "0") == "0" else source_host(first)
@@ -58,17 +58,17 @@ def host_addresses(table: ServiceTable) -> HostAddresses:
 
 
 def source_host(target: str) -> str:
-    """The address that this host sends from to another.
+    """The address that this host sends from to a target host.
 
     Raises:
-        ConfigError: It does not know the other, or no way to it.
+        ConfigError: The target is unknown, or has no route from here.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             target.strip("[]"), 1, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of datagrams: chooses a route and sends nothing
+            probe.connect(address)  # a datagram socket chooses a route and sends nothing
             host = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(
@@ -78,19 +78,19 @@ def source_host(target: str) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has a host's address; None where it is not an interface's of this host."""
+    """The network interface of this host with the address of `host`; None where none has it."""
     address = _address_of(host)
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, has in interfaces if address in {each.address for each in has}), None)
 
 
 def network_interfaces(here: HostAddresses, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep gloo and NCCL on the interfaces that the config names; left alone, they take one that
-    they choose. Ranks that are all on one host have no need of gloo beyond it. NCCL also carries rows between services,
-    which may be on others.
+    """The variables that keep gloo and NCCL on the interfaces that the config names; without them, both libraries
+    choose an interface. Ranks of one host use gloo on loopback. NCCL also carries rows between services, which may
+    be on other hosts.
 
     Args:
-        environment: Of the rank. What it says already stays.
+        environment: Environment of the rank; variables that it sets already are left out.
     """
     own = interface_of(here.advertised) or interface_of(here.listen)
     gloo = interface_of(LOOPBACK) if is_on_one_host(environment) else own
@@ -99,12 +99,12 @@ def network_interfaces(here: HostAddresses, environment: Mapping[str, str]) -> d
 
 
 def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
-    """Raises ConfigError where ranks are on several hosts and one is found only on its own.
+    """Raises ConfigError where ranks are on several hosts and one can be reached from its own host only.
 
     Args:
         listen: Host that this rank listens on.
     """
-    # Without the user, who has to be the same to share memory and not to connect.
+    # Without the user id in host ids: ranks of two users share no memory, but connect.
     hosts = {endpoint.host_id.rpartition(":")[0] for endpoint in endpoints}
     if len(hosts) == 1:
         return
@@ -114,7 +114,7 @@ def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
                 f"services.{endpoint.service}.address: ranks are on {len(hosts)} hosts, and rank {endpoint.rank} is at "
                 f"{endpoint.address}, where only its own host reaches it"
             )
-    # Many a host has its own name on loopback (Debian: 127.0.1.1), and others know better.
+    # Many hosts resolve their own name to loopback (Debian: 127.0.1.1), and other hosts do not.
     address = _address_of(listen)
     if address is not None and _is_loopback(address):
         raise ConfigError(

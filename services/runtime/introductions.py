@@ -1,4 +1,4 @@
-"""Which other ranks this one may connect to: those of its own service, and those that a session has introduced."""
+"""Ranks that this one may connect to: those of its own service, and those that a session has introduced."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 MOST_ENDPOINTS = 1 << 16
-"""Of a session, on one rank."""
+"""Most endpoints of a session on one rank."""
 MOST_BYTES = 1024
-"""Of one endpoint, as it is serialized; those of ranks have some 200."""
+"""Most bytes of one serialized endpoint; an endpoint of a rank has some 200."""
 
 MEMFD_SOCKET = re.compile(r"rlhf-[0-9a-f]{32}")
 DATA_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class Introductions:
-    """Ranks by session, one per address. What was introduced last at an address is what is there now.
+    """Endpoints by session, one per address: the last one introduced at an address replaces the one before.
 
     Args:
-        own: Gives the ranks of this rank's service, as they have told each other, and it among them.
+        own: Returns the endpoints of this rank's service, as its ranks exchanged them; None in place of an unknown one.
     """
 
     def __init__(self, own: Callable[[], Iterable[Endpoint | None]]) -> None:
@@ -35,7 +35,7 @@ class Introductions:
         """Introduces all of these endpoints, or none.
 
         Raises:
-            InvalidRequest: One of them cannot be one, or they are too many; the text says which and why.
+            InvalidRequest: An endpoint is invalid, or they are too many; the text names it and the reason.
         """
         known = self._sessions.get(session, {})
         added = {endpoint.address: endpoint for endpoint in endpoints}
@@ -50,11 +50,12 @@ class Introductions:
         }
 
     def forget(self, session: str) -> None:
-        """The session has ended."""
+        """Forgets a session that has ended."""
         self._sessions.pop(session, None)
 
     def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
-        """Raises InvalidRequest where a call of a session may not name these endpoints; the text has the first such."""
+        """Raises InvalidRequest where a call of a session may not name these endpoints; the text has the first of
+        those."""
         known = self._sessions.get(session, {})
         strangers = [e for e in map(endpoint_from_proto, endpoints) if known.get(e.address) != e]
         own = {e.address: e for e in self._own() if e is not None} if strangers else {}
@@ -69,7 +70,7 @@ class Introductions:
 
 
 def _check(endpoint: common_pb2.Endpoint) -> None:
-    """Raises InvalidRequest where an endpoint is none that a rank can have told."""
+    """Raises InvalidRequest where no rank can have this endpoint."""
     where = f"endpoint {endpoint.address[:100]!r}"
     if endpoint.ByteSize() > MOST_BYTES:
         raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")

@@ -1,4 +1,4 @@
-"""Process groups of a service's ranks, and sums over them."""
+"""Process groups of a service's ranks, and bucketed all-reduces over them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
-"""Above any deadline of a call. gloo ends a collective at the shorter of this and the wait's own timeout, so it
-must not be what ends one: the call's deadline is."""
+"""Timeout of every collective, longer than any deadline of a call: gloo ends a collective at the shorter of this and
+the timeout of the wait, and the wait's, which is the call's deadline, has to come first."""
 BUCKET_BYTES = 4 << 20
+"""Size of the buckets that small tensors are copied into, so that they share an all-reduce."""
 BUCKETS_UNDER_WAY = 8
-"""Of tensors that are added up together: one collective for many small ones, and a bound on what is copied for it."""
+"""Number of all-reduces in flight, which bounds the memory of copies."""
 
 
 def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Makes all groups, which is collective, and returns the one that this rank is in."""
+    """Creates all groups and returns this rank's. Collective."""
     own = None
     with _one_gloo_device():
         for ranks in groups:
@@ -34,8 +35,8 @@ def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
 
 @torch.no_grad()
 def add_up(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Adds to each of some tensors of one type, in place, those of the other ranks of a group. Small ones are copied
-    into buckets for it, large ones are not. Collective."""
+    """All-reduces tensors of one dtype in place, by sum over a group. Small tensors are copied into buckets, large ones
+    are not. Collective."""
     buckets = list(_buckets(tensors))
     for first in range(0, len(buckets), BUCKETS_UNDER_WAY):
         wave = buckets[first : first + BUCKETS_UNDER_WAY]
@@ -45,20 +46,20 @@ def add_up(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
             assert work is not None
             work.wait()
             if total.data_ptr() == bucket[0].data_ptr():
-                continue  # it was added up where it is
+                continue  # reduced in place
             for x, part in zip(bucket, total.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
 
 
 def _laid_flat(bucket: Sequence[Tensor]) -> Tensor:
-    """All elements of a bucket in one dimension; where it holds one tensor that allows it, a view of that."""
+    """The elements of a bucket in one dimension: a view where the bucket is one contiguous tensor, else a copy."""
     if len(bucket) == 1:
         return bucket[0].reshape(-1)
     return torch.cat([x.flatten() for x in bucket])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, cut where a bucket is full."""
+    """The tensors in order, grouped into buckets of BUCKET_BYTES; a larger tensor is a bucket of its own."""
     bucket, num_bytes = [], 0
     for x in tensors:
         if bucket and num_bytes + x.nbytes > BUCKET_BYTES:
@@ -72,8 +73,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _one_gloo_device() -> Iterator[None]:
-    """Within, groups communicate through the device of the default group. torch would give each one of its own, whose
-    thread wakes up a hundred times a second for as long as the group is there, also when nothing is to be done."""
+    """Groups created within share the gloo device of the default group. torch would create a device for each group,
+    whose thread wakes up a hundred times a second, idle or not."""
     whole: Any = dist.group.WORLD
     devices = whole._get_backend(torch.device("cpu")).options._devices
     of_torch: Any = distributed_c10d.ProcessGroupGloo

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from held import Held, assert_no_more_than
 
-from contract.test_transports import PeerProcess
+from contract.peer_process import PeerProcess
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.registry import create_transports

@@ -20,9 +20,19 @@ from pathlib import Path
 
 import pytest
 
-from contract import test_transports as suite
+from contract import (
+    test_cuda_ipc_transport,
+    test_gpu_transports,
+    test_nccl_transport,
+    test_transport_checksums,
+    test_transport_choice,
+    test_transport_leaks,
+    test_transports,
+)
 from contract.loopback import CountedCuda, LoopbackNccl
-from contract.test_transports import EPOCH, Make, PeerProcess, fetcher, in_use
+from contract.peer_process import EPOCH, PeerProcess, run_reader
+from contract.transport_fixtures import fetcher, in_use
+from contract.transport_helpers import Make, making, wait_until
 from contract.transport_peer import Peer
 from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.device import Cuda
@@ -89,7 +99,7 @@ class OwnPeer(PeerProcess):
         self._thread.join(ANSWER_S)
         self._loop.close()
         self._peer.store.close()
-        suite.wait_until(lambda: self._cuda.used == 0)
+        wait_until(lambda: self._cuda.used == 0)
 
     async def _obey(self, line: str) -> dict:
         return self._peer.obey(line)
@@ -175,19 +185,33 @@ def new_peer(transport, devices, tmp_path) -> Callable[[], PeerProcess]:
 def start_reader(transport, devices) -> Callable:
     if transport == "nccl":
         pytest.skip(DIES_WITH_ITSELF)
-    return partial(suite.run_reader, devices)
+    return partial(run_reader, devices)
 
 
 @pytest.fixture
 def make(cuda, looped) -> Iterator[Make]:
-    yield from suite.making(lambda _: (looped, cuda))
+    yield from making(lambda _: (looped, cuda))
 
 
 def is_about_gpus(test: Callable) -> bool:
     return not {"transport", "fetcher", "in_use"}.isdisjoint(inspect.signature(test).parameters)
 
 
-TESTS = {name: test for name, test in vars(suite).items() if name.startswith("test_") and is_about_gpus(test)}
+SUITE = [
+    test_cuda_ipc_transport,
+    test_gpu_transports,
+    test_nccl_transport,
+    test_transport_checksums,
+    test_transport_choice,
+    test_transport_leaks,
+    test_transports,
+]
+TESTS = {
+    name: test
+    for module in SUITE
+    for name, test in vars(module).items()
+    if name.startswith("test_") and is_about_gpus(test)
+}
 globals().update(TESTS)
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]

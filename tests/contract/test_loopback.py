@@ -6,7 +6,7 @@ import pytest
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.one_gpu import *  # noqa: F403 - the tests
-from contract.test_transports import GPU
+from contract.peer_process import GPU
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(params=["nccl"], scope="module")
 def transport(request) -> str:
     if request.param != "nccl":
-        pytest.skip("test_transports.py runs it, over the same devices")
+        pytest.skip("the transport suite runs it, over the same devices")
     return request.param
 
 

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from controller.role_groups.requests import cut
-from nccl_transfer.fetch import FetchedRows, Fetcher
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
@@ -32,6 +32,7 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.registry import create_transports
 from nccl_transfer.relay import RelayRequest
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch, traffic_since

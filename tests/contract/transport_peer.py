@@ -38,9 +38,8 @@ from nccl_transfer.transports import (
 )
 from nccl_transfer.transports.byte_server import cut_frames
 from nccl_transfer.transports.gpu import staging
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Event, own_cuda
-from nccl_transfer.transports.gpu.nccl import own_nccl
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError

@@ -23,6 +23,6 @@ def nccl(cuda):
     reason = why_no_nccl()
     if reason is not None:
         pytest.fail(f"`-m gpu` asks for NCCL: {reason}")
-    from nccl_transfer.transports.gpu.nccl import own_nccl
+    from nccl_transfer.transports.gpu.communicator import own_nccl
 
     return own_nccl()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller import algorithms, cli
+from controller import algorithms, job
 from controller.tracking.metrics import read_metrics
 from integration.harness import Cluster, Service
 from rlhf.errors import InvalidRequest, RlhfError
@@ -54,7 +54,7 @@ def run_on(
         **tables,
     }
     updated = {table: getattr(config, table).model_copy(update=update) for table, update in changes.items()}
-    return cli.run(algorithms.find_algorithm(name), config.model_copy(update=updated), launch=False)
+    return job.run(algorithms.find_algorithm(name), config.model_copy(update=updated), launch=False)
 
 
 def initial_sha256(cluster: Cluster, directory: Path) -> str:

@@ -13,7 +13,8 @@ import pytest
 
 from conformance.cli import PROBES, read_rows
 from conformance.findings import RuleResult
-from conformance.reward import MIB, RULES, check_rules
+from conformance.reward import RULES, check_rules
+from conformance.row_checks import MIB
 from conformance.target import COUNT, VERDICTS, RewardTarget, Row
 from integration import broken_rewards as broken
 from integration.harness import ROOT, TIMEOUT_S, Processes, free_ports, is_listening, wait_until

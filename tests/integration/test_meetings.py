@@ -20,7 +20,7 @@ from integration.test_server import (
 )
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, PeerFailed, Refused, RlhfError
 from rlhf.v1 import actor_pb2
-from services.runtime.execution import MISSING_S
+from services.runtime.turn_queue import MISSING_S
 
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
 UPDATE: dict[str, Any] = {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}

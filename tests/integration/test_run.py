@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client.rank import RankClient
 from client.stream import CallStream
-from controller import algorithms, cli
+from controller import algorithms, cli, job
 from controller.config.config import Config
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
@@ -326,7 +326,7 @@ def run_on(
     rows = config.data.model_copy(update=data or {})
     pool_table = POOLS if pools else {}
     config = config.model_copy(update={"run": table, "data": rows, "services": services, "pools": pool_table})
-    path, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
+    path, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
     return Ran(path, summary)
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session
-from controller import algorithms, cli
+from controller import algorithms, job
 from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.roles import ActorGroup
+from controller.training.columns import ColumnReader
 from integration.harness import (
     HUGGING_FACE,
     POLICY_LOSS,
@@ -33,6 +34,9 @@ from integration.harness import (
 )
 from integration.proxy import Proxy
 from integration.test_server import MANY_EPOCHS, training_rows
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
 from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2
@@ -52,7 +56,7 @@ def run_config(cluster: Cluster, directory: Path) -> Config:
 
 def trained(config: Config, **options: bool) -> str:
     """sha256 of the actor that a run of PPO ends with."""
-    _, summary = cli.run(algorithms.find_algorithm("ppo"), config, launch=False, **options)
+    _, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, **options)
     return summary["actor_sha256"]
 
 
@@ -164,6 +168,31 @@ def test_what_moves_a_model_has_a_time_of_its_own(cluster: Cluster, tmp_path: Pa
         actor.load_checkpoint(str(tmp_path / "sharded")).records(TIMEOUT_S)
         (record,) = actor.save_checkpoint(str(tmp_path / "model"), HUGGING_FACE).records(TIMEOUT_S)
         assert record.responses[0].sha256
+
+
+def test_a_group_moves_saves_loads_and_traces_its_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """The loss of texts, as an algorithm may measure it in its loop, is the same after each of these calls."""
+    session, traces = Session(timeout_s=TIMEOUT_S), tmp_path / "traces"
+    with connected(cluster.select(actor="actor"), session) as run:
+        actor = run.group("actor")
+        assert isinstance(actor, ActorGroup)
+        reader = ColumnReader(Fetcher(host_id(), create_transports()), session, TIMEOUT_S)
+
+        def losses() -> list[float]:
+            made = actor.compute_loss(FutureBatch.of(text=["1+1=2", "2+2=", "7"]))
+            return reader.fetch(made, "pretrain_loss")["pretrain_loss"].tolist()
+
+        expected = losses()
+        assert len(expected) == 3
+        assert all(loss > 0 for loss in expected)
+        actor.save_checkpoint(str(tmp_path / "sharded"), SHARDED).records(TIMEOUT_S)
+        moves = [actor.offload(), actor.onload(), actor.load_checkpoint(str(tmp_path / "sharded"))]
+        (armed,) = actor.profile(str(traces), calls=1).records(TIMEOUT_S)
+        assert losses() == expected
+        for each in moves:
+            each.records(TIMEOUT_S)
+        assert {Path(response.path) for response in armed.responses} == set(traces.iterdir())
+        reader.close()
 
 
 def test_a_run_whose_model_could_not_be_written_does_not_begin(

@@ -11,7 +11,7 @@ from client.session import StepContext
 from controller.algorithms.dapo import DAPOOptions, check, filtered_by, sample_groups
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.run import Step
+from controller.training.step import Step
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 

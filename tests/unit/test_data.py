@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.data.prompts import PromptData, PromptSource, TextData
+from controller.data.prompt_source import PromptSource
+from controller.data.prompts import PromptData, TextData
 from rlhf.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ def test_further_fields_are_metadata(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "ground_truth": 2, "level": {"hard": false}}\n\n')
     data = PromptData.load(path, "data.train")
-    (prompt,) = (data[row] for row in range(len(data)))
+    (prompt,) = [data[row] for row in range(len(data))]
     assert (prompt.text, prompt.ground_truth) == ("1+1=", "2")
     assert json.loads(prompt.metadata) == {"level": {"hard": False}}
 

@@ -12,7 +12,8 @@ from client.session import StepContext
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import all_of, then
-from controller.training.rewards import Failures, Reward, rows_to_keep
+from controller.training.rewards import Failures, Reward
+from controller.training.scoring import rows_to_keep
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import numpy as np
 import pytest
 
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import all_of, resolve_after, resolved, then
+from controller.role_groups.futures import all_of, awaited, resolve_after, resolved, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from nccl_transfer.refs.batch import Column, LocalColumn
@@ -35,6 +36,25 @@ def test_an_error_passes_through_to_whoever_asks() -> None:
     failed.set_exception(InvalidRequest("no"))
     with pytest.raises(InvalidRequest, match="no"):
         then(failed, lambda x: x + 1).result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), CancelledError()], ids=["failed", "cancelled"])
+def test_a_future_that_fails_after_its_wait_was_cancelled_is_logged_by_nobody(error: Exception) -> None:
+    logged = []
+
+    async def give_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        pending: Future[int] = Future()
+        wait = asyncio.ensure_future(awaited([pending]))
+        await asyncio.sleep(0)
+        wait.cancel()
+        await asyncio.wait([wait])
+        pending.set_exception(error)
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(give_up())
+    assert logged == []
 
 
 def record(metrics: dict[str, float]) -> CallRecord:

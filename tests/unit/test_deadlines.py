@@ -114,10 +114,10 @@ def test_who_asks_for_the_outcome_of_a_call_that_goes_on_is_told_whether_it_gets
 def test_a_call_that_makes_no_progress_after_its_deadline_makes_its_rank_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def leave(self: CallQueue, why: str) -> NoReturn:
+    def leave(self: Worker, why: str) -> NoReturn:
         raise ServiceLost(why)
 
-    monkeypatch.setattr(CallQueue, "_leave", leave)
+    monkeypatch.setattr(Worker, "leave", leave)
 
     async def main() -> None:
         queue, began = CallQueue(Slow(TABLE, Ranks(0, 1, 1)), NOTHING, NOTHING), time.monotonic()

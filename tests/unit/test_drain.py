@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from rlhf.contract import group_methods
-from rlhf.errors import Refused
+from rlhf.errors import CallCancelled, Refused, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 from services.reward.worker import RewardWorker
 from services.runtime import execution, sessions
@@ -128,3 +128,29 @@ def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: 
         await queue.drain()
 
     asyncio.run(main())
+
+
+def test_a_drained_rank_lets_the_running_call_end_and_begins_no_other() -> None:
+    async def main() -> None:
+        queue = CallQueue(Waiting(TABLE, cast(Any, Ranks(0, 1, 1))), NOTHING, NOTHING)
+        method = group_methods("reward")["save_checkpoint"]
+        registration = cast(Any, Waiting.save_checkpoint).registration
+
+        def start(call_id: str) -> asyncio.Future[Any]:
+            request = worker_pb2.SaveCheckpointRequest(call=common_pb2.Call(call_id=call_id))
+            return queue.start(method, registration, request, timeout_s=30)
+
+        running, behind = start("running"), start("behind")
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(queue.drain())
+        with pytest.raises(ServiceLost, match="the service is shutting down"):
+            await asyncio.wait_for(behind, 5)
+        assert not running.done()
+        with pytest.raises(ServiceLost):
+            start("late")
+        queue.cancel("running")
+        with pytest.raises(CallCancelled):
+            await running
+        await draining
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -14,7 +14,8 @@ import pytest
 from controller.config.config import Config
 from controller.data.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
 from controller.data.loader import Loader
-from controller.data.prompts import Prompt, PromptData, TextData
+from controller.data.prompt_source import Prompt
+from controller.data.prompts import PromptData, TextData
 from controller.data.readers import MAX_DEPTH, open_rows
 from controller.role_groups.verdicts import text_rows
 from nccl_transfer.refs.batch import Batch

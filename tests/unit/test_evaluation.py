@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.training.evaluation import is_share
+from controller.training.policy_evaluation import is_share
 from rlhf.v1 import worker_pb2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nccl_transfer import fetch
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import group_methods
-from rlhf.errors import CallCancelled, InvalidRequest, Refused
-from rlhf.v1 import common_pb2
+from rlhf.errors import CallCancelled, InvalidRequest, OutOfStep, Refused
+from rlhf.v1 import common_pb2, worker_pb2
 from services.engines.base import EngineOffloaded
 from services.models.tokenizers import vocabulary_hash
 from services.reference.worker import ReferenceWorker
@@ -31,8 +34,10 @@ from services.roles.columns import jagged_column
 from services.roles.model_worker import ModelWorker
 from services.roles.profiler import CallProfiler
 from services.roles.tokenization import MAX_CHARACTERS
-from services.runtime import execution
+from services.runtime import deadlines, ranks, responses
+from services.runtime.calls import ActiveCall
 from services.runtime.execution import CallQueue
+from services.runtime.phases import RankPhase
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import NOTE_LENGTH
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
@@ -140,7 +145,7 @@ class WatchedFetcher(fetch.Fetcher):
     def __init__(self) -> None:
         super().__init__("", [])
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
+    def fetch(self, *arguments: Any, **options: Any) -> FetchedRows:
         rows = super().fetch(*arguments, **options)
         self.last = weakref.ref(rows)
         return rows
@@ -172,7 +177,7 @@ def test_results_are_remembered_up_to_a_size_and_the_newest_always(monkeypatch: 
         store = TensorStore(1 << 16)
         queues = [CallQueue(Talkative(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", [])) for _ in range(2)]
         assert await remembered(queues[0], 200) == list(range(37, 200))  # 16 MiB
-        monkeypatch.setattr(execution, "REMEMBERED_BYTES", 1000)
+        monkeypatch.setattr(responses, "REMEMBERED_BYTES", 1000)
         assert await remembered(queues[1], 3) == [2]
         for queue in queues:
             await queue.drain()
@@ -304,8 +309,8 @@ def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
 
 
 def test_a_time_to_answer_has_an_end() -> None:
-    assert execution.time_to_answer(2.0) == 1.8
-    assert execution.time_to_answer(1e300) < 3e6
+    assert deadlines.time_to_answer(2.0) == 1.8
+    assert deadlines.time_to_answer(1e300) < 3e6
 
 
 def test_a_directory_that_is_no_path_is_refused() -> None:
@@ -331,3 +336,93 @@ def test_texts_are_tokenized_as_by_the_tokenizer_unless_one_is_longer_than_any_t
     call.cancelled = True
     with pytest.raises(CallCancelled):
         worker.tokenized(texts, call)
+
+
+class Saving(Worker):
+    """Has a row for each call."""
+
+    role = "reference"
+
+    @register("3D_PROTO")
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult({"ref_log_probs": np.zeros((rows.count, 3), np.float32)})
+
+
+def test_a_rank_tells_that_it_stores_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[int] = []
+    change = RankPhase.set
+
+    def note(self: RankPhase, phase: worker_pb2.Phase, active: ActiveCall | None) -> None:
+        change(self, phase, active)
+        phases.append(phase)
+
+    monkeypatch.setattr(RankPhase, "set", note)
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("here")
+
+    async def main() -> None:
+        queue = CallQueue(Saving(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        await call(queue, "one", 7)
+
+    asyncio.run(main())
+    store.close()
+    assert phases == [
+        worker_pb2.PHASE_FETCHING, worker_pb2.PHASE_COMPUTING, worker_pb2.PHASE_STORING, worker_pb2.PHASE_IDLE,
+    ]  # fmt: skip
+
+
+class HeldFetcher(fetch.Fetcher):
+    """Hangs on the rows of its first fetch, as on those of a rank that has stopped."""
+
+    def __init__(self) -> None:
+        super().__init__("", [])
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.released.wait(20)
+        return super().fetch(*arguments, **options)
+
+
+def test_a_cancelled_call_whose_fetch_hangs_holds_up_no_call_behind_it() -> None:
+    fetcher = HeldFetcher()
+
+    async def main() -> None:
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), TensorStore(1 << 16), fetcher)
+        hanging, behind = (asyncio.ensure_future(call(queue, name, 7)) for name in ("hanging", "behind"))
+        await asyncio.to_thread(fetcher.begun.wait, 20)
+        assert queue.cancel("hanging")
+        with pytest.raises(CallCancelled):
+            await hanging
+        assert (await behind).outcome.metrics["sum"].sum == 7.0
+        fetcher.released.set()
+        await queue.drain()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_a_second_call_by_the_number_of_one_that_has_not_ended_is_refused() -> None:
+    fetcher = HeldFetcher()
+
+    async def main() -> None:
+        store = TensorStore(1 << 16)
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), store, fetcher)
+        first = asyncio.ensure_future(call(queue, "first", 7, sequence=1))
+        await asyncio.to_thread(fetcher.begun.wait, 20)
+        with pytest.raises(Refused, match="sequence 1 of session '' is another call's"):
+            await call(queue, "second", 7, sequence=1)
+        fetcher.released.set()
+        await first
+        await queue.drain()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_rank_that_does_not_tell_where_it_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "RENDEZVOUS_TIMEOUT_S", 0.1)
+    mine = Ranks(1, 3, 1)
+    mine.store = HashStore()
+    mine.store.set("rank/0", "{}")
+    with pytest.raises(OutOfStep, match=r"rank 1 waited 0\.1 s for its peers; missing: \[2\]"):
+        mine.exchange(Endpoint("here"), {})

@@ -284,3 +284,20 @@ def test_every_endpoint_of_a_batch_counts_also_those_that_only_relay() -> None:
 
     with a_rank() as rank:
         asyncio.run(asyncio.wait_for(main(rank), 20))
+
+
+def test_a_call_that_names_a_stranger_takes_no_number_of_a_call_that_waits() -> None:
+    async def main(rank: Rank) -> None:
+        worker = cast(Held, rank.queue.worker)
+        running = rank.start(1, rank.near())
+        await asyncio.to_thread(worker.begun.wait, 20)
+        behind = rank.start(2, rank.near())
+        for sequence in (2, 1 << 40):
+            with pytest.raises(InvalidRequest):
+                rank.start(sequence, far())
+        worker.ends.set()
+        await asyncio.gather(running, behind)
+        await rank.queue.drain()
+
+    with a_rank(worker=Held) as rank:
+        asyncio.run(asyncio.wait_for(main(rank), 20))

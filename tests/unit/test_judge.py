@@ -163,6 +163,17 @@ def test_an_endpoint_that_stays_busy_is_an_error_of_the_row_after_all_tries(endp
     assert len(endpoint.requests) == 3
 
 
+@pytest.mark.parametrize("seconds", ["86400", "9" * 400])
+def test_an_endpoint_that_asks_for_a_long_wait_is_an_error_of_the_row_at_once(
+    seconds: str, endpoint: Endpoint
+) -> None:
+    endpoint.answer = lambda number, body: (429, {"Retry-After": seconds}, "busy")
+    (verdict,) = judged(table(endpoint), "a", context=call(timeout_s=5.0))
+    assert "HTTP 429, to be tried again after" in verdict.error
+    assert "at most 60 s are waited" in verdict.error
+    assert len(endpoint.requests) == 1
+
+
 def test_waits_grow_and_are_at_least_what_the_endpoint_asks_for(endpoint: Endpoint) -> None:
     times: list[float] = []
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nccl_transfer import fetch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.rows import FetchedRows
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
 from services.critic.worker import CriticWorker
@@ -28,7 +28,7 @@ COUNT = 6
 
 
 @dataclass(frozen=True)
-class ReleasedRows(fetch.FetchedRows):
+class ReleasedRows(FetchedRows):
     """Rows that were released while they were computed with."""
 
     seen: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ def make_critic(directory: Path, engine: str) -> CriticWorker:
     return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
 
 
-def make_rows(kind: type[fetch.FetchedRows] = fetch.FetchedRows) -> CallRows:
+def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 6, COUNT)
 

@@ -9,23 +9,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
 from unit.test_execution import MetRanks
 
+from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session
 from controller.role_groups import group
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.fanout import FanOut
 from controller.role_groups.futures import resolved
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from controller.role_groups.roles import ReferenceGroup
-from controller.training.run import Run
+from controller.training.columns import ColumnReader
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
@@ -122,7 +121,9 @@ def connected(servers: list[RankServer], session: Session) -> Iterator[Reference
 
         clients, description = loop.run(connect(), TIMEOUT_S)
         try:
-            ranks = ReferenceGroup(FanOut(clients), description, frozenset({"0"}), session, Placement(), loop)
+            ranks = ReferenceGroup(
+                FanOut(clients, description.epoch), description, frozenset({"0"}), session, Placement(), loop
+            )
             ranks.synchronize().records(TIMEOUT_S)  # the first call begins the session
             yield ranks
         finally:
@@ -244,16 +245,11 @@ def test_token_ids_that_ranks_hold_do_not_come_to_the_controller() -> None:
     values = store.put_column(Jagged(np.arange(3, dtype=np.float32), lengths), "float32", lease)
     columns: dict[str, Future[Any]] = {"response_ids": resolved(ids), "values": resolved(values)}
     batch = FutureBatch(2, columns) | FutureBatch.of(group=np.array([0, 1]))
-    run: Any = SimpleNamespace(
-        _fetcher=Fetcher("", [], store),
-        _cluster=SimpleNamespace(session=session),
-        config=SimpleNamespace(run=SimpleNamespace(call_timeout_s=TIMEOUT_S)),
-        step_of=lambda batch: session.step_of(batch.step),
-    )
-    fetched = Run.fetch(run, batch, "values", "group")
+    reader = ColumnReader(Fetcher("", [], store), session, TIMEOUT_S)
+    fetched = reader.fetch(batch, "values", "group")
     assert (fetched["values"].values.tolist(), fetched["group"].tolist()) == ([0, 1, 2], [0, 1])
     with pytest.raises(InvalidRequest, match=r"run.fetch: column 'response_ids' holds int64 on the ranks"):
-        Run.fetch(run, batch, "response_ids")
+        reader.fetch(batch, "response_ids")
     store.close()
 
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from nccl_transfer import fetch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.rows import FetchedRows
 from rlhf.errors import CallCancelled, ConfigError, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
@@ -99,7 +99,7 @@ def test_token_ids_beyond_the_budget_are_an_error_of_their_row_alone(directory: 
     lengths = np.array([3, BUDGET])
     ids = Jagged(np.arange(lengths.sum()) % 50 + 3, lengths)
     values = {"prompt_ids": ids, "response_ids": ids}
-    rows = CallRows(fetch.FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
+    rows = CallRows(FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
     assert [score.WhichOneof("verdict") for score in scorer.score_tokens(rows, make_call())] == [
         "score",
         "error",
@@ -207,7 +207,7 @@ def test_weights_that_cannot_be_gathered_end_the_rank_instead_of_leaving_its_pee
 
 
 def update(worker: LearningRewardWorker) -> None:
-    rows = CallRows(fetch.FetchedRows(3, PAIRS, {}, 0), np.arange(3))
+    rows = CallRows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
     worker.around(lambda: worker.update_reward(rows, request, make_call()))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,8 +25,24 @@ from hypothesis import strategies as st
 
 from rlhf.errors import CallCancelled, ConfigError
 from rlhf.v1 import common_pb2, reward_pb2
-from services.reward.sandbox import bubblewrap, cgroups, grader, isolation, test_runner, usage, wire
-from services.reward.sandbox.program import BadRow, extract_code, read_ground_truth, read_row, read_tests
+from services.reward.sandbox import (
+    bubblewrap,
+    cgroups,
+    grader,
+    isolation,
+    remote_program,
+    sandboxed_process,
+    test_kinds,
+    usage,
+    wire,
+)
+from services.reward.sandbox.program import (
+    BadProgramRow,
+    extract_code,
+    read_ground_truth,
+    read_row,
+    read_tests,
+)
 from services.reward.sandbox.scorer import SandboxScorer
 from services.runtime.worker import CallContext
 from settings.reward import SandboxTable
@@ -145,7 +164,7 @@ def test_whole_numbers_of_a_message_are_integers_and_those_of_json_stay_as_they_
 def test_a_row_without_usable_tests_says_what_is_wrong(
     metadata: dict[str, Any], ground_truth: str, cause: str
 ) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadProgramRow) as raised:
         read_row("", "x = 1", ground_truth, metadata, "all")
     assert cause in str(raised.value)
 
@@ -306,7 +325,7 @@ def test_a_frame_cut_off_is_the_end() -> None:
     ],
 )
 def test_values_agree_as_pythons_do(value: Any, expected: Any, tolerance: float, verdict: bool) -> None:
-    assert test_runner.agree(value, expected, tolerance) is verdict
+    assert test_kinds.agree(value, expected, tolerance) is verdict
 
 
 @pytest.mark.parametrize(
@@ -322,7 +341,7 @@ def test_values_agree_as_pythons_do(value: Any, expected: Any, tolerance: float,
     ],
 )
 def test_outputs_are_compared_line_by_line(output: str, expected: str, same: bool) -> None:
-    assert (test_runner.lines(output) == test_runner.lines(expected)) is same
+    assert (test_kinds.lines(output) == test_kinds.lines(expected)) is same
 
 
 def test_scores_are_all_or_nothing_or_a_fraction() -> None:
@@ -377,10 +396,10 @@ def test_an_exception_that_tests_do_not_name_arrives_as_one_that_nothing_expects
     for named in (
         set(),
         {"ValueError", "RuntimeError"},
-        test_runner.named_in("except Exception: getattr(object, open)"),
+        remote_program.named_in("except Exception: getattr(object, open)"),
     ):
-        error = test_runner.exception(raised, "t", named)
-        assert (type(error), str(error)) == (test_runner.Raised, f"{raised}: t")
+        error = remote_program.exception(raised, "t", named)
+        assert (type(error), str(error)) == (remote_program.Raised, f"{raised}: t")
 
 
 @pytest.mark.parametrize(
@@ -391,16 +410,16 @@ def test_an_exception_that_tests_do_not_name_arrives_as_one_that_nothing_expects
         ("ZeroDivisionError", "assertRaises(ArithmeticError, f)", ZeroDivisionError),
         ("FileNotFoundError", "except IOError:", FileNotFoundError),
         ("ValueError", "assert type(error).__name__ == 'ValueError'", ValueError),
-        ("UnicodeDecodeError", "except UnicodeDecodeError:", test_runner.Raised),
-        ("StopIteration", "except StopIteration:", test_runner.Raised),
-        ("GeneratorExit", "except GeneratorExit:", test_runner.Raised),
-        ("LookupError", "except IndexError:", test_runner.Raised),
+        ("UnicodeDecodeError", "except UnicodeDecodeError:", remote_program.Raised),
+        ("StopIteration", "except StopIteration:", remote_program.Raised),
+        ("GeneratorExit", "except GeneratorExit:", remote_program.Raised),
+        ("LookupError", "except IndexError:", remote_program.Raised),
     ],
 )
 def test_an_exception_arrives_as_its_class_where_the_test_names_it_or_a_base(
     raised: str, test: str, kind: type[Exception]
 ) -> None:
-    assert type(test_runner.exception(raised, "t", test_runner.named_in(test))) is kind
+    assert type(remote_program.exception(raised, "t", remote_program.named_in(test))) is kind
 
 
 def test_a_call_that_should_stop_reads_no_further_row() -> None:
@@ -532,7 +551,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytes
 
     monkeypatch.setattr(bubblewrap, "_first_pid", interrupted)
     isolated = bubblewrap.Bubblewrap.__new__(bubblewrap.Bubblewrap)
-    isolated._quota = bubblewrap.Quota(1.0, 1, 1)
+    isolated._quota = sandboxed_process.Quota(1.0, 1, 1)
     info, gate = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE
@@ -542,6 +561,79 @@ def test_a_start_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytes
         assert waiting.returncode is not None
     os.close(info)
     os.close(gate)
+
+
+@contextlib.contextmanager
+def many_descriptors() -> Iterator[None]:
+    """A block in which new descriptors have numbers beyond those that select can take."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(1100):
+                opened.enter_context(open(os.devnull, "rb"))
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def sandboxed(tmp_path: Path) -> Iterator[sandboxed_process.SandboxedProcess]:
+    """A process as a sandbox, with a control group."""
+    (tmp_path / "group").mkdir()
+    with many_descriptors():
+        process = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE
+        )
+        started = sandboxed_process.SandboxedProcess(process, sandboxed_process.Quota(1.0, 1, 1))
+        started.group = cgroups.ControlGroup([tmp_path / "group"])
+        started.has_process(process.pid)
+        try:
+            yield started
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_sandbox_ends_where_a_thousand_descriptors_are_open(
+    sandboxed: sandboxed_process.SandboxedProcess, tmp_path: Path
+) -> None:
+    assert sandboxed.end() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sandbox_that_does_not_end_in_time_still_gives_its_control_group_up(
+    sandboxed: sandboxed_process.SandboxedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    monkeypatch.setattr(isolation, "END_TIMEOUT_S", 0.05)
+    with pytest.raises(subprocess.TimeoutExpired):
+        sandboxed.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", ["memory_file", "job_file", "_first_pid"])
+def test_a_sandbox_that_cannot_be_started_leaves_no_descriptor_open(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    class Waiting:
+        """A command that waits, in place of bwrap."""
+
+        def line(self, *_: Any) -> list[str]:
+            return ["sleep", "100"]
+
+    monkeypatch.setattr(bubblewrap, failing, fail)
+    isolated = bubblewrap.Bubblewrap.__new__(bubblewrap.Bubblewrap)
+    isolated._quota = sandboxed_process.Quota(1.0, 1, 1)
+    isolated._filter, isolated._limits, isolated._as_root = b"", {}, False
+    isolated._command = Waiting()  # type: ignore[assignment]
+    before = os.listdir("/proc/self/fd")
+    with open(os.devnull, "wb") as stdout, pytest.raises((OSError, isolation.SandboxFailed)):
+        isolated.start("candidate", {}, stdout.fileno(), [])
+    assert os.listdir("/proc/self/fd") == before
 
 
 SPINNING = """

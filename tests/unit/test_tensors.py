@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nccl_transfer.fetch import CARRIERS
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 from rlhf.errors import InvalidRequest
 

@@ -1,67 +1,40 @@
-"""Between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
+"""Transport between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
 
-The reader leads. Attach makes a communicator of the two; Prepare tells the source what is wanted, and it
-acknowledges once the bytes are staged on its GPU; only then does Commit send both into the group. Whatever goes
-wrong after that, a deadline included, aborts the communicator on both sides, because NCCL itself would wait for
-ever; the next transfer makes a new one, with the next communicator epoch.
+The reader leads. Attach creates a communicator of two ranks. Prepare sends the manifest to the source, which
+acknowledges once the bytes are staged on its GPU. Commit then makes both sides enter the group. Any later failure, a
+deadline included, aborts the communicator on both sides, because NCCL would wait for ever; the next transfer creates a
+new one, with the next communicator epoch.
 """
 
 from __future__ import annotations
 
-import threading
-import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
 
 import grpc
 import numpy as np
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.base import Reading, Transport, layout
 from nccl_transfer.transports.gpu.communicator import (
-    Communicator,
-    CommunicatorError,
-    CupyNccl,
-    Message,
     Nccl,
+    own_nccl,
     version_text,
     why_no_nccl,
 )
-from nccl_transfer.transports.gpu.device import Cuda, CupyCuda, DeviceBuffer, own_cuda
-from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
-from nccl_transfer.transports.gpu.manifest import manifest_item
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
-from nccl_transfer.transports.gpu.transaction import Phase, Transaction
-from rlhf.errors import (
-    DeadlineExceeded,
-    RlhfError,
-    ServiceLost,
-    TransferError,
-    from_rpc_error,
-)
-from rlhf.v1 import transfer_pb2 as pb
-
-T = TypeVar("T")
-
-READER, SOURCE = 0, 1
-"""Ranks in a communicator of two."""
-
-CAUSE_WAIT_S = 0.5
-"""How long a communicator that broke is given for the reason to come in: that its other rank has died."""
-
-ABORT_S = 1.0
-"""How long the source may take to hear that a plan was given up; it notices by itself, too."""
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda
+from nccl_transfer.transports.gpu.liveness import liveness_channel
+from nccl_transfer.transports.gpu.nccl_client import NcclClient
+from nccl_transfer.transports.gpu.peer_connection import PeerConnections
 
 
 class NcclTransport(Transport):
-    """Receives from GPUs of other ranks into this rank's GPU, and from there into host memory.
+    """Receives from GPUs of other ranks into this rank's GPU, and copies to host memory.
 
     Args:
         nccl, cuda: The library and the GPU; this process's own by default.
-        channel: Opens a channel to an address; called anew for a source that was gone.
+        channel: Opens a channel to an address; called anew for a source that had ended.
     """
 
     name = "nccl"
@@ -103,223 +76,12 @@ class NcclTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """The bytes in this rank's GPU, each range where `layout` puts it. Errors as in `read`, and
+        """Reads into this rank's GPU, each range at its offset of `layout`. Errors as in `read`, and
 
         Raises:
-            OutOfSpace: One of the two GPUs has no room for them.
+            OutOfSpace: One of the two GPUs has no memory for the bytes.
         """
-        return self._clients.of(source).receive(source, ranges, deadline)
+        return self._clients.to(source).receive(source, ranges, deadline)
 
     def close(self) -> None:
         self._clients.close()
-
-
-class NcclReaderSession:
-    """A communicator with one source, and the thread in which it is used."""
-
-    def __init__(self, epoch: int, liveness: LivenessStream) -> None:
-        self.epoch = epoch
-        self.liveness = liveness
-        self._joined: Future[Communicator] | None = None
-        self._worker = ThreadPoolExecutor(1, "nccl")
-
-    @property
-    def communicator(self) -> Communicator:
-        assert self._joined is not None
-        return self._joined.result()
-
-    def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
-        """Makes the communicator; the source is doing the same."""
-        self._joined = self.submit(join)
-        self.liveness.wait(self._joined.done, deadline, where)
-        self._joined.result()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in the session's thread, where NCCL may hold it for as long as it likes."""
-        return self._worker.submit(work)
-
-    def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """The cause of a broken communicator."""
-        return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
-
-    def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Aborts the communicator here, and by cutting the liveness at the source; then frees what it was used on."""
-        if self._joined is not None:
-            # At once where it has been made, and else as soon as it is.
-            self._joined.add_done_callback(lambda joined: abort(joined, free))
-        else:
-            free()
-        self.liveness.cancel()
-        self._worker.shutdown(wait=False, cancel_futures=True)
-
-
-class NcclClient(PeerConnection):
-    """This process and one source: at most one communicator, and one transfer at a time."""
-
-    def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel)
-        self._nccl = nccl
-        self._cuda = cuda
-        self._reader = uuid.uuid4().hex
-        self._epoch = 0  # of the newest communicator
-        self._session: NcclReaderSession | None = None
-
-    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        plan = uuid.uuid4().hex[:12]
-        with self.turn(source, f"{source}: plan {plan}, queue", deadline):
-            session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
-            buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
-            self._transfer(source, session, Transaction(plan, session.epoch), ranges, buffer, deadline)
-            return buffer
-
-    @property
-    def liveness(self) -> LivenessStream | None:
-        return self._session.liveness if self._session is not None else None
-
-    def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """As in `PeerConnection`; then frees what the communicator was used on."""
-        if self._session is not None:
-            self._session.end(free)
-        self._session = None
-
-    def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
-        if self._session is not None and not self._session.liveness.is_alive:
-            self.end()
-        if self._session is None:
-            self._epoch += 1
-            unique_id = self._nccl.unique_id()
-            request = pb.AttachRequest(
-                reader=self._reader,
-                epoch=source.epoch,
-                communicator_epoch=self._epoch,
-                unique_id=unique_id,
-                nccl_version=self._nccl.version,
-            )
-            self._session = NcclReaderSession(
-                self._epoch, LivenessStream(self.stub.Attach(request), self.closed)
-            )
-            try:
-                self._session.liveness.first(deadline, where)
-                self._session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
-            except CommunicatorError as error:
-                explained = self._session.explain(error, where)
-                self.end()
-                raise explained from error
-            except BaseException:
-                self.end()
-                raise
-        return self._session
-
-    def _transfer(
-        self,
-        source: Endpoint,
-        session: NcclReaderSession,
-        transaction: Transaction,
-        ranges: Sequence[ByteRange],
-        buffer: DeviceBuffer,
-        deadline: float,
-    ) -> None:
-        offsets, _ = layout(r.nbytes for r in ranges)
-        places = zip(offsets, ranges, strict=True)
-        receives = [Message(SOURCE, buffer.pointer + offset, r.nbytes) for offset, r in places]
-        place = f"{source}: plan {transaction.plan}"
-        try:
-            self._prepare(source, session, transaction, ranges, deadline, f"{place}, prepare")
-            transaction.prepare()
-            transaction.commit(transaction.plan, session.epoch)
-            self._commit(session, transaction, receives, deadline, f"{place}, transfer")
-            transaction.finish()
-        except BaseException as error:
-            was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
-            transaction.abort(str(error))
-            if was_refused:
-                buffer.free()
-            else:
-                self._abort_transfer(transaction, buffer)
-            raise
-
-    def _prepare(
-        self,
-        source: Endpoint,
-        session: NcclReaderSession,
-        transaction: Transaction,
-        ranges: Sequence[ByteRange],
-        deadline: float,
-        where: str,
-    ) -> None:
-        left = remaining_s(deadline, source)
-        request = pb.PrepareRequest(
-            reader=self._reader,
-            plan=transaction.plan,
-            epoch=source.epoch,
-            communicator_epoch=session.epoch,
-            items=map(manifest_item, ranges),
-            nbytes=sum(r.nbytes for r in ranges),
-            deadline_s=left,
-        )
-        wait_for_answer(self.stub.Prepare.future(request, timeout=left), session.liveness, deadline, where)
-
-    def _commit(
-        self,
-        session: NcclReaderSession,
-        transaction: Transaction,
-        receives: Sequence[Message],
-        deadline: float,
-        where: str,
-    ) -> None:
-        """Enters the group while the source is told to; done when the bytes are here and the source says the same."""
-        request = pb.CommitRequest(
-            reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
-        )
-        commit, communicator = self.stub.Commit.future(request), session.communicator
-        entered = session.submit(partial(communicator.group, [], receives))
-
-        def received() -> bool:
-            if commit.done():
-                commit.result()  # raises where the source did not enter or fell out, for which nobody else waits
-            if entered.done():
-                entered.result()
-            return entered.done() and communicator.done()
-
-        try:
-            session.liveness.wait(received, deadline, where)
-        except CommunicatorError as error:
-            raise session.explain(error, where) from error
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, where) from error
-        wait_for_answer(commit, session.liveness, deadline, where)
-
-    def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
-        """Aborts here at once. The source hears it by three ways: the message, the liveness, its own deadline."""
-        request = pb.AbortRequest(
-            reader=self._reader,
-            plan=transaction.plan,
-            communicator_epoch=transaction.communicator_epoch,
-            reason=transaction.reason,
-        )
-        self.stub.Abort.future(request, timeout=ABORT_S)
-        self.end(buffer.free)
-
-
-def abort(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
-    """Aborts a communicator, if it was made, and then does what had to wait for that. Of NCCL's calls this is the
-    one that may block, so it gets a thread of its own."""
-
-    def run() -> None:
-        if joined.exception() is None:
-            joined.result().abort()
-        then()
-
-    threading.Thread(target=run, name="nccl-abort", daemon=True).start()
-
-
-def _is_answer(error: BaseException) -> bool:
-    """Whether it was refused, and the source is well."""
-    return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))
-
-
-def own_nccl() -> Nccl:
-    """NCCL on the GPU of this process."""
-    cuda = own_cuda()
-    assert isinstance(cuda, CupyCuda)
-    return CupyNccl(cuda)

@@ -21,10 +21,11 @@ from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
+from services.engines.three_d.gather_groups import Kind
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.pipeline import run_forward, run_forward_backward
 from services.engines.three_d.stage import ModelStage
-from services.engines.three_d.transition import Kind, Transition
+from services.engines.three_d.transition import Transition
 from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
 from services.models.weights import write_weights
 from services.storage.checkpoint import WeightShard

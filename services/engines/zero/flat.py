@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """Elements `first` to `last` of a flattened tensor, at offset `at` of the rank's partition."""
 
     first: int
@@ -16,7 +16,7 @@ class Piece:
     at: int
 
 
-def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, Piece]:
+def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, FlatPiece]:
     """A rank's pieces of tensors that are concatenated and cut into partitions of `size` elements.
 
     Args:
@@ -27,12 +27,12 @@ def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, P
     for name, numel in numels.items():
         first, last = max(begin - offset, 0), min(begin + size - offset, numel)
         if first < last:
-            pieces[name] = Piece(first, last, offset + first - begin)
+            pieces[name] = FlatPiece(first, last, offset + first - begin)
         offset += numel
     return pieces
 
 
-def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, Piece]:
+def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, FlatPiece]:
     """A rank's pieces of tensors that are each cut into one equal part per rank, the last one padded.
 
     Args:
@@ -43,7 +43,7 @@ def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, 
         size = -(-numel // num_ranks)
         first, last = rank * size, min((rank + 1) * size, numel)
         if first < last:
-            pieces[name] = Piece(first, last, at)
+            pieces[name] = FlatPiece(first, last, at)
         at += size
     return pieces
 

@@ -1,8 +1,8 @@
 r"""The reward `math`: whether the answer in a response equals the ground truth as mathematics.
 
-A response's answer is found (`extract`), written in one way (`clean`) and read (`answers`): numbers, units, lists,
-intervals and words are compared here (`compare`), exactly; everything else by math-verify (`symbolic`), which takes
-units, bases and kinds of brackets too lightly. What is too large to compute with is refused beforehand (`bounds`).
+A response's answer is extracted (`extract`), normalised (`clean`) and parsed (`answers`). Numbers, units, lists,
+intervals and words are compared exactly (`compare`); math-verify compares all other answers (`symbolic`), because it
+ignores units, bases and kinds of brackets. Answers that are too large to compute with are refused first (`bounds`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
         bounds.check_text(answer.whole)
         return float(compare.is_right(truth, answer))
     except ValueError:
-        # It is no mathematics.
+        # The answer is no mathematics.
         return 0.0
 
 
 @functools.lru_cache(maxsize=1024)
 def read_truth(ground_truth: str) -> answers.Answer:
-    """A ground truth. Raises ValueError where it cannot be read."""
+    """Parses a ground truth. Raises ValueError where it cannot be read."""
     marked = "\\boxed" in ground_truth or "\\fbox" in ground_truth or ground_truth.strip().startswith("$")
     found = last_answer(ground_truth) if marked else ground_truth
     try:
@@ -57,7 +57,7 @@ def read_truth(ground_truth: str) -> answers.Answer:
 
 
 def warm_up() -> None:
-    """Reads an expression, so that the parser's tables are there before processes are forked off."""
+    """Parses an expression, so that the parser's tables exist before processes are forked."""
     _is_algebra(r"\frac{x+1}{2}")
 
 
@@ -67,6 +67,7 @@ math.required_module = "math_verify"  # type: ignore[attr-defined]
 
 
 def _is_algebra(text: str) -> bool:
+    # Imported here: it takes a second, and most answers are numbers.
     from services.reward.mathematics import symbolic
 
     return bool(symbolic.read(text))

@@ -1,4 +1,4 @@
-"""Answers, read as far as they can be without algebra: numbers, units, words, and what stands between brackets."""
+"""Answers, parsed without algebra: numbers, units, words, and elements between brackets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Answer:
     r"""An answer.
 
     Attributes:
-        whole: All of it, cleaned.
-        text: Without its name and unit.
-        name: What an equation or inequality is about, as x; empty where nothing is named.
-        word: The words that it is instead of mathematics, in lower case; empty where it is mathematics.
-        unit: Its unit.
-        base: The base that its numeral names; None where it names none.
-        number: The number it is, where it is one.
-        brackets: "{}", or those of a tuple or interval as "[)"; "," for a list without any; empty where it is no list.
-        elements: What is between them.
+        whole: The cleaned text.
+        text: The text without its name and unit.
+        name: Variable of an equation or inequality, such as x; "" without one.
+        word: The words, in lower case, of an answer that is no mathematics; else "".
+        unit: The unit; None without one.
+        base: The base of its numeral; None without one.
+        number: The number, of an answer that is one; else None.
+        brackets: "{}", or those of a tuple or interval as in "[)"; "," for a list without brackets; "" for no list.
+        elements: Elements of the list.
     """
 
     whole: str
@@ -56,16 +56,16 @@ _EMPTY = frozenset({r"\emptyset", r"\{\}", r"\{ \}", r"\{\emptyset\}"})
 
 
 def read(text: str) -> Answer:
-    """An answer.
+    """Parses an answer.
 
     Raises:
-        ValueError: It has a numeral that its base does not allow.
+        ValueError: A numeral has digits that its base does not allow.
     """
     return _read(cleaned(text))
 
 
 def _read(whole: str) -> Answer:
-    # abc may be a product.
+    # Up to three letters may be a product.
     if (match := _WORD.fullmatch(whole)) and re.search(r"\(|\\text|[A-Za-z]{4}", whole):
         return Answer(whole, match[1], word=match[1].lower())
     if whole in _EMPTY:
@@ -97,7 +97,7 @@ def _value(match: re.Match[str]) -> str:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    r"""(variable, set) of what says between which numbers a variable is: 3 < x \le 4 is x in (3,4]; None else."""
+    r"""(variable, set) of bounds on a variable, as (x, (3,4]) of 3 < x \le 4; None for any other text."""
     if match := _BUILDER.fullmatch(text):
         return _interval(match["rest"].strip())
     if match := _MEMBER.fullmatch(text):
@@ -136,8 +136,8 @@ def _one_interval(text: str) -> tuple[str, str] | None:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    r"""The brackets around a list, "," where there are none, and what is between its commas; ("", []) for no list.
-    \pm stands for two elements."""
+    r"""The brackets around a list, "," for none, and the parts between its commas; ("", []) for no list. \pm makes two
+    parts."""
     inner, brackets = _unbracketed(text)
     parts = [each for part in _at_commas(_AND_OR.sub(",", inner)) for each in _signed(part)]
     if not all(parts) or (len(parts) < 2 and brackets != "{}"):
@@ -152,7 +152,7 @@ def _signed(text: str) -> list[str]:
 
 
 def _unbracketed(text: str) -> tuple[str, str]:
-    """Splits brackets that enclose a whole text from its content; the text and nothing where none do."""
+    """The content of a text in brackets, and the brackets; the text and "" where no brackets enclose all of it."""
     match = re.match(r"[(\[]|\\\{", text)
     if match is None:
         return text, ""
@@ -167,7 +167,7 @@ def _unbracketed(text: str) -> tuple[str, str]:
 
 
 def _at_commas(text: str) -> list[str]:
-    """The parts of a text between the commas and semicolons that are in no brackets."""
+    """The parts of a text between commas and semicolons outside of brackets."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"[(){}\[\],;]", text):
         if match[0] in ",;":

@@ -1,4 +1,4 @@
-"""Bounds of what is computed with: texts, numbers and trees beyond them are refused before anyone waits for them."""
+"""Bounds of texts, numbers and expression trees; larger ones are refused before any computation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from sympy import Basic
 
 MAX_LENGTH = 1000
-"""Characters of an answer."""
+"""Most characters of an answer."""
 MAX_DEPTH = 20
-"""Brackets within brackets."""
+"""Most brackets within brackets."""
 MAX_DIGITS = 300
-"""Digits of a number."""
+"""Most digits of a number in an answer."""
 MAX_LOG10 = 5000.0
-"""Digits of a number that SymPy would have to compute."""
+"""Most decimal digits of a number that SymPy computes."""
 MAX_TERMS = 10_000
-"""Terms of a sum or product, and the upper number of a binomial coefficient, which the parser computes."""
+"""Most terms of a sum or product, and largest upper number of a binomial coefficient, which the parser computes."""
 
 
 def check_text(text: str) -> None:
-    """Raises GaveUp, with a cause of one word, for an answer that is too long, too deep, or has too long numbers."""
+    """Raises GaveUp, with a cause of one word, for an answer that is too long, nested too deep, or has too long
+    numbers."""
     if len(text) > MAX_LENGTH:
         raise GaveUp("too_long")
     depth = 0
@@ -40,14 +41,14 @@ def check_text(text: str) -> None:
 
 
 def check_tree(tree: Basic) -> None:
-    """Raises GaveUp for an expression that holds a number of too many digits, or a sum of too many terms."""
+    """Raises GaveUp for an expression with a number of too many digits or a sum of too many terms."""
     if not log10_of(tree) <= MAX_LOG10:
         raise GaveUp("too_large")
 
 
 def log10_of(tree: Basic) -> float:
-    """About the decimal logarithm of the largest number that computing an expression meets; infinite where it cannot be
-    told that it is not. A symbol counts as 1."""
+    """An estimate of the decimal logarithm of the largest number in the computation of an expression; infinite where
+    none is known. A symbol counts as 1."""
     from sympy import MatrixBase, Pow, binomial, exp, factorial
     from sympy.concrete.expr_with_intlimits import ExprWithIntLimits
     from sympy.concrete.expr_with_limits import ExprWithLimits

@@ -1,4 +1,4 @@
-r"""Ways of writing the same: Unicode, spaces, fonts and sizes of LaTeX, separators of thousands, and their like."""
+r"""Normalisation of notation: Unicode, spaces, fonts and sizes of LaTeX, separators of thousands."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ _REWRITES = [
 
 
 def cleaned(text: str) -> str:
-    """An answer in the one way of writing that the rest reads. Takes time linear in its length."""
+    """Normalises the notation of an answer, in time linear in its length."""
     text = "".join(map(_fraction, text)).translate(_SYMBOLS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
     if not re.search(r"[(\[]|\\\{", text):
-        # Between brackets a comma is between elements.
+        # In brackets a comma separates elements.
         text = _COMMA_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return _without_wrapping(text)
 
@@ -83,7 +83,7 @@ def _fraction(character: str) -> str:
 
 
 def _without_wrapping(text: str) -> str:
-    """Without what stands around an answer: spaces, a last dot, braces, a first "=" or "+"."""
+    """Removes from both ends of an answer: spaces, final punctuation, enclosing braces, a first "=" or "+"."""
     while True:
         stripped = (
             text.strip().rstrip(" .,;:").removesuffix("\\\\").removeprefix("=").removeprefix("+").strip()
@@ -96,7 +96,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing(text: str) -> int:
-    """Place of the brace that closes the one at the start; -1 where none does."""
+    """Index of the brace that closes the first one; -1 where none does."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,4 +1,4 @@
-"""Whether an answer is the ground truth."""
+"""Comparison of an answer with the ground truth."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def is_right(truth: Answer, answer: Answer, scale: Fraction = ONE) -> bool:
     """Whether an answer equals the ground truth.
 
     Args:
-        scale: What the answer's numbers are multiplied by, for lists in another unit.
+        scale: Factor of the answer's numbers, for lists in another unit.
 
     Raises:
-        GaveUp: It is too large to compute with.
+        GaveUp: The answer is too large to compute with.
     """
     if truth.whole == answer.whole and scale == 1:
         return True
@@ -58,7 +58,7 @@ def _are_equal_lists(truth: Answer, answer: Answer, scale: Fraction) -> bool:
 
 
 def _only_element(answer: Answer, other: Answer) -> Answer:
-    """The element of a set that has but one, where the other answer is no set: the set of a solution is it."""
+    """The element of a set of one, where the other answer is no set: a solution and the set of it are equal."""
     is_lone = answer.brackets == "{}" and len(answer.elements) == 1 and other.brackets != "{}"
     return answer.elements[0] if is_lone else answer
 
@@ -68,19 +68,19 @@ def _each_is_in(some: tuple[Answer, ...], others: tuple[Answer, ...], scale: Fra
 
 
 def _is_equation(answer: Answer) -> bool:
-    """Whether it says more than what one name stands for."""
+    """Whether an answer is an equation that is not just a name and its value."""
     return not answer.brackets and re.search(r"(?<![<>!])=", answer.text) is not None
 
 
 def _equal_by_algebra(truth: str, answer: str) -> bool:
-    # It takes a second to import, and most answers are numbers.
+    # Imported here: it takes a second, and most answers are numbers.
     from services.reward.mathematics import symbolic
 
     return symbolic.are_equal(truth, answer)
 
 
 def _in_radians(angle: Answer, other: Answer) -> str:
-    """The text of an answer; of one in degrees as it is in radians, where the other one has pi and no unit."""
+    """The text of an answer, converted from degrees to radians where the other answer has pi and no unit."""
     is_degree = angle.unit is not None and angle.unit.dimensions == (("degree", 1),)
     is_radian = other.unit is None and r"\pi" in other.text
     return rf"({angle.text})\cdot\frac{{\pi}}{{180}}" if is_degree and is_radian else angle.text

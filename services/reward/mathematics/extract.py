@@ -1,16 +1,16 @@
-"""Where the answer of a response is."""
+"""Extraction of the answer from a response."""
 
 from __future__ import annotations
 
 import re
 
 MAX_SEARCHED = 4000
-"""Characters, from the end, of a response without a box in which an answer is looked for."""
+"""Characters at the end of a response without a box that are searched for an answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _FORMULA = (
     r"\$\$(?P<display>[^$]+)\$\$"
-    # As in Pandoc: no space within the dollars, no digit behind them, so that "$5 and $6" is no formula.
+    # As in Pandoc: no space inside the dollars and no digit after them, so that "$5 and $6" is no formula.
     r"|(?<![\\$])\$(?!\s)(?P<inline>(?:[^$\n\\]|\\.)+?)(?<!\s)\$(?!\d)"
     r"|\\\[(?P<bracket>.+?)\\\]|\\\((?P<parenthesis>.+?)\\\)"
 )
@@ -25,11 +25,10 @@ _ANNOUNCED_WITHIN = 100
 
 
 def last_answer(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, which is what MATH (Hendrycks et al. 2021) takes for the answer; \fbox and
-    \framebox count too. Without a box: the first formula or number behind the last word "answer", or else the last
-    formula or number.
+    r"""The content of the last \boxed{...}, the answer in MATH (Hendrycks et al. 2021), or of \fbox or \framebox.
+    Without a box: the first formula or number after the last word "answer", or else the last formula or number.
 
-    None where there is none; a last box that is not closed is none.
+    None where there is none, or the last box is not closed.
     """
     boxes = list(_BOX.finditer(text))
     if boxes:
@@ -44,7 +43,7 @@ def last_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, start: int) -> str | None:
-    """Content of a box that begins at `start`: a group in braces, or else one word."""
+    """Content of a box from `start` on: a group in braces, or else one word."""
     if text[start : start + 1] != "{":
         word = re.match(r"[^\s$]+", text[start:])
         return word[0] if word else None

@@ -1,4 +1,4 @@
-"""Numbers as they are written: decimals, fractions, mixed and scientific ones, and numerals in another base."""
+"""Numbers: decimals, fractions, mixed numbers, scientific notation, and numerals in another base."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_EXPONENT = 400
-"""Largest power of ten of a number in scientific notation that is read here."""
+"""Largest exponent of ten of a number in scientific notation."""
 MIN_ROUNDED_DECIMALS = 6
-"""So many decimals are enough for a number to stand for one that has more: 0.333333 is 1/3."""
+"""Least decimals of a number that counts as rounded: 0.333333 is 1/3."""
 
 _SIGN = re.compile(r"([-+])\s*")
 _DECIMAL = re.compile(r"\d+(?:\.(?P<decimals>\d*))?|\.(?P<only_decimals>\d+)", re.ASCII)
@@ -39,8 +39,8 @@ class Number:
     """A number.
 
     Attributes:
-        value: Exactly what is written.
-        decimals: Digits after its decimal point; None where it is written without one.
+        value: The exact value.
+        decimals: Number of digits after its decimal point; None without one.
     """
 
     value: Fraction
@@ -48,7 +48,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a cleaned text is; None where it is more, or less, than one number."""
+    """Reads a cleaned text as a number; None where it is anything but one number."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return read_number(text[1:-1])
@@ -72,7 +72,7 @@ def read_number(text: str) -> Number | None:
 
 
 def are_equal(left: Number, right: Number) -> bool:
-    """Whether two numbers are the same, or one is the other rounded to at least six decimals."""
+    """Whether two numbers are equal, or one is the other rounded to at least `MIN_ROUNDED_DECIMALS`."""
     if left.value == right.value:
         return True
     decimals = [number.decimals for number in (left, right) if number.decimals is not None]
@@ -82,10 +82,10 @@ def are_equal(left: Number, right: Number) -> bool:
 
 
 def read_based(text: str) -> tuple[Fraction, int] | None:
-    """Value and base of a numeral with its base, as 1010_2.
+    """Value and base of a numeral with a base, such as 1010_2; None for any other text.
 
     Raises:
-        ValueError: It has digits that its base has not.
+        ValueError: The base is unknown, or does not have a digit of the numeral.
     """
     match = _BASED.fullmatch(text)
     if match is None:
@@ -93,7 +93,7 @@ def read_based(text: str) -> tuple[Fraction, int] | None:
     name, digits = match["base"] or match["digit"] or match["spoken"], match["digits"]
     base = int(name) if name.isdigit() else _BASES.get(name)
     if not any(digit.isdigit() for digit in digits) and not (base == 16 and len(digits) > 1):
-        # a letter with an index
+        # A letter with an index.
         return None
     if base is None or not 2 <= base <= 36:
         raise ValueError(f"{text!r} names no base")

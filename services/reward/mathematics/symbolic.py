@@ -1,4 +1,4 @@
-"""Expressions, read and compared by math-verify and SymPy."""
+"""Parsing and comparison of expressions by math-verify and SymPy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sympy.core.function import AppliedUndef
 
 from services.reward.mathematics import bounds
 
-# They would warn that no time-out of theirs is set, and of every answer that they cannot read.
+# Below errors they log that they have no time-out, and each answer that they cannot read.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 DIGITS = 30
 CLEARLY = 1e-3
-"""Relative difference of two values that no rounding makes."""
+"""Relative difference of two values that is no rounding."""
 _POINTS = (0.7390851, 1.4513692, 0.5671433, 1.8019377)
 _SLOW = (ExprWithLimits, Derivative, Limit, AppliedUndef)
-"""Expressions that take long to evaluate, or cannot be evaluated."""
+"""Expressions whose evaluation takes long or is impossible."""
 
 _AS_CLEANED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
@@ -33,10 +33,10 @@ _ONLY_BOX = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> tuple:
-    """SymPy expressions of a cleaned answer; empty where it cannot be parsed.
+    """Parses a cleaned answer into SymPy expressions; empty where it cannot be parsed.
 
     Raises:
-        GaveUp: It holds what is too large to compute with.
+        GaveUp: An expression is too large to compute with.
     """
     found = parser.parse(rf"\boxed{{{text}}}", _ONLY_BOX, fallback_mode="no_fallback", parsing_timeout=0)
     for tree in found:
@@ -45,7 +45,7 @@ def read(text: str) -> tuple:
 
 
 def _with_imaginary_unit(tree: Any) -> Any:
-    """The parser takes i for a variable that is not real."""
+    """Replaces i by the imaginary unit; the parser takes it for a variable."""
     for symbol in tree.free_symbols:
         if symbol.name == "i" and isinstance(tree, Expr):
             return tree.subs(symbol, I)
@@ -53,8 +53,8 @@ def _with_imaginary_unit(tree: Any) -> Any:
 
 
 def _differ_at_a_point(left: Any, right: Any) -> bool:
-    """Whether two expressions have clearly other values at one point: to see that takes much less time than to look in
-    vain for a way to transform one into the other."""
+    """Whether two expressions have clearly different values at one point, which takes much less time than a search for
+    a transformation of one into the other."""
     trees = (left, right)
     if not all(isinstance(tree, Expr) and not tree.is_Symbol and not tree.has(*_SLOW) for tree in trees):
         return False

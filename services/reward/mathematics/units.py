@@ -1,4 +1,4 @@
-r"""Units of measure, money, angles and percentages at the end of an answer (a currency also before it)."""
+r"""Units of measure, money, angles and percentages after an answer (currencies also before it)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Unit:
     """A unit.
 
     Attributes:
-        factor: Its size in the base units of its dimensions.
-        dimensions: Base units with their powers, in order.
+        factor: Size in the base units of its dimensions.
+        dimensions: Base units with their powers, sorted.
     """
 
     factor: Fraction
@@ -22,7 +22,7 @@ class Unit:
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """By name, the base unit and how much of it one is."""
+    """Base unit and size in it, by name of the unit."""
     rows = """
         m: m meter metre | mm 1/1000 millimeter millimetre | cm 1/100 centimeter centimetre | dm 1/10 decimeter
          | km 1000 kilometer kilometre | in 254/10000 inch | ft 3048/10000 foot feet | yd 9144/10000 yard
@@ -95,7 +95,7 @@ _NO_UNITS = frozenset({"and", "or", "pi", "mod", "if", "for", "sin", "cos", "tan
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""An answer without its unit, and the unit. Other words at its end are left out too: 5\text{ apples} is 5."""
+    r"""An answer without its unit, and the unit. Other words at its end are removed too: 5\text{ apples} is 5."""
     if match := _CURRENCY_FIRST.fullmatch(text):
         return match["minus"] + split_unit(match["number"])[0], parse_unit(_SIGNS[match["sign"]])
     if match := _CURRENCY_LAST.fullmatch(text):
@@ -116,7 +116,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _last_words(text: str) -> list[tuple[str, str, bool]]:
-    """(What is before them, words at the end, whether they are surely no mathematics)."""
+    """At most one tuple: text before the words at the end, the words, whether they are certainly no mathematics."""
     if match := _RATIO_LAST.fullmatch(text):
         return [(match["number"], f"{match['over']}/{match['under']}", True)]
     if match := _TEXT_LAST.fullmatch(text):
@@ -128,12 +128,12 @@ def _last_words(text: str) -> list[tuple[str, str, bool]]:
 
 
 def is_trigonometric(text: str) -> bool:
-    """Whether degrees in a text are arguments of functions."""
+    """Whether a text has a trigonometric function, so that degrees are its argument and no unit."""
     return re.search(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text) is not None
 
 
 def parse_unit(text: str) -> Unit | None:
-    """The unit that words say, as "square cm" or "km per hour"; None where they say none."""
+    """The unit of words such as "square cm" or "km per hour"; None where they are no unit."""
     factor, powers, sign, prefix = Fraction(1), Counter[str](), 1, 1
     last: tuple[dict[str, int], Fraction, int] | None = None
     place, text = 0, text.strip()

@@ -1,7 +1,7 @@
-"""Runs the program to be graded, in its own sandbox, and answers the test runner with plain data.
+"""Runs the program to be graded, in a sandbox of its own, and answers the test runner with plain data.
 
-Once the program runs, nothing here can be trusted any more: it shares a process with code that may change all
-of it. The test runner takes whatever comes from here as the program's own words. See wire.py on what it may import.
+Once the program runs, this module cannot be trusted: it shares a process with code that may change all of it. The test
+runner takes every answer as the program's own. See wire.py on what it may import.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 NICENESS = 10
-"""Programs that spin take less from the service and the test runners, where no control groups keep them apart."""
+"""Niceness of programs: where there are no control groups, the service and the test runners keep their CPU time."""
 REQUEST_LIMIT = 1 << 30
 PROGRAM = "program.py"
 SIGKILL = 9
 
 
 def main() -> None:
-    """Answers on standard output, a pipe, the requests that come through another, until that one closes."""
+    """Answers requests from a pipe on standard output, another pipe, until the first one closes."""
     job = confine.begin()
     os.nice(NICENESS)
     answers, requests = os.dup(1), job["requests"]
     confine.silence(0, 1, 2)
-    # `python -S` leaves these out; programs that read standard input often end with them.
+    # `python -S` lacks these; programs that read standard input often end with them.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     program = ProgramRunner(job["code"], job["output_bytes"])
     wire.send(answers, wire.frame(wire.encode({"ready": True})))
@@ -41,7 +41,7 @@ def main() -> None:
         os.dup2(run.stdin, 0)
         os.dup2(run.stdout, 1)
         os.closerange(3, confine.OPEN_FILES)
-    # The end of this process is that of any interpreter: threads end, atexit runs, files are flushed.
+    # The process ends as any interpreter does: it waits for threads, runs exit handlers and flushes files.
     program.execute("__main__")
 
 
@@ -55,10 +55,10 @@ def _serve(program: ProgramRunner, requests: int, answers: int) -> NoReturn:
 
 
 class Forked(BaseException):
-    """Raised in a new process, which is to become a run of the program: it leaves the loop that serves the test runner.
+    """Raised in a forked process that becomes a run of the program, to leave the loop that serves the test runner.
 
     Args:
-        stdin, stdout: Descriptors that become 0 and 1.
+        stdin, stdout: Descriptors that become descriptors 0 and 1.
     """
 
     def __init__(self, stdin: int, stdout: int) -> None:
@@ -67,10 +67,10 @@ class Forked(BaseException):
 
 
 class ProgramRunner:
-    """A program, called function by function, or run as a whole.
+    """Calls functions of a program, or runs it as a whole.
 
     Args:
-        code: Its source.
+        code: Source of the program.
         output_bytes: Most bytes of an answer.
     """
 
@@ -80,10 +80,11 @@ class ProgramRunner:
         self._module: ModuleType | None = None
 
     def answer(self, request: dict[str, Any]) -> bytes:
-        """The frame that answers {"call": name, "args": list, "kwargs": object} or {"run": standard input}.
+        """Executes a request, {"call": name, "args": list, "kwargs": object} or {"run": standard input}, and returns
+        the frame of the answer.
 
         Raises:
-            Forked: This process is not the one that was asked.
+            Forked: This is the forked process, which becomes the run of the program.
         """
         try:
             reply = self._run(request["run"]) if "run" in request else self._call(request)
@@ -102,14 +103,14 @@ class ProgramRunner:
         return {"value": function(*request["args"], **request["kwargs"])}
 
     def execute(self, name: str) -> ModuleType:
-        """Runs the program as a new module."""
+        """Executes the program as a new module of this name."""
         module = type(sys)(name)
         sys.modules[name] = module
         exec(compile(self._code, PROGRAM, "exec"), module.__dict__)
         return module
 
     def _run(self, stdin: str) -> dict[str, Any]:
-        """Runs the program as a process of its own; what it leaves behind dies with the sandbox."""
+        """Runs the program in a process of its own; processes that it leaves behind end with the sandbox."""
         given = os.open("/tmp", os.O_TMPFILE | os.O_RDWR, 0o600)
         with open(given, "wb", closefd=False) as file:
             file.write(stdin.encode("utf-8", "surrogatepass"))
@@ -132,7 +133,7 @@ class ProgramRunner:
 
 
 def _find(module: ModuleType, name: str) -> Callable[..., Any]:
-    """A function of the program, or a method of its class Solution, as some data sets have it."""
+    """A function of the program, or else a method of its class Solution, which some data sets use."""
     solution = getattr(module, "Solution", None)
     if not hasattr(module, name) and isinstance(solution, type):
         return getattr(solution(), name)

@@ -1,4 +1,4 @@
-"""Limits of a whole sandbox rather than of each process in it, where the host lets us make control groups."""
+"""Limits of all processes of a sandbox together, where the service may make control groups."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 PREFIX = "rlhf-sandbox-"
 LEAF = "rlhf-services"
-"""Group that the processes of a version 2 group move to, so that it can have groups with limits."""
+"""Name of the group to which the processes of a version 2 group move, so that the group can have limited groups."""
 MOUNTS = Path("/proc/self/mountinfo")
 OWN = Path("/proc/self/cgroup")
 REMOVE_TIMEOUT_S = 5.0
 
 CPU_PERIOD_US = 100_000
-"""Length of the periods that limits of the controller "cpu" count in: the default of both versions."""
+"""Length of the periods for which controller "cpu" sets limits, in microseconds: the default of both versions."""
 _FILES = {
     ("cgroup", "pids"): "pids.max",
     ("cgroup", "memory"): "memory.limit_in_bytes",
@@ -25,19 +25,19 @@ _FILES = {
     ("cgroup2", "memory"): "memory.max",
     ("cgroup2", "cpu"): "cpu.max",
 }
-"""Limits of each controller: processes and threads, bytes, and microseconds of CPU time in a period. A group has the
-default weight besides, so that groups that want more than there is get the same share."""
+"""Files of limits by hierarchy and controller: processes and threads, bytes, and microseconds of CPU time in a period.
+All groups have the default weight, so groups that compete for CPU time get equal shares."""
 _NAMES = ("pids", "memory", "cpu")
 
 
 @dataclass(frozen=True)
 class Controller:
-    """A controller we may use.
+    """A usable controller.
 
     Attributes:
         name: "pids", "memory" or "cpu".
         parent: Directory in which groups are made.
-        limit_file: The file of a group that takes the limit.
+        limit_file: Name of the file of a group that sets the limit.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Controller:
 
 @dataclass
 class ControlGroup:
-    """The control groups of one sandbox: one directory per hierarchy. Remove it when its processes are gone."""
+    """The control groups of one sandbox, one directory per hierarchy. To be removed when its processes have ended."""
 
     directories: list[Path] = field(default_factory=list)
 
     def add(self, pid: int) -> None:
-        """Moves a process into it; what that process starts from then on is in it too."""
+        """Moves a process into the group; processes that it starts afterwards are in the group too."""
         for directory in self.directories:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """Removes the directories; the kernel may take a moment to let go of processes that have ended.
+        """Removes the directories. The kernel may take a moment to remove processes that have ended from the group.
 
         Raises:
-            OSError: There are still processes in it.
+            OSError: The group still has processes after `REMOVE_TIMEOUT_S`.
         """
         deadline = time.monotonic() + REMOVE_TIMEOUT_S
         for directory in self.directories:
@@ -77,7 +77,7 @@ class ControlGroup:
 
 
 def usable(limits: dict[str, int]) -> list[Controller]:
-    """The controllers in which this process may make groups with these limits; found by trying."""
+    """The controllers in which this process can make a group with these limits; it tries each of them."""
     found = []
     for kind, name, parent in _candidates():
         controller = Controller(name, parent, _FILES[kind, name])
@@ -90,10 +90,10 @@ def usable(limits: dict[str, int]) -> list[Controller]:
 
 
 def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> ControlGroup:
-    """A new group with these limits by controller.
+    """Makes a group with these limits by controller.
 
     Raises:
-        OSError: It cannot be made; nothing is left of it.
+        OSError: The group cannot be made; its directories are removed.
     """
     group = ControlGroup()
     try:
@@ -113,12 +113,12 @@ def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> Co
 
 
 def sweep(controllers: list[Controller]) -> None:
-    """Removes groups of services that were killed; their processes died with them."""
+    """Removes groups of killed services, whose processes have ended with them."""
     for parent in {controller.parent for controller in controllers}:
         for directory in parent.glob(f"{PREFIX}*"):
             pid = directory.name.removeprefix(PREFIX).partition("-")[0]
             if not Path("/proc", pid).exists():
-                # Another service may be sweeping too.
+                # Another service may sweep at the same time.
                 with contextlib.suppress(OSError):
                     directory.rmdir()
 
@@ -126,8 +126,8 @@ def sweep(controllers: list[Controller]) -> None:
 def _make_room(own: Path) -> Path:
     """The version 2 group in which a process of group `own` can make groups with limits, as far as the host permits.
 
-    Controllers count for the groups in a group once they are enabled there, and for that it must have no processes of
-    its own, unless it is the root: all that are in it move to a leaf, where the same limits hold as before.
+    A controller limits the child groups of a group once it is enabled there. A group other than the root can enable one
+    only without processes of its own: so all its processes move to a leaf, under the same limits as before.
     """
     room = own.parent if own.name == LEAF else own
     processes, enabled = room / "cgroup.procs", room / "cgroup.subtree_control"
@@ -136,7 +136,7 @@ def _make_room(own: Path) -> Path:
         missing = wanted.difference(enabled.read_text().split())
         if not missing or not (os.access(enabled, os.W_OK) and os.access(processes, os.W_OK)):
             return room
-        if (room / "cgroup.type").exists():  # the root has none
+        if (room / "cgroup.type").exists():  # The root has none.
             (room / LEAF).mkdir(exist_ok=True)
             for pid in processes.read_text().split():
                 with contextlib.suppress(ProcessLookupError):
@@ -148,7 +148,7 @@ def _make_room(own: Path) -> Path:
 
 
 def _candidates() -> list[tuple[str, str, Path]]:
-    """Hierarchy, controller, and the directory in it in which our groups are made."""
+    """Hierarchy, controller, and the directory for our groups, of each controller that is mounted."""
     own = {}
     for line in OWN.read_text().splitlines():
         _, names, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""The first thing a process in a sandbox does, before it reads anything that is not ours: gives up what it can.
+"""The first action of a process in a sandbox: it gives up its rights, before it reads any untrusted data.
 
 This module runs in both sandboxes; see wire.py on what it may import.
 """
@@ -21,12 +21,12 @@ MOST_DESCRIPTORS = 1 << 20
 
 
 def begin() -> dict[str, Any]:
-    """Reads the job on standard input, closes what bwrap has left open, drops root and sets limits that cannot be
-    raised again.
+    """Reads the job on standard input, closes descriptors that bwrap left open, drops root and sets limits that cannot
+    be raised again.
 
     Returns:
-        The job: among others "keep", the descriptors beside 0, 1 and 2 that stay open, "drop_root", and "limits" by
-        their names in the module `resource`.
+        The job. Its keys "keep" (descriptors besides 0, 1 and 2 that stay open), "drop_root" and "limits" (by name in
+        the module `resource`) are used here.
     """
     with open(0, "rb", closefd=False) as stdin:
         job = wire.decode(stdin.read())

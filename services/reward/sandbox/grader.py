@@ -1,4 +1,4 @@
-"""Grades programs: each in a fresh sandbox, tested from another, by a pool of threads that only wait."""
+"""Grades programs, each in two fresh sandboxes, on a pool of threads that only wait."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from services.reward.sandbox import test_runner, wire
 from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
 from services.reward.sandbox.program import Submission
+from services.reward.sandbox.remote_program import START_TIMEOUT_S
 from settings.reward import SandboxTable
 
 GRACE_S = 1.0
-"""How long after a program's time is up the test runner may take to say so."""
+"""Seconds after a program's time is up in which the test runner may send its verdict."""
 MAX_VERDICT_BYTES = 1 << 20
 ENFORCE_EVERY_S = 0.05
 STAGES = test_runner.READY + test_runner.VALID + test_runner.BEGUN
 REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
-"""Why a test was not passed: another answer than expected; an exception; the time was up; the program's process ended;
-it said too much; what it said is not plain data; its answers ended the tests, for example by their size."""
+"""Reasons why a test is not passed: another answer than the expected one; an exception; the time is up; the program's
+process ended; an answer is too large, or is not plain data; answers ended the tests, for example by their size."""
 TRANSIENT = frozenset({"timeout", "tests_ended"})
-"""Reasons that another try, on a host less busy, might not give."""
+"""Reasons that another attempt, on a host with less load, might not give."""
 
 ATTEMPTS = {
     "write to the root": "os.mkdir('/probe')",
@@ -57,8 +58,8 @@ class ProgramVerdict:
     """Verdict on a program.
 
     Attributes:
-        reasons: For each test "" where it passed, or else one of `REASONS`.
-        fault: Why there is no verdict, which is not the program's fault; then there are no reasons.
+        reasons: For each test, "" where the program passed it, else one of `REASONS`. Empty where there is a fault.
+        fault: Cause, other than the program, for which there is no verdict; else "".
     """
 
     reasons: tuple[str, ...] = ()
@@ -66,17 +67,17 @@ class ProgramVerdict:
 
     @property
     def reason(self) -> str:
-        """Why not all tests passed; "" where they did."""
+        """The reason of the first test that is not passed; "" where all are passed."""
         return next((reason for reason in self.reasons if reason), "")
 
     def score(self, kind: str) -> float:
-        """1 if all tests passed, else 0; or, for kind "fraction", the share that did."""
+        """1 if all tests are passed, else 0; for kind "fraction", the share of passed tests."""
         passed = self.reasons.count("")
         return passed / len(self.reasons) if kind == "fraction" else float(passed == len(self.reasons))
 
 
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
-    """A pipe of which both ends are closed at the end, or before."""
+    """A pipe whose ends are closed with the block, or earlier."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -88,8 +89,8 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> ProgramVerdict:
-    """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and
-    leaves nothing behind."""
+    """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and leaves
+    no process or file behind."""
     shared = {"output_bytes": table.output_kb * 1024}
     errors: list[str] = []
     try:
@@ -113,13 +114,13 @@ def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> Pro
 
 def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[bytes, bytes]:
     """Stages that the test runner has reached, and its verdict: empty where it ends without one or runs out of time,
-    which each stage gets anew. Meanwhile the sandboxes are held to their limits, once they are up.
+    which each stage gets anew. Meanwhile the limits of the sandboxes are enforced, once they are up.
 
     Raises:
-        SandboxFailed: They cannot be.
+        SandboxFailed: The limits cannot be enforced.
     """
     heard = stages = b""
-    deadline = time.monotonic() + test_runner.START_TIMEOUT_S + GRACE_S
+    deadline = time.monotonic() + START_TIMEOUT_S + GRACE_S
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -142,8 +143,8 @@ def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[
 
 
 def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> ProgramVerdict:
-    """Until the program is called, what goes wrong is a fault. After that, only what the program did, or gave the
-    test runner, can have ended it: nothing that it does makes a fault."""
+    """The verdict in the test runner's message, or of its end. Any failure before the first call of the program is a
+    fault. After the call the program is the cause of any failure: nothing that it does makes a fault."""
     try:
         verdict = wire.decode(said)
         if (
@@ -165,10 +166,10 @@ def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> Program
 
 
 def choose(table: SandboxTable) -> Isolation:
-    """The sandbox, tried out; or none, where the host cannot have one and the config allows to go without.
+    """Returns bubblewrap once it has passed `verify`; or no isolation, where that fails and the config allows it.
 
     Raises:
-        ConfigError: The host cannot have one; the text says what is missing.
+        ConfigError: The host cannot have a sandbox; the text says what is missing.
     """
     try:
         isolation = Bubblewrap(table)
@@ -183,10 +184,10 @@ def choose(table: SandboxTable) -> Isolation:
 
 
 def verify(isolation: Isolation, table: SandboxTable) -> None:
-    """Runs a program that tries to break out.
+    """Runs a program that tries to break out of the sandbox.
 
     Raises:
-        ConfigError: It does not run, or it can do what it should not.
+        ConfigError: The program does not run, or one of its forbidden actions succeeds.
     """
     attempts = ", ".join(f"{name!r}: lambda: {code}" for name, code in ATTEMPTS.items())
     fails = {"kind": "call", "function": "fails", "kwargs": {}, "tolerance": 0.0, "accepted": [True]}
@@ -200,7 +201,7 @@ def verify(isolation: Isolation, table: SandboxTable) -> None:
 
 
 class Grader:
-    """A pool that grades programs, and remembers the verdicts, but neither faults nor what a busy host may have caused.
+    """A pool that grades programs. It caches verdicts, except faults and reasons that a busy host may have caused.
 
     Raises:
         ConfigError: See `choose`.
@@ -216,7 +217,7 @@ class Grader:
         self._lock = threading.Lock()
 
     def submit(self, program: Submission) -> Future[ProgramVerdict]:
-        """The verdict on a program, when it is there; the same programs and tests are graded once."""
+        """Grades a program; equal programs with equal tests are graded once."""
         key = program.key(self._limits)
         with self._lock:
             known = self._known.pop(key, None)
@@ -228,7 +229,7 @@ class Grader:
         return known
 
     def close(self) -> None:
-        """Waits for what is being graded; grades nothing any more."""
+        """Waits for the running programs and cancels the others."""
         self._pool.shutdown(cancel_futures=True)
 
 

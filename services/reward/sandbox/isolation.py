@@ -1,4 +1,4 @@
-"""How a process is started that may run anything: the interface, and the way that isolates nothing."""
+"""Processes that run untrusted code: the interface to start them, and an implementation that isolates nothing."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ ENVIRONMENT = {
 SOURCE = Path(__file__).parent
 PACKAGE = "services/reward/sandbox"
 INTERPRETER = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-"""That of the service, by the path at which it lies, whatever links lead there."""
+"""The service's interpreter, by its path without symbolic links."""
 MAX_STDERR = 2000
 
 
 class SandboxFailed(RlhfError):
-    """A sandbox did not start, or cannot be held to its limits, which is no program's fault."""
+    """A sandbox did not start, or its limits cannot be enforced; no program is the cause."""
 
 
 class Process(ABC):
-    """A process that may run anything, and can be ended with all that it started."""
+    """A process that runs untrusted code, and can be ended with all processes that it started."""
 
     @abstractmethod
     def enforce(self) -> None:
-        """Ends it where its processes together have gone beyond a limit that the kernel does not hold.
-
-        Call it again and again, once the process has said something.
+        """Ends the sandbox where its processes together exceed a limit that the kernel does not enforce. To be called
+        again and again, once the process has written something.
 
         Raises:
-            SandboxFailed: What they use cannot be seen.
+            SandboxFailed: The resources in use cannot be measured.
         """
 
     @abstractmethod
     def end(self) -> str:
-        """Kills it and everything in its sandbox, waits until all of it is gone, and returns what stderr says."""
+        """Kills all processes of the sandbox, waits until they have ended, and returns the text on stderr."""
 
 
 class Isolation(ABC):
@@ -66,12 +65,13 @@ class Isolation(ABC):
 
         Args:
             module: "candidate" or "test_runner".
-            job: Plain data that it reads on standard input; limits are added.
+            job: Plain data for its standard input; limits are added.
             stdout: Its descriptor 1.
-            pass_fds: Further descriptors it has, under the numbers they have here.
+            pass_fds: Further descriptors that it inherits, under the same numbers.
 
         Raises:
             SandboxFailed: It does not start.
+            OSError: The service lacks descriptors, memory or processes.
         """
 
 
@@ -95,36 +95,50 @@ def python(module: str) -> list[str]:
 
 
 def job_file(job: dict[str, Any], limits: dict[str, int], drop_root: bool, keep: Sequence[int]) -> int:
-    """A descriptor from which `confine.begin` reads this job; close it."""
+    """A descriptor from which `confine.begin` reads the job; the caller closes it."""
     return memory_file(wire.encode({**job, "limits": limits, "drop_root": drop_root, "keep": list(keep)}))
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor from which this is read; close it."""
+    """A descriptor from which the content is read; the caller closes it."""
     fd = os.memfd_create("sandbox")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 
+def is_readable(fd: int, timeout_s: float) -> bool:
+    """Whether a descriptor can be read within this time: of a process, whether the process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 def reap(process: subprocess.Popen[bytes]) -> str:
-    """Waits for the end of a process that was killed; what it wrote to stderr before code could."""
+    """Waits for the end of a killed process, and returns what it wrote to stderr before untrusted code could.
+
+    Raises:
+        TimeoutExpired: The process has not ended within `END_TIMEOUT_S`.
+    """
     assert process.stderr is not None
-    os.set_blocking(process.stderr.fileno(), False)
-    if process.returncode is None:
-        # Popen.wait with a timeout sleeps and looks again, twice as long each time.
-        ended = os.pidfd_open(process.pid)
-        select.select([ended], [], [], END_TIMEOUT_S)
-        os.close(ended)
-    process.wait(0)
-    said = process.stderr.read(MAX_STDERR) or b""
-    process.stderr.close()
-    return said.decode("utf-8", "replace").strip()
+    with process.stderr as stderr:
+        os.set_blocking(stderr.fileno(), False)
+        if process.returncode is None:
+            # Popen.wait with a timeout sleeps and looks again, twice as long each time.
+            ended = os.pidfd_open(process.pid)
+            is_readable(ended, END_TIMEOUT_S)
+            os.close(ended)
+        process.wait(0)
+        return (stderr.read(MAX_STDERR) or b"").decode("utf-8", "replace").strip()
 
 
 class Unsandboxed(Isolation):
-    """No isolation whatever: the same processes with the same limits, and nothing that holds them."""
+    """No isolation: the same processes with the same limits of a process, and with all rights of the service."""
 
     def __init__(self, table: SandboxTable) -> None:
         self._limits = limits(table)
@@ -143,20 +157,21 @@ class Unsandboxed(Isolation):
             )  # fmt: skip
         finally:
             os.close(stdin)
-        return _Loose(process, directory)
+        return _UnsandboxedProcess(process, directory)
 
 
-class _Loose(Process):
+class _UnsandboxedProcess(Process):
     def __init__(self, process: subprocess.Popen[bytes], directory: tempfile.TemporaryDirectory[str]) -> None:
         self._process = process
         self._directory = directory
 
     def enforce(self) -> None:
-        """Nothing holds it."""
+        """Returns: nothing is enforced."""
 
     def end(self) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        said = reap(self._process)
-        self._directory.cleanup()
-        return said
+        try:
+            return reap(self._process)
+        finally:
+            self._directory.cleanup()

@@ -1,4 +1,4 @@
-"""From a row to a program and its tests. Pure functions."""
+"""The program and tests of a row. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from services.reward.sandbox import wire
 
-# Possessive, so that it takes linear time on whatever a policy writes.
+# Possessive quantifiers, for linear time on any response.
 _OPENING = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^`]*+")
 _PYTHON = ("python", "python3", "py")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -28,19 +28,19 @@ _TYPES = {
 }
 
 
-class BadRow(ValueError):
-    """A row that says too little, or the wrong things, about its tests."""
+class BadProgramRow(ValueError):
+    """A row whose tests are missing or invalid."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A program to be graded.
+    """A program to be graded, with its tests.
 
     Attributes:
         code: Source of the whole program.
         prelude: Source whose names assert-style tests may use beside the program's.
-        tests: As docs/sandbox.md has them, with all defaults filled in.
-        score: "all" gives 1 if every test passes, else 0; "fraction" the share that does.
+        tests: Tests as in docs/sandbox.md, with all defaults filled in.
+        score: "all" gives 1 if every test passes, else 0; "fraction" gives the share of passed tests.
     """
 
     code: str
@@ -49,7 +49,7 @@ class Submission:
     score: str
 
     def key(self, limits: str) -> str:
-        """Hash of all that the verdict depends on, the limits included."""
+        """Hash of everything that the verdict depends on, including the limits."""
         parts = json.dumps([asdict(self), limits], sort_keys=True)
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -60,23 +60,23 @@ def read_row(
     """The program and tests of a row; `docs/sandbox.md` lists the keys of `metadata`.
 
     Args:
-        score: "all" or "fraction", where the row does not say.
+        score: "all" or "fraction", for rows without that key.
 
     Raises:
-        BadRow: There are no tests, or they are not as they should be.
+        BadProgramRow: The tests are missing or invalid.
     """
     prelude = metadata.get("prelude", prompt if metadata.get("completes_prompt") else "")
     score = metadata.get("score", score)
     if score not in ("all", "fraction"):
-        raise BadRow(f"score is {score!r}, neither 'all' nor 'fraction'")
+        raise BadProgramRow(f"score is {score!r}, neither 'all' nor 'fraction'")
     if not isinstance(prelude, str):
-        raise BadRow("prelude is not text")
+        raise BadProgramRow("prelude is not text")
     tests = read_tests(metadata["tests"]) if "tests" in metadata else read_ground_truth(ground_truth)
     return Submission(prelude + extract_code(response), prelude, tests, score)
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block that is Python's or no language's; without one, the whole text."""
+    """The last fenced block of Python, or else the last one without a language; without a block, the whole text."""
     blocks = list(_fenced_blocks(response))
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     plain = [code for language, code in blocks if not language]
@@ -84,7 +84,7 @@ def extract_code(response: str) -> str:
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each fenced block that is closed."""
+    """Language and content of each closed fenced block."""
     lines = text.splitlines(keepends=True)
     last = {line.strip(): number for number, line in enumerate(lines)}
     fence, language, start = "", "", 0
@@ -99,29 +99,29 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
-    """Tests as a list, or as the JSON of one, with all defaults filled in.
+    """Reads a list of tests, or the JSON of one, and fills in all defaults.
 
-    A message gives every number as a double; whole ones are taken as integers. JSON keeps them as they are.
+    Numbers of a message are doubles; whole ones become integers. Numbers in JSON are kept.
 
     Raises:
-        BadRow: They are not tests.
+        BadProgramRow: The tests are invalid.
     """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except (ValueError, RecursionError) as error:
-            raise BadRow(f"tests are not JSON: {error}") from None
+            raise BadProgramRow(f"tests are not JSON: {error}") from None
     else:
         tests = _integers(tests)
     if not isinstance(tests, list) or not tests:
-        raise BadRow("tests are not a list with something in it")
+        raise BadProgramRow("tests are not a list with something in it")
     return [_checked(number, test) for number, test in enumerate(tests)]
 
 
 def _checked(number: int, test: Any) -> dict[str, Any]:
     kind = test.get("kind") if isinstance(test, dict) else None
     if kind not in _TYPES:
-        raise BadRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
+        raise BadProgramRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
     full = {**_DEFAULTS[kind], **test}
     if kind == "call" and "expected" in full:
         full["accepted"] = [full.pop("expected")]
@@ -129,16 +129,16 @@ def _checked(number: int, test: Any) -> dict[str, Any]:
         if not isinstance(full.get(key), required):
             shown = "expected" if key == "accepted" else key
             name = getattr(required, "__name__", required)
-            raise BadRow(f"test {number}: {shown} is missing or not {name}")
+            raise BadProgramRow(f"test {number}: {shown} is missing or not {name}")
     if unknown := set(full) - {"kind", *_TYPES[kind]}:
-        raise BadRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
+        raise BadProgramRow(f"test {number}: unknown keys {', '.join(sorted(unknown))}")
     if cause := _unusable(full):
-        raise BadRow(f"test {number}: {cause}")
+        raise BadProgramRow(f"test {number}: {cause}")
     return full
 
 
 def _unusable(test: dict[str, Any]) -> str:
-    """Why no program could pass a test whose keys are all there, or none could fail it; else empty."""
+    """The reason why no program could pass a test with complete keys, or none could fail it; else ""."""
     for key in ("function", "entry_point"):
         if key in test and (not test[key].isidentifier() or keyword.iskeyword(test[key])):
             return f"{key} {test[key]!r} is not a name"
@@ -155,11 +155,11 @@ def _unusable(test: dict[str, Any]) -> str:
 
 
 def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
-    """Tests of a ground truth as verl's data sets for code have it: {"inputs": [...], "outputs": [...]} for standard
-    input and output, and calls with "fn_name", where an input is a list of arguments or one argument's JSON per line.
+    """Reads the ground truth of verl's data sets for code: {"inputs": [...], "outputs": [...]} for standard input and
+    output, or for calls with "fn_name", where an input is a list of arguments or has the JSON of one argument per line.
 
     Raises:
-        BadRow: It is not one.
+        BadProgramRow: The ground truth has another form.
     """
     try:
         table = json.loads(ground_truth)
@@ -170,7 +170,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
         else:
             tests = [{"kind": "stdin", "input": _text(i), "expected": _text(o)} for i, o in pairs]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadRow(
+        raise BadProgramRow(
             f"no tests: neither metadata.tests nor inputs and outputs as ground truth ({error})"
         ) from None
     return read_tests(json.dumps(tests))
@@ -178,7 +178,7 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
 
 def _call(name: str, given: Any, expected: Any) -> dict[str, Any]:
     args = [json.loads(line) for line in given.split("\n") if line] if isinstance(given, str) else given
-    # Some of these data sets wrap what is expected in a list, and do not say when.
+    # Some of these data sets wrap the expected value in a list, and do not mark where.
     accepted = [expected, expected[0]] if isinstance(expected, list) and expected else [expected]
     return {"kind": "call", "function": name, "args": args, "accepted": accepted}
 

@@ -9,7 +9,7 @@ from concurrent import futures
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, ProgramVerdict
-from services.reward.sandbox.program import BadRow, Submission, read_row
+from services.reward.sandbox.program import BadProgramRow, Submission, read_row
 from services.reward.scorers.base import Scorer, metadata_of
 from services.runtime.worker import CallContext
 from settings.reward import SandboxTable
@@ -20,8 +20,8 @@ POLL_S = 0.1
 class SandboxScorer(Scorer):
     """Runs the program in each response against the row's tests.
 
-    A program that fails, crashes or takes too much is a 0, or less than 1, and its reason is counted in the metrics
-    `sandbox/REASON`; a row without usable tests, or a sandbox that fails, is an error.
+    A program that fails, crashes or exceeds a limit scores 0, or less than 1, and its reason is counted in the metrics
+    `sandbox/REASON`. A row without usable tests, or whose sandbox fails, is an error.
     """
 
     score_range = (0.0, 1.0)
@@ -34,7 +34,7 @@ class SandboxScorer(Scorer):
         return "sandbox"
 
     def close(self) -> None:
-        """Waits for the programs that run; none runs any more."""
+        """Waits for the running programs; no further ones start."""
         self._grader.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
@@ -43,7 +43,7 @@ class SandboxScorer(Scorer):
         self._wait({future for future in graded if future is not None}, call)
         scores, reasons = [], Counter()
         for row, future in zip(read, graded, strict=True):
-            if future is None or isinstance(row, BadRow):
+            if future is None or isinstance(row, BadProgramRow):
                 scores.append(reward_pb2.RowScore(error=str(row)))
                 continue
             verdict = _result(future)
@@ -52,17 +52,17 @@ class SandboxScorer(Scorer):
         self.metrics = {f"sandbox/{reason}": (reasons[reason], len(rows)) for reason in REASONS if rows}
         return scores
 
-    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Submission | BadRow:
+    def _read(self, row: reward_pb2.TextRow, call: CallContext) -> Submission | BadProgramRow:
         call.check()
         try:
             return read_row(row.prompt, row.response, row.ground_truth, metadata_of(row), self._score)
         except InvalidRequest as error:
-            return BadRow(str(error))
-        except BadRow as error:
+            return BadProgramRow(str(error))
+        except BadProgramRow as error:
             return error
 
     def _wait(self, pending: set[futures.Future[ProgramVerdict]], call: CallContext) -> None:
-        """Returns when all are done; a call that has to stop takes back what has not begun."""
+        """Waits for all programs; where the call should stop, cancels those that have not begun."""
         of = len(pending)
         try:
             while pending:

@@ -1,9 +1,9 @@
-"""The system calls that a program in the sandbox may make. All others do not exist for it: ENOSYS.
+"""The system calls that a program in the sandbox may make. All others fail with ENOSYS.
 
-A list of what is allowed, because a list of what is not ages: io_uring, user namespaces, and whatever the kernel
-learns next, are out without being named. Also out: ptrace, keyctl, bpf, mount, unshare, memfd and System V memory
-(which no limit of a process counts), every socket but unix ones, and what one sandbox could do to another by the files
-that both read: leases, locks, notices of access, and looks at the page cache.
+The list names the allowed calls, so new calls of the kernel are excluded without an update, as are io_uring and user
+namespaces. Excluded are also ptrace, keyctl, bpf, mount, unshare, memfd and System V memory (which no limit of a
+process counts), all sockets except unix ones, and the ways to affect another sandbox by files that both read: leases,
+locks, notices of access, and the state of the page cache.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _BY_VALUE: dict[tuple[str, int], tuple[int, ...]] = {
     ("ioctl", 1): (
         termios.TCGETS, termios.TIOCGWINSZ, termios.FIOCLEX, termios.FIONCLEX, termios.FIONBIO, termios.FIONREAD,
     ),
-    # Not leases, locks and notices, nor larger pipes: what pipes hold counts for all processes of the user.
+    # No leases, locks and notices, and no larger pipes: their content counts for all processes of the user.
     ("fcntl", 1): (
         fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL,
         fcntl.F_GETPIPE_SZ,
     ),
-    # Not the ones that take pages from the page cache.
+    # None that takes pages from the page cache.
     ("madvise", 2): (
         mmap.MADV_NORMAL, mmap.MADV_RANDOM, mmap.MADV_SEQUENTIAL, mmap.MADV_WILLNEED, mmap.MADV_DONTNEED,
         mmap.MADV_FREE, mmap.MADV_DONTFORK, mmap.MADV_DOFORK, mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE,
     ),
-    # Not SIGCHLD: the CPU time of a child that its parent does not wait for would be counted nowhere.
+    # No SIGCHLD: the CPU time of a child that its parent does not wait for would be lost.
     ("rt_sigaction", 0): tuple(number for number in range(1, 65) if number != signal.SIGCHLD),
     ("socket", 0): (socket.AF_UNIX,),
     ("socketpair", 0): (socket.AF_UNIX,),
@@ -70,7 +70,7 @@ _BY_VALUE: dict[tuple[str, int], tuple[int, ...]] = {
 
 
 def program() -> bytes:
-    """The filter, as the BPF that bwrap loads.
+    """The filter as the BPF program that bwrap loads.
 
     Raises:
         ConfigError: pyseccomp or libseccomp is missing.
@@ -90,7 +90,7 @@ def program() -> bytes:
     for (name, argument), values in _BY_VALUE.items():
         for value in values:
             rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(argument, pyseccomp.EQ, value))
-    # To ask what is done on SIGCHLD is allowed: interpreters do when they start.
+    # Reading the action on SIGCHLD is allowed: interpreters do so when they start.
     asked = (pyseccomp.Arg(0, pyseccomp.EQ, signal.SIGCHLD), pyseccomp.Arg(1, pyseccomp.EQ, 0))
     rules.add_rule(pyseccomp.ALLOW, "rt_sigaction", *asked)
     with open(os.memfd_create("seccomp"), "w+b") as file:

@@ -1,4 +1,4 @@
-"""The resources that all processes of a sandbox have used together, seen from outside by /proc."""
+"""Resources used by all processes of a sandbox together, read from outside in /proc."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import defaultdict
 from pathlib import Path
 
 _PARENT, _TIMES = 1, slice(11, 15)
-"""Fields of /proc/PID/stat behind the name of the process: its parent; clock ticks of the process in user and in
-kernel mode, and of the children that it has waited for. See proc(5)."""
+"""Fields of /proc/PID/stat after the name of the process (proc(5)): its parent; clock ticks in user and in kernel mode,
+of the process and of the children that it has waited for."""
 
 
 def cpu_time_s(first: int) -> float:
-    """CPU seconds of a process and all its descendants, of those too that have ended.
+    """CPU seconds of a process and all its descendants, including those that have ended.
 
-    The time of a process that ends goes to the one that waits for it; the seccomp filter keeps programs from ignoring
-    SIGCHLD, with which it would be lost.
+    The kernel adds the time of a process that ends to the parent that waits for it. A parent that ignores SIGCHLD would
+    lose that time; the seccomp filter prevents it.
     """
     children: dict[int, list[int]] = defaultdict(list)
     ticks = {}
@@ -36,15 +36,15 @@ def cpu_time_s(first: int) -> float:
 
 
 def files(first: int, directory: str) -> int:
-    """Files, directories and links in a file system of a sandbox, those without a name included.
+    """Number of files, directories and links in a file system of a sandbox, including those without a name.
 
     Args:
         first: A process in the sandbox.
-        directory: Where the file system is mounted there.
+        directory: Mount point of the file system in the sandbox.
 
     Raises:
         FileNotFoundError, ProcessLookupError: The process has ended.
-        OSError: They cannot be seen from here.
+        OSError: The service may not look into the sandbox.
     """
     found = os.statvfs(f"/proc/{first}/root{directory}")
     return found.f_files - found.f_ffree

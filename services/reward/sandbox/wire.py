@@ -1,4 +1,4 @@
-"""Plain data as bytes, and frames of bytes over pipes: all that the sandboxes and the service say to each other.
+"""Plain data as bytes, and frames of bytes over pipes: the messages between the sandboxes and the service.
 
 A value is one byte for its type and what follows it (sizes and counts: 4 bytes, big-endian):
 
@@ -8,8 +8,8 @@ A value is one byte for its type and what follows it (sizes and counts: 4 bytes,
     s, b                text as UTF-8, bytes: size, content
     l, t, S, Z, d       list, tuple, set, frozenset, dictionary: count, items (a dictionary's: key, value, key, ...)
 
-A frame is the size of its payload (4 bytes) and the payload. This module runs in both sandboxes. It imports only the
-cheap parts of the standard library, because each program pays for the start of two interpreters.
+A frame is the size of its payload (4 bytes) and the payload. This module runs in both sandboxes. It imports only
+modules that load fast, because each program takes the start of two interpreters.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 4
 MAX_DEPTH = 64
-"""Values nested deeper than this are refused."""
+"""Deepest nesting of values."""
 _MOST_BYTES = 2**32 - 1
 _CONTAINERS = {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset}
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 
 
 class Malformed(Exception):
-    """A message that violates the format, or data to be sent that is not plain."""
+    """A message violates the format, or a value to be sent is not plain data."""
 
 
 class TooLarge(Exception):
@@ -40,10 +40,10 @@ class TooLarge(Exception):
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes. Subclasses become the type they are derived from: what they override does not travel.
+    """Encodes a value. Instances of subclasses are encoded as the plain type, without calling overridden methods.
 
     Raises:
-        Malformed: The value, or something in it, is not plain data, or is nested deeper than `MAX_DEPTH`.
+        Malformed: The value, or a part of it, is not plain data, or is nested deeper than `MAX_DEPTH`.
     """
     parts: list[bytes] = []
     _append(value, parts, 0)
@@ -89,10 +89,10 @@ def _size(size: int) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` made these bytes of; trusts nothing.
+    """Decodes a value from untrusted bytes.
 
     Raises:
-        Malformed: They are not those of one value.
+        Malformed: The bytes are not one encoded value.
     """
     reader = _Reader(data)
     value = reader.value(0)
@@ -102,7 +102,7 @@ def decode(data: bytes) -> Any:
 
 
 class _Reader:
-    """Reads values one after the other; `place` is the number of bytes read."""
+    """Reads consecutive values; `place` is the number of bytes read."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -134,7 +134,7 @@ class _Reader:
         raise Malformed(f"unknown type {tag!r}")
 
     def _count(self) -> int:
-        """A number of items, each of which takes at least a byte."""
+        """Reads a number of items, of at least one byte each."""
         count = int.from_bytes(self._take(4), "big")
         if count > len(self._data) - self.place:
             raise Malformed(f"{count} items in {len(self._data) - self.place} bytes")
@@ -152,10 +152,10 @@ class _Reader:
 
 
 def frame(payload: bytes, limit: int = _MOST_BYTES) -> bytes:
-    """A payload with its size before it.
+    """Prepends a payload's size to it.
 
     Raises:
-        TooLarge: It has more than `limit` bytes.
+        TooLarge: The payload has more than `limit` bytes.
     """
     if len(payload) > limit:
         raise TooLarge(f"{len(payload)} bytes, where {limit} are allowed")
@@ -166,7 +166,7 @@ def send(fd: int, framed: bytes, deadline: float | None = None) -> None:
     """Writes a frame to a pipe.
 
     Args:
-        deadline: `time.monotonic()` to give up at; the pipe must not block then. None: never.
+        deadline: `time.monotonic()` of the end of the wait, for a non-blocking pipe; None waits without end.
 
     Raises:
         TimeoutError: The deadline passed.
@@ -183,12 +183,12 @@ def send(fd: int, framed: bytes, deadline: float | None = None) -> None:
 
 
 def receive(fd: int, limit: int, deadline: float | None = None) -> bytes:
-    """Reads the payload of one frame, and never holds more than `limit` bytes of it.
+    """Reads the payload of one frame, and never more than `limit` bytes of it.
 
     Raises:
-        TooLarge: Its header promises more than `limit` bytes.
+        TooLarge: The header announces more than `limit` bytes.
         TimeoutError: The deadline passed; see `send`.
-        EOFError: The other end closed.
+        EOFError: The other end is closed.
     """
     size = int.from_bytes(_read(fd, HEADER_BYTES, deadline), "big")
     if size > limit:

@@ -1,1 +1,1 @@
-"""The interface of scorers."""
+"""The interface of scorers, and scoring of rows side by side."""

@@ -1,4 +1,4 @@
-"""Rows scored side by side, for rewards that wait for others: processes, or a model behind HTTP."""
+"""Rows scored side by side, for rewards that wait for processes or for a model behind HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.v1 import reward_pb2
 from services.runtime.worker import CallContext
 
 LOOK_S = 0.05
-"""How often a running call is asked whether it should stop."""
+"""Seconds between two checks of whether the call should stop."""
 
 
 async def score_side_by_side(
@@ -19,13 +19,13 @@ async def score_side_by_side(
     slots: int,
     score: Callable[[int, reward_pb2.TextRow], Awaitable[reward_pb2.RowScore]],
 ) -> list[reward_pb2.RowScore]:
-    """The verdicts on rows, in row order, of which at most `slots` are being scored at any time.
+    """Scores rows, at most `slots` at a time, and returns the verdicts in row order.
 
     Args:
-        score: (slot, row) to the verdict; never called for a slot that is busy. Cancelled when the call should stop.
+        score: Maps (slot, row) to the verdict. Each slot scores one row at a time. Cancelled when the call should stop.
 
     Raises:
-        CallCancelled, DeadlineExceeded: As `call.check`, once nothing runs any more.
+        CallCancelled, DeadlineExceeded: As `call.check`, once all scoring has ended.
     """
     verdicts: dict[int, reward_pb2.RowScore] = {}
     waiting = deque(enumerate(rows))

@@ -1,0 +1,126 @@
+"""Checks of calls: many at a time, invalid, past their deadline, and cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.findings import Violation
+from conformance.target import COMPUTE_REWARD, RewardTarget, Status, are_equal, status_of
+from rlhf.v1 import common_pb2, reward_pb2
+
+CALLS_IN_FLIGHT = 32
+SHORT_DEADLINES_S = (0.05, 0.01, 0.001)
+CANCEL_AFTER_S = (0.0, 0.02)
+SETTLE_S = 0.4
+"""Time in which a server gets stuck, if it does."""
+GARBAGE = b"\xff\xff\xff\xff\xff"
+UNKNOWN_METHOD = "/rlhf.v1.RewardService/NoSuchMethod"
+
+
+def check_concurrency(target: RewardTarget) -> str:
+    turned = [_turn(target.rows, i) for i in range(CALLS_IN_FLIGHT)]
+    calls = [target.start(reward_pb2.ComputeRewardRequest(text_rows=rows)) for rows in turned]
+    answers = [target.verdicts(call, len(target.rows)) for call in calls]
+    if not target.alone:
+        return f"{CALLS_IN_FLIGHT} calls in flight were answered; whether each with its own verdicts cannot be told"
+    mixed = [i for i, answer in enumerate(answers) if not are_equal(answer, _turn(target.alone, i))]
+    if mixed:
+        raise Violation(
+            f"{len(mixed)} of {CALLS_IN_FLIGHT} calls in flight got other verdicts than alone",
+            "Keep nothing of a call outside of it: calls run at the same time.",
+        )
+    return f"{CALLS_IN_FLIGHT} calls in flight got the verdicts they get alone"
+
+
+def check_unknown_method(target: RewardTarget) -> str:
+    code = _outcome(target.method(UNKNOWN_METHOD).future(b"", timeout=target.deadline_s), target.deadline_s)
+    if code is not Status.UNIMPLEMENTED:
+        raise Violation(
+            f"a method that does not exist ended with {code.name}",
+            "Answer UNIMPLEMENTED, as gRPC servers do by themselves: look at interceptors and proxies.",
+        )
+    return "a method that does not exist is UNIMPLEMENTED"
+
+
+def check_malformed(target: RewardTarget) -> str:
+    batch = common_pb2.Batch(rows=1)
+    requests = {
+        "both text rows and a batch": reward_pb2.ComputeRewardRequest(text_rows=target.rows[:1], batch=batch),
+        "a batch, which a reward of text cannot read,": reward_pb2.ComputeRewardRequest(batch=batch),
+    }
+    for what, request in requests.items():
+        code = _outcome(target.start(request), target.deadline_s)
+        if code is not Status.INVALID_ARGUMENT:
+            raise Violation(
+                f"a request with {what} ended with {code.name}",
+                "Refuse with INVALID_ARGUMENT every request that has `batch` set.",
+            )
+    return "a request with a batch is INVALID_ARGUMENT, also beside text rows"
+
+
+def check_garbage(target: RewardTarget) -> str:
+    call = target.method(COMPUTE_REWARD.path).future(GARBAGE, timeout=target.deadline_s)
+    code = _outcome(call, target.deadline_s)
+    if code in (Status.OK, Status.DEADLINE_EXCEEDED):
+        raise Violation(
+            f"bytes that are no message ended with {code.name}",
+            "Refuse what cannot be parsed: INTERNAL or INVALID_ARGUMENT.",
+        )
+    return f"bytes that are no message are {code.name}"
+
+
+def check_deadline(target: RewardTarget) -> str:
+    request = reward_pb2.ComputeRewardRequest(text_rows=target.long_rows)
+    for timeout_s in SHORT_DEADLINES_S:
+        call = target.start(request, timeout_s)
+        code = _outcome(call, target.deadline_s)
+        if code not in (Status.OK, Status.DEADLINE_EXCEEDED):
+            raise Violation(
+                f"a call with a deadline of {timeout_s * 1000:g} ms ended with {code.name}",
+                "End a call that runs out of time with DEADLINE_EXCEEDED.",
+            )
+    _require_life(target, "calls that ran out of time")
+    return "calls that run out of time end with DEADLINE_EXCEEDED, and the next one is answered"
+
+
+def check_cancellation(target: RewardTarget) -> str:
+    request = reward_pb2.ComputeRewardRequest(text_rows=target.long_rows)
+    for after_s in CANCEL_AFTER_S:
+        call = target.start(request)
+        time.sleep(after_s)
+        call.cancel()
+    _require_life(target, "calls that were cancelled")
+    return "after calls that were cancelled the next one is answered"
+
+
+def check_goes_on(target: RewardTarget) -> str:
+    verdicts = target.score(target.rows)
+    if not target.alone:
+        return "after all that it still scores rows"
+    if not are_equal(verdicts, target.alone):
+        raise Violation("after all that the same rows get other verdicts", "Keep no state between calls.")
+    return "after all that the same rows get the same verdicts"
+
+
+def _turn(values: Sequence[Any], by: int) -> list[Any]:
+    by %= len(values)
+    return [*values[by:], *values[:by]]
+
+
+def _require_life(target: RewardTarget, after: str) -> None:
+    """Asks for a score for a while, since a server may get stuck only some time after the call."""
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until:
+        if not target.is_alive():
+            raise Violation(
+                f"after {after} it scores no row within {target.deadline_s:g} s",
+                "Stop a call that has ended for its client: free its thread and its locks.",
+            )
+        time.sleep(SETTLE_S / 10)
+
+
+def _outcome(call: Any, timeout_s: float) -> Status:
+    error = call.exception(timeout_s * 2)
+    return Status.OK if error is None else status_of(error)

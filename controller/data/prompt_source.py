@@ -1,0 +1,167 @@
+"""One file or dataset of prompts: its rows checked, under our field names, conversations rendered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.data.readers import Row, RowReader
+from rlhf.errors import ConfigError
+
+Render = Callable[[Any], str]
+"""From a conversation, a list of messages, to text."""
+
+NUM_RENDERED = 1000
+"""Rows whose conversations are rendered before a run starts; those of later rows when they are drawn."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of the data.
+
+    Attributes:
+        text: The prompt.
+        ground_truth: The right answer; empty where the row has none.
+        metadata: Further fields, as JSON.
+        texts: By name, the columns beside the prompt that the algorithm reads.
+        source: Name of its source, where there are several; else empty.
+    """
+
+    text: str
+    ground_truth: str
+    metadata: str
+    texts: Mapping[str, str]
+    source: str = ""
+
+
+class PromptSource:
+    """The rows of one file or dataset as prompts.
+
+    Args:
+        rows: Reads the rows.
+        render: Renders prompts that are lists of messages.
+        name: Value of column `source`; empty: no such column.
+        columns: Texts that each row needs beside its prompt.
+        renamed: Names of fields in the rows, by our name.
+        chat: Whether a prompt that is a text becomes a user's message.
+    """
+
+    def __init__(
+        self,
+        rows: RowReader,
+        render: Render,
+        name: str = "",
+        columns: Sequence[str] = (),
+        renamed: Mapping[str, str] | None = None,
+        chat: bool = False,
+    ) -> None:
+        self._rows = rows
+        self._render = render
+        self.name = name
+        self._columns = tuple(columns)
+        self._renamed = dict(renamed or {})
+        self._chat = chat
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int, /) -> Prompt:
+        """Reads a row.
+
+        Raises:
+            ConfigError: The row cannot be read, or the chat template refuses it; the text has file and line.
+        """
+        try:
+            fields = self._fields(self._rows[row])
+            if isinstance(fields["prompt"], list):
+                fields["prompt"] = self._rendered(fields["prompt"])
+        except BadRow as error:
+            raise ConfigError(f"{self.where(row)}: {error}") from None
+        rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
+        texts = {name: _last_text(fields[name]) for name in self._columns}
+        return Prompt(fields["prompt"], _ground_truth(fields), json.dumps(rest), texts, self.name)
+
+    def where(self, row: int) -> str:
+        """File and line of a row, for messages."""
+        return self._rows.where(row)
+
+    def check(self) -> None:
+        """Reads all rows once, and renders the conversations of the first `NUM_RENDERED`.
+
+        Raises:
+            ConfigError: A row is malformed; the text has file and line.
+        """
+        for row, fields in enumerate(self._rows):
+            try:
+                self._fields(fields)
+            except BadRow as error:
+                raise ConfigError(f"{self.where(row)}: {error}") from None
+        for row in range(min(len(self), NUM_RENDERED)):
+            self[row]
+
+    def _fields(self, row: Row) -> Row:
+        """A row's fields under our names, checked."""
+        if self._renamed:
+            ours = {theirs: name for name, theirs in self._renamed.items()}
+            hidden = self._renamed.keys() - ours.keys()
+            row = {ours.get(name, name): value for name, value in row.items() if name not in hidden}
+        for name in ("prompt", *self._columns):
+            if name not in row:
+                raise BadRow(f"not a JSON object with a {name}")
+        given = row["prompt"]
+        if not (given and isinstance(given, list)):
+            check_text(given, "prompt")
+            if self._chat:
+                row = {**row, "prompt": [{"role": "user", "content": given}]}
+        for name in self._columns:
+            check_text(_last_text(row[name]), name)
+        return row
+
+    def _rendered(self, messages: Any) -> str:
+        try:
+            text = self._render(messages)
+        except ConfigError as error:
+            raise BadRow(f"prompt: {error}") from None
+        check_text(text, "prompt")
+        return text
+
+
+def no_template(messages: Any) -> str:
+    """Renders without a chat template: raises ConfigError."""
+    raise ConfigError(
+        "a list of messages needs a chat template: give data.tokenizer, or a service with a model"
+    )
+
+
+class BadRow(Exception):
+    """A row is malformed; the caller adds file and line."""
+
+
+def _ground_truth(row: Row) -> str:
+    """The right answer: field ground_truth, or reward_model.ground_truth as in the data of verl."""
+    if "ground_truth" in row:
+        return _text(row["ground_truth"])
+    reward_model = row.get("reward_model")
+    return _text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else ""
+
+
+def _last_text(given: Any) -> Any:
+    """A text, or the last message of a conversation."""
+    if isinstance(given, list) and given and isinstance(given[-1], dict):
+        return given[-1].get("content")
+    return given
+
+
+def check_text(text: Any, name: str) -> None:
+    """Raises BadRow where a value is no text, or an empty one."""
+    if not isinstance(text, str) or not text:
+        raise BadRow(f"{name} is not a text, or empty: {text!r}")
+
+
+def _text(value: Any) -> str:
+    """A value as text: lists and tables as JSON."""
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else str(value)

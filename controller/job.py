@@ -1,0 +1,177 @@
+"""One run from its configuration to its summary: plan, directory, services, session, algorithm."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from client.session import Session
+from controller.config.config import Config
+from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
+from controller.data.prompts import PromptData, TextData, load_data
+from controller.foresight import arena_warnings, check_models
+from controller.identity import Identity
+from controller.launch import LaunchedServices
+from controller.role_groups.admission import with_measured
+from controller.role_groups.cluster import Cluster, spare_garbage_collector
+from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
+from controller.tracking.run_directory import RunDirectory
+from controller.training.algorithm import Algorithm
+from controller.training.run import Run
+from rlhf.errors import ConfigError, RlhfError
+
+CONFIG_FILE = "config.toml"
+LOGS = "logs"
+
+
+def run(
+    algorithm: Algorithm, config: Config, *, launch: bool, keep_weights: bool = False, take_over: bool = False
+) -> tuple[Path, dict[str, Any]]:
+    """One whole run; returns its directory and its summary. Services that it launched are stopped in any case.
+
+    Args:
+        launch: Start the services, and stop them at the end.
+        keep_weights: As of `Cluster.connect`.
+        take_over: End another run that has the services.
+
+    Raises:
+        RlhfError: The run failed; the text is one line that names service, rank and cause.
+    """
+    plan = Plan.of(algorithm, config)
+    directory = RunDirectory.create(config.run.directory, config.run.name, algorithm=algorithm.name)
+    try:
+        return directory.path, _run_in(
+            directory, plan, launch=launch, keep_weights=keep_weights, take_over=take_over
+        )
+    except (RlhfError, KeyboardInterrupt) as error:
+        # The error of a refused config needs no logs; that of a lost service does.
+        unused = {CONFIG_FILE, LOGS} if isinstance(error, ConfigError) else {CONFIG_FILE}
+        directory.remove_if_only(unused)
+        raise
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run that is not yet connected to services.
+
+    Attributes:
+        algorithm: The algorithm.
+        config: The configuration, as the algorithm configures it.
+        data: Prompts to train on, and held-out ones.
+        pretrain: Texts of data.pretrain, where there are any.
+        identity: Identity of the run.
+    """
+
+    algorithm: Algorithm
+    config: Config
+    data: tuple[PromptData, PromptData]
+    pretrain: TextData | None
+    identity: Identity
+
+    @staticmethod
+    def of(algorithm: Algorithm, config: Config) -> Plan:
+        """The plan of a run that starts now. Raises ConfigError where the configuration or the data do not fit the
+        algorithm."""
+        started_unix_ns = time.time_ns()
+        config = algorithm.configure(config)
+        check_models(config)
+        data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
+        texts = config.data.pretrain
+        pretrain = TextData.load(texts, "data.pretrain") if texts else None
+        identity = Identity.of(algorithm.name, config.run.seed, started_unix_ns)
+        return Plan(algorithm, config, data, pretrain, identity)
+
+    def resolved(self, config: Config) -> str:
+        """A configuration with its defaults, as TOML."""
+        return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
+
+
+def _run_in(
+    directory: RunDirectory, plan: Plan, *, launch: bool, keep_weights: bool, take_over: bool
+) -> dict[str, Any]:
+    config, progress = plan.config, Progress()
+    resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
+    for line in arena_warnings(config, longest_prompt(config, plan.data)):
+        progress.message(line)
+    with contextlib.ExitStack() as stack:
+        launched = None
+        if launch:
+            progress.message(
+                f"starting services: {', '.join(config.services)}; logs: {directory.path / LOGS}"
+            )
+            launched = stack.enter_context(LaunchedServices(config, resolved, directory.path / LOGS))
+        try:
+            return _run_connected(plan, directory, progress, keep_weights=keep_weights, take_over=take_over)
+        except RlhfError as error:
+            raise pointing_to_log(launched.explain(error) if launched else error, launched) from error
+
+
+def _run_connected(
+    plan: Plan, directory: RunDirectory, progress: Progress, *, keep_weights: bool, take_over: bool
+) -> dict[str, Any]:
+    config, table = plan.config, plan.config.run
+    session = Session(
+        name=f"{directory.path.name}-{secrets.token_hex(4)}",
+        started_unix_ns=plan.identity.started_unix_ns,
+        seed=table.seed,
+        timeout_s=table.call_timeout_s,
+        save_timeout_s=table.save_timeout_s,
+        balance=table.balance,
+        take_over=take_over,
+    )
+    cluster = Cluster(config, session)
+    try:
+        outputs = {plan.algorithm.trains: directory.output(plan.algorithm.trains)}
+        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs)
+        # With the measured libraries in the file, a later run of it computes the same bits.
+        directory.write_text(CONFIG_FILE, plan.resolved(with_measured(config, cluster.descriptions)))
+        services = cluster.token_services()
+        limits = prompt_limit(config, services), text_limit(config, services)
+        if line := _limit_line(plan.data, limits[0]):
+            progress.message(line)
+        progress.message(f"run directory: {directory.path}")
+        spare_garbage_collector()
+        progress.begin(table.steps)
+        known = plan.identity.with_services(cluster.descriptions, cluster.origins)
+        with (
+            Recorder(directory, progress, known) as recorder,
+            recorder.following(cluster.running, cluster.memory),
+        ):
+            run = Run(config, plan.data, cluster, recorder, plan.pretrain, limits)
+            try:
+                plan.algorithm(run)
+                return run.finish(plan.algorithm.trains)
+            finally:
+                run.close()
+    finally:
+        cluster.close()
+
+
+def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str:
+    """A line on prompts of a sample that are too long; empty where none is."""
+    if limit is None:
+        return "prompts are not checked for their length: their tokens cannot be counted here (see data.tokenizer)"
+    (long, of), (long_heldout, of_heldout) = (
+        overlong_share(rows, limit, lambda prompt: prompt.text) for rows in data
+    )
+    if not long and not long_heldout:
+        return ""
+    return (
+        f"prompts of more than {limit.tokens} tokens are left out ({limit.why}): {long} of {of} training rows looked "
+        f"at, {long_heldout} of {of_heldout} held-out ones"
+    )
+
+
+def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> RlhfError:
+    """An unforeseen error of a service, with the place of its traceback."""
+    if type(error) is not RlhfError or not error.remote_traceback or not error.service:
+        return error
+    log = launched.log_of(error.service) if launched else f"the log of services.{error.service}"
+    return RlhfError(f"{error} (traceback: {log})")

@@ -1,0 +1,69 @@
+"""Rows of the training data, drawn step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controller.config.config import Config
+from controller.data.draws import Limit, draw
+from controller.data.loader import Loader
+from controller.data.prompts import PromptData, TextData, columns_of
+from controller.role_groups.dataflow import FutureBatch
+
+
+class Feed:
+    """Draws the prompts and the pretraining texts of each step.
+
+    Args:
+        config: Configuration of the run.
+        prompts: Prompts to train on.
+        texts: Texts of data.pretrain, where there are any.
+        limits: Of prompts and of texts; None: any length.
+
+    Attributes:
+        loader: Position in the prompts.
+        text_loader: Position in the texts, where there are any.
+        batches_drawn: Batches of prompts drawn so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptData,
+        texts: TextData | None,
+        limits: tuple[Limit | None, Limit | None],
+    ) -> None:
+        seed, weights = config.run.seed, [source.weight for source in config.data.all_sources]
+        self.loader = Loader(prompts.sizes, weights, seed)
+        self.text_loader = Loader([len(texts)], [1.0], seed, "pretrain") if texts else None
+        self.batches_drawn = 0
+        self._config = config
+        self._prompts = prompts
+        self._texts = texts
+        self._limit, self._text_limit = limits
+
+    def next_prompts(self) -> tuple[FutureBatch, FutureBatch]:
+        """The next prompts, each repeated for its samples, and column "group" of the same rows."""
+        config, count = self._config, self._config.data.prompts_per_step
+        numbers = self.batches_drawn * count + np.arange(count)
+        self.batches_drawn += 1
+        drawn = draw(self._prompts, self.loader, count, self._limit, lambda prompt: prompt.text)
+        samples = config.rollout.samples_per_prompt
+        return columns_of(drawn).repeat(samples), FutureBatch.of(group=numbers).repeat(samples)
+
+    def next_texts(self) -> FutureBatch:
+        """Column "pretrain_text" of the next texts, one per row of a step; no column where there are no texts."""
+        rows = self._config.rows_per_step
+        if self._texts is None or self.text_loader is None:
+            return FutureBatch(rows, {})
+        return FutureBatch.of(pretrain_text=draw(self._texts, self.text_loader, rows, self._text_limit, str))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Metrics: rows read and left out so far, because they are too long."""
+        loaders = {"data/prompts_left_out": self.loader, "data/texts_left_out": self.text_loader}
+        return {
+            name: sum(position.left_out for position in loader.state.positions)
+            for name, loader in loaders.items()
+            if loader is not None
+        }

@@ -1,0 +1,166 @@
+"""Roles of a run as an algorithm calls them: a role group with the options of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from client.session import StepContext
+from controller.config.config import Config
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.training.parity import DriftCheck
+from rlhf.v1 import actor_pb2, critic_pb2
+
+
+class Actor:
+    """The policy.
+
+    Args:
+        group: Its ranks.
+        config: Configuration of the run.
+        returns_text: Whether responses come as text too, by default.
+        step_of: The step on whose behalf calls on a batch are made.
+    """
+
+    def __init__(
+        self,
+        group: ActorGroup,
+        config: Config,
+        *,
+        returns_text: bool,
+        step_of: Callable[[FutureBatch], StepContext],
+    ) -> None:
+        self._group = group
+        self._config = config
+        self._returns_text = returns_text
+        self._step_of = step_of
+
+    def generate_sequences(
+        self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
+    ) -> FutureBatch:
+        """prompt_ids, response_ids and rollout_log_probs; and response with `return_text`, by default where a reward
+        scores text."""
+        rollout = self._config.rollout
+        sampling = actor_pb2.Sampling(
+            greedy=greedy,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_response_tokens,
+            stop=rollout.stop,
+        )
+        with_text = self._returns_text if return_text is None else return_text
+        return self._group.generate_sequences(prompts, sampling, return_text=with_text)
+
+    def compute_log_prob(self, batch: FutureBatch) -> FutureBatch:
+        """log_probs under the weights that sampled: recomputed by the training engine, or the rollout's own.
+
+        Raises (when resolved):
+            RlhfError: The two differ by more than `algorithm.max_log_prob_drift`.
+        """
+        config = self._config
+        if not config.algorithm.recompute_log_probs:
+            return batch.select(["rollout_log_probs"]).rename(rollout_log_probs="log_probs")
+        if config.rollout.truncates:
+            batch = batch.drop("rollout_log_probs")
+        made = self._group.compute_log_prob(batch, config.rollout.temperature)
+        check = DriftCheck(self._step_of(batch).number, config.algorithm.max_log_prob_drift)
+        return made.checked(check) if check.limit else made
+
+    def update_actor(self, batch: FutureBatch) -> FutureBatch:
+        """One update, by the losses and the schedule of the config. Columns that the losses do not read stay where they
+        are."""
+        config, algorithm = self._config, self._config.algorithm
+        loss = actor_pb2.PolicyLoss(
+            surrogate=algorithm.surrogate,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            entropy_coefficient=algorithm.entropy_coefficient,
+            kl_coefficient=algorithm.kl_loss_coefficient,
+            kl_estimator=algorithm.kl_loss_estimator,
+            aggregation=algorithm.aggregation,
+            max_length=config.rollout.max_response_tokens,
+            rollout_correction=algorithm.rollout_correction,
+            rollout_correction_level=algorithm.rollout_correction_level,
+            rollout_correction_low=algorithm.rollout_correction_low,
+            rollout_correction_high=algorithm.rollout_correction_high,
+            pretrain_coefficient=algorithm.pretrain_coefficient if "pretrain_text" in batch else 0,
+        )
+        unused = {
+            "ref_log_probs": not algorithm.kl_loss_coefficient,
+            "rollout_log_probs": algorithm.rollout_correction == "none",
+            "pretrain_text": not algorithm.pretrain_coefficient,
+        }
+        batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
+        schedule = _schedule(config, batch, algorithm.epochs)
+        return self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
+
+    def log_likelihood(self, batch: FutureBatch) -> FutureBatch:
+        """log_probs under the current weights at temperature 1."""
+        return self._group.compute_log_prob(batch, 1.0)
+
+    def tokenize(self, rows: FutureBatch) -> FutureBatch:
+        """prompt_ids and response_ids of columns prompt and response."""
+        return self._group.tokenize(rows, self._config.rollout.max_response_tokens)
+
+    def update_supervised(self, batch: FutureBatch) -> FutureBatch:
+        """One update on the likelihood of the responses, by the schedule of the config."""
+        return self._group.update_supervised(
+            batch, _schedule(self._config, batch, self._config.algorithm.epochs)
+        )
+
+
+class RewardModel:
+    """A reward or cost that learns."""
+
+    def __init__(self, group: RewardGroup, config: Config) -> None:
+        self._group = group
+        self._config = config
+
+    def compare_pairs(self, pairs: FutureBatch) -> FutureBatch:
+        """chosen_scores and rejected_scores of columns prompt, chosen and rejected."""
+        return self._group.compare_pairs(pairs, self._config.rollout.max_response_tokens)
+
+    def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:
+        """One update on pairs, by the schedule of the config."""
+        schedule = _schedule(self._config, pairs, self._config.algorithm.epochs)
+        return self._group.update_reward(pairs, loss, schedule, self._config.rollout.max_response_tokens)
+
+
+class Critic:
+    """A value model."""
+
+    def __init__(self, group: CriticGroup, config: Config) -> None:
+        self._group = group
+        self._config = config
+
+    def compute_values(self, batch: FutureBatch) -> FutureBatch:
+        """values of the response tokens."""
+        return self._group.compute_values(batch)
+
+    def update_critic(self, batch: FutureBatch) -> FutureBatch:
+        """One update, by the loss and the schedule of the config."""
+        algorithm = self._config.algorithm
+        loss = critic_pb2.ValueLoss(
+            clip=algorithm.value_clip,
+            aggregation=algorithm.aggregation,
+            max_length=self._config.rollout.max_response_tokens,
+        )
+        return self._group.update_critic(batch, loss, _schedule(self._config, batch, algorithm.critic_epochs))
+
+
+class Reference:
+    """The frozen policy."""
+
+    def __init__(self, group: ReferenceGroup, config: Config) -> None:
+        self._group = group
+        self._config = config
+
+    def compute_ref_log_prob(self, batch: FutureBatch) -> FutureBatch:
+        """ref_log_probs of the response tokens."""
+        return self._group.compute_ref_log_prob(batch, self._config.rollout.temperature)
+
+
+def _schedule(config: Config, batch: FutureBatch, epochs: int) -> actor_pb2.Schedule:
+    return actor_pb2.Schedule(epochs=epochs, mini_batches=config.mini_batches(batch.rows))

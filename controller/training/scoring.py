@@ -1,0 +1,128 @@
+"""Verdicts on rows: scores of responses or of their tokens, with the causes of the rows that could not be scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from nccl_transfer.refs.batch import Column, LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import RewardFailed
+
+Verdict = float | np.ndarray
+"""A score of the response, or one per token of it [tokens]."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Verdicts on the rows of a batch.
+
+    Attributes:
+        verdicts: One per row; that of a failed row has no meaning.
+        causes: Cause of each failed row, by row.
+        calls: Calls that made the verdicts.
+        parts: Of a composed reward, the scores of each service [rows]; see `Reward.score`.
+    """
+
+    verdicts: list[Verdict]
+    causes: Mapping[int, str]
+    calls: tuple[Future[CallRecord], ...]
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @staticmethod
+    def of(tried: FutureBatch) -> Settled:
+        """The verdicts of `RewardGroup.try_reward`. Waits for them."""
+        found = tried.result(["rewards", "reward_errors"])
+        errors = found["reward_errors"]
+        assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
+        causes = {row: cause for row, cause in enumerate(errors.texts) if cause}
+        return Settled(verdicts_of(found["rewards"]), causes, tried.calls)
+
+    def replaced(self, rows: np.ndarray, again: Settled) -> Settled:
+        """These verdicts with those on `rows` replaced by the verdicts of a later attempt."""
+        verdicts = list(self.verdicts)
+        for row, verdict in zip(rows, again.verdicts, strict=True):
+            verdicts[row] = verdict
+        causes = {int(rows[place]): cause for place, cause in again.causes.items()}
+        return Settled(verdicts, causes, (*self.calls, *again.calls))
+
+    def repeated(self, times: int) -> Settled:
+        """The verdicts with each row repeated `times` times, side by side."""
+        verdicts = [verdict for verdict in self.verdicts for _ in range(times)]
+        causes = {row * times + i: cause for row, cause in self.causes.items() for i in range(times)}
+        parts = {service: np.repeat(scores, times) for service, scores in self.parts.items()}
+        return Settled(verdicts, causes, self.calls, parts)
+
+    def error(self, name: str) -> RewardFailed:
+        """The error of a reward whose rows could not all be scored."""
+        row, cause = next(iter(self.causes.items()))
+        return RewardFailed(
+            f"{name}: {len(self.causes)} of {len(self.verdicts)} rows could not be scored; row {row}: {cause}"
+        )
+
+
+def rows_to_keep(failed: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Rows [n] of the groups in which no row failed.
+
+    Args:
+        failed: Rows that could not be scored.
+        group: Group of each row [rows].
+    """
+    return np.flatnonzero(~np.isin(group, group[failed]))
+
+
+def verdicts_of(column: Column) -> list[Verdict]:
+    """The verdict on each row, from column "rewards"."""
+    assert isinstance(column, LocalColumn), "verdicts are in the response itself"
+    values = column.values
+    if isinstance(values, Jagged):
+        return [values.row(row) for row in range(values.rows)]
+    return list(np.asarray(values, np.float64))
+
+
+def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
+    """The sum of two verdicts on a response.
+
+    Raises:
+        RewardFailed: The verdicts differ in shape: a score of the response and one per token, or other token counts.
+    """
+    if total is None:
+        return verdict
+    if np.shape(total) != np.shape(verdict):
+        raise RewardFailed(
+            f"{name}: the services give a row scores of {np.shape(total)} and {np.shape(verdict)}"
+        )
+    return total + verdict
+
+
+def column_of(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.ndarray]:
+    """Scores [rows] float64, or per token (jagged).
+
+    Raises:
+        RewardFailed: Some rows have one score and others a score per token.
+    """
+    per_token = [isinstance(verdict, np.ndarray) and verdict.ndim == 1 for verdict in verdicts]
+    if not any(per_token):
+        return np.asarray(verdicts, np.float64)
+    if not all(per_token):
+        raise RewardFailed(f"{name}: some rows have one score and others a score per token")
+    rows = [np.asarray(verdict) for verdict in verdicts]
+    return Jagged(np.concatenate(rows), np.asarray([len(row) for row in rows], np.int64))
+
+
+def spread(rows: int, numbers: np.ndarray, verdicts: Sequence[Verdict]) -> np.ndarray:
+    """Scores of whole responses [rows], from the verdicts on some rows; not a number for the others."""
+    scores = np.full(rows, np.nan)
+    scores[numbers] = [float(np.sum(verdict)) for verdict in verdicts]
+    return scores
+
+
+def unscored(settled: Settled) -> Verdict:
+    """Not a number, in the shape of the other rows' verdicts."""
+    scored = (v for row, v in enumerate(settled.verdicts) if row not in settled.causes)
+    is_per_token = np.ndim(next(scored, 0.0)) == 1
+    return np.asarray([np.nan]) if is_per_token else float("nan")

@@ -1,0 +1,79 @@
+"""The source of the check between two GPUs: a process on GPU 1 that holds and serves rows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import grpc.aio
+import numpy as np
+
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.transports.gpu.communicator import Nccl
+from nccl_transfer.transports.gpu.device import Cuda
+from nccl_transfer.transports.gpu.sources import DeviceSources
+from rlhf.channels import listen
+from rlhf.contract import CHANNEL_OPTIONS
+
+TYPED_SHAPE = (257, 3)
+"""Shape of the row of each element type."""
+
+EPOCH = 2
+
+Devices = Callable[[int], tuple[Nccl, Cuda]]
+"""Returns NCCL and the GPU of a number, and makes it the GPU of the calling process; picklable."""
+
+
+def names(sizes: Sequence[int]) -> list[str]:
+    """Names of the columns: one of bytes per size, one per element type."""
+    return [*map(str, sizes), *ITEM_BYTES]
+
+
+def expected(name: str) -> np.ndarray:
+    """The row of a column, of random bits: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type."""
+    shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
+    dtype = np.dtype(CARRIERS[dtype_of(name)])
+    data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
+    if name == "bool":
+        return (np.frombuffer(data, np.uint8) % 2).astype(bool).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def dtype_of(name: str) -> str:
+    return name if name in ITEM_BYTES else "uint8"
+
+
+def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
+    """Serves on GPU 1 until the reader ends or kills this process. Sends the reader its batch as a message."""
+    asyncio.run(_serve(*devices(1), sizes, reader))
+    os._exit(0)  # does not wait for NCCL's threads
+
+
+async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
+    rows = {name: expected(name) for name in names(sizes)}
+    store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
+    sources = DeviceSources(store, cuda, nccl)
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    add_transfer_service(server, sources.handlers())
+    address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
+    store.endpoint = Endpoint(
+        address,
+        epoch=EPOCH,
+        service="source",
+        device_uuid=sources.device_uuid,
+        nccl_version=sources.nccl_version,
+    )
+    await server.start()
+    lease = Lease("check", 1)
+    columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
+    reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
+    await asyncio.to_thread(reader.poll, None)  # until its end: the reader sends nothing
+    await server.stop(None)

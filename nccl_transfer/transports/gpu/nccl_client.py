@@ -1,0 +1,238 @@
+"""The receiving side of `nccl`: see `nccl_transfer.transports.gpu.nccl`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from nccl_transfer.refs.ranges import ByteRange
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.transports.base import layout, remaining_s
+from nccl_transfer.transports.gpu.communicator import (
+    READER,
+    SOURCE,
+    Communicator,
+    CommunicatorError,
+    Message,
+    Nccl,
+    abort_in_background,
+)
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
+from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
+from nccl_transfer.transports.gpu.manifest import manifest_item
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection
+from nccl_transfer.transports.gpu.transaction import Phase, Transaction
+from rlhf.errors import (
+    DeadlineExceeded,
+    RlhfError,
+    ServiceLost,
+    TransferError,
+    from_rpc_error,
+)
+from rlhf.v1 import transfer_pb2 as pb
+
+T = TypeVar("T")
+
+CAUSE_WAIT_S = 0.5
+"""Seconds to wait for the cause of a broken communicator: the end of the liveness stream of a dead source."""
+
+ABORT_S = 1.0
+"""Timeout of an Abort call; the source also aborts by itself."""
+
+
+class NcclReaderSession:
+    """A communicator with one source, and the thread that uses it."""
+
+    def __init__(self, epoch: int, liveness: LivenessStream) -> None:
+        self.epoch = epoch
+        self.liveness = liveness
+        self._joined: Future[Communicator] | None = None
+        self._worker = ThreadPoolExecutor(1, "nccl")
+
+    @property
+    def communicator(self) -> Communicator:
+        assert self._joined is not None
+        return self._joined.result()
+
+    def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
+        """Creates the communicator together with the source."""
+        self._joined = self.submit(join)
+        self.liveness.wait(self._joined.done, deadline, where)
+        self._joined.result()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Runs `work` in the session's thread, where NCCL may block for ever."""
+        return self._worker.submit(work)
+
+    def explain(self, error: CommunicatorError, where: str) -> RlhfError:
+        """Error of the contract for a broken communicator: the end of the source if it has ended."""
+        return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
+
+    def end(self, free: Callable[[], None] = lambda: None) -> None:
+        """Aborts the communicator, here and by the end of the liveness stream at the source; then calls `free`."""
+        if self._joined is not None:
+            # At once, or as soon as the communicator exists.
+            self._joined.add_done_callback(lambda joined: abort_in_background(joined, free))
+        else:
+            free()
+        self.liveness.cancel()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+class NcclClient(PeerConnection):
+    """Reader from one source by NCCL: at most one communicator, and one transfer at a time."""
+
+    def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
+        super().__init__(channel)
+        self._nccl = nccl
+        self._cuda = cuda
+        self._reader = uuid.uuid4().hex
+        self._epoch = 0  # of the newest communicator
+        self._session: NcclReaderSession | None = None
+
+    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
+        """As `NcclTransport.receive`."""
+        plan = uuid.uuid4().hex[:12]
+        with self.turn(source, f"{source}: plan {plan}, queue", deadline):
+            session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
+            buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
+            self._transfer(source, session, Transaction(plan, session.epoch), ranges, buffer, deadline)
+            return buffer
+
+    @property
+    def liveness(self) -> LivenessStream | None:
+        return self._session.liveness if self._session is not None else None
+
+    def end(self, free: Callable[[], None] = lambda: None) -> None:
+        """Ends the session, then calls `free` to free the memory that its communicator used."""
+        if self._session is not None:
+            self._session.end(free)
+        self._session = None
+
+    def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        if self._session is not None and not self._session.liveness.is_alive:
+            self.end()
+        if self._session is None:
+            self._epoch += 1
+            unique_id = self._nccl.unique_id()
+            request = pb.AttachRequest(
+                reader=self._reader,
+                epoch=source.epoch,
+                communicator_epoch=self._epoch,
+                unique_id=unique_id,
+                nccl_version=self._nccl.version,
+            )
+            self._session = NcclReaderSession(
+                self._epoch, LivenessStream(self.stub.Attach(request), self.closed)
+            )
+            try:
+                self._session.liveness.first(deadline, where)
+                self._session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
+            except CommunicatorError as error:
+                explained = self._session.explain(error, where)
+                self.end()
+                raise explained from error
+            except BaseException:
+                self.end()
+                raise
+        return self._session
+
+    def _transfer(
+        self,
+        source: Endpoint,
+        session: NcclReaderSession,
+        transaction: Transaction,
+        ranges: Sequence[ByteRange],
+        buffer: DeviceBuffer,
+        deadline: float,
+    ) -> None:
+        offsets, _ = layout(r.nbytes for r in ranges)
+        places = zip(offsets, ranges, strict=True)
+        receives = [Message(SOURCE, buffer.pointer + offset, r.nbytes) for offset, r in places]
+        place = f"{source}: plan {transaction.plan}"
+        try:
+            self._prepare(source, session, transaction, ranges, deadline, f"{place}, prepare")
+            transaction.prepare()
+            transaction.commit(transaction.plan, session.epoch)
+            self._commit(session, transaction, receives, deadline, f"{place}, transfer")
+            transaction.finish()
+        except BaseException as error:
+            was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
+            transaction.abort(str(error))
+            if was_refused:
+                buffer.free()
+            else:
+                self._abort_transfer(transaction, buffer)
+            raise
+
+    def _prepare(
+        self,
+        source: Endpoint,
+        session: NcclReaderSession,
+        transaction: Transaction,
+        ranges: Sequence[ByteRange],
+        deadline: float,
+        where: str,
+    ) -> None:
+        left = remaining_s(deadline, source)
+        request = pb.PrepareRequest(
+            reader=self._reader,
+            plan=transaction.plan,
+            epoch=source.epoch,
+            communicator_epoch=session.epoch,
+            items=map(manifest_item, ranges),
+            nbytes=sum(r.nbytes for r in ranges),
+            deadline_s=left,
+        )
+        wait_for_answer(self.stub.Prepare.future(request, timeout=left), session.liveness, deadline, where)
+
+    def _commit(
+        self,
+        session: NcclReaderSession,
+        transaction: Transaction,
+        receives: Sequence[Message],
+        deadline: float,
+        where: str,
+    ) -> None:
+        """Makes both sides enter the group; returns when the bytes have arrived and the source has confirmed."""
+        request = pb.CommitRequest(
+            reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
+        )
+        commit, communicator = self.stub.Commit.future(request), session.communicator
+        entered = session.submit(partial(communicator.group, [], receives))
+
+        def received() -> bool:
+            if commit.done():
+                commit.result()  # raises if the source did not enter or failed
+            if entered.done():
+                entered.result()
+            return entered.done() and communicator.done()
+
+        try:
+            session.liveness.wait(received, deadline, where)
+        except CommunicatorError as error:
+            raise session.explain(error, where) from error
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, where) from error
+        wait_for_answer(commit, session.liveness, deadline, where)
+
+    def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
+        """Aborts here at once. The source learns of it by the message, the liveness stream or its own deadline."""
+        request = pb.AbortRequest(
+            reader=self._reader,
+            plan=transaction.plan,
+            communicator_epoch=transaction.communicator_epoch,
+            reason=transaction.reason,
+        )
+        self.stub.Abort.future(request, timeout=ABORT_S)
+        self.end(buffer.free)
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether the error is an answer of the source, which is alive."""
+    return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))

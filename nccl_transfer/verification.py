@@ -1,0 +1,58 @@
+"""Verifies the checksums of bytes that were read, and remembers corrupt shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nccl_transfer.refs.checksums import first_mismatch
+from nccl_transfer.refs.plans import Ranges
+from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.rows import ReadRanges
+from nccl_transfer.store.arena import CORRUPT
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.grpc_stream import mark_corrupt
+from rlhf.errors import TransferError
+
+
+class ChecksumVerifier:
+    """Compares the bytes of shards with their checksums. A shard that does not match is marked at the rank that holds
+    it, and remembered here should that rank not be reachable. Thread-safe.
+
+    Args:
+        store: This rank's own store, if it has one.
+    """
+
+    def __init__(self, store: TensorStore | None) -> None:
+        self._store = store
+        self._corrupt: set[tuple[Endpoint, int]] = set()
+
+    def check(self, wanted: Ranges) -> None:
+        """Raises TransferError where a shard was found corrupt before."""
+        for source, ranges in wanted.items() if self._corrupt else ():
+            for r in ranges:
+                if (source, r.shard.id) in self._corrupt:
+                    raise TransferError(f"{source}: {CORRUPT.format(r.shard.id)} (column {r.column!r})")
+
+    def verify(self, read: Mapping[Endpoint, ReadRanges]) -> None:
+        """Verifies all ranges of shards with checksums.
+
+        Raises:
+            TransferError: A block does not match; the shard is now marked corrupt.
+        """
+        for source, part in read.items():
+            for r, view in zip(part.ranges, part.reading.views, strict=True):
+                wrong = first_mismatch(view, r.start, r.shard.checksums) if r.shard.checksums else None
+                if wrong is not None:
+                    reason = (
+                        f"column {r.column!r}, shard {r.shard.id}: the bytes from {wrong} on do not match their "
+                        "checksum; the shard is marked bad"
+                    )
+                    self._mark(r.shard, reason)
+                    raise TransferError(f"{source}: {reason}")
+
+    def _mark(self, shard: Shard, reason: str) -> None:
+        self._corrupt.add((shard.endpoint, shard.id))
+        if self._store is not None and shard.endpoint == self._store.endpoint:
+            self._store.mark_corrupt(shard.id)
+        else:
+            mark_corrupt(shard, reason)

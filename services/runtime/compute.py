@@ -1,0 +1,153 @@
+"""The compute thread of one rank: runs a method at a time, and makes all ranks of a call fail together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, PeerFailed
+from rlhf.v1 import common_pb2, worker_pb2
+from services.runtime.calls import ActiveCall
+from services.runtime.encoding import ResponseEncoder
+from services.runtime.phases import RankPhase
+from services.runtime.ranks import ALONE_S, is_known_to_all
+from services.runtime.worker import NO_ROWS, CallResult, CallRows, Worker
+
+
+class ComputeThread:
+    """Runs methods of the worker on a thread of its own, one at a time.
+
+    Args:
+        check_session: Raises Refused where a call's session has ended.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        encoder: ResponseEncoder,
+        phase: RankPhase,
+        check_session: Callable[[common_pb2.Call], None],
+    ) -> None:
+        self._worker = worker
+        self._encoder = encoder
+        self._phase = phase
+        self._check_session = check_session
+        self._thread = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
+
+    def run_at_once(self, call: ActiveCall) -> Any:
+        """The response of an instant method, run on the caller's thread."""
+        return self._encode(call, self._call_method(call, NO_ROWS))
+
+    async def run(self, call: ActiveCall, rows: CallRows, failure: Exception | None) -> Any:
+        """The response of a method.
+
+        Args:
+            failure: Raised in place of the method, and agreed on with the peers.
+
+        Raises:
+            DeadlineExceeded: The call was stopped past its deadline.
+            CallCancelled: The call was stopped before that.
+            Refused: The call's session has ended.
+        """
+        loop = asyncio.get_running_loop()
+        storing = partial(loop.call_soon_threadsafe, self._phase.set, worker_pb2.PHASE_STORING, call)
+        work = loop.run_in_executor(self._thread, self._execute, call, rows, failure, storing)
+        is_late = await self._wait(work, call)
+        error, context = work.exception(), call.context
+        # A rank that was asked to stop may learn it from a peer first.
+        was_stopped = type(error) is PeerFailed and context.cancelled
+        if was_stopped or isinstance(error, CallCancelled):
+            self._check_session(context.call)
+            if is_late or time.monotonic() > context.deadline:
+                raise DeadlineExceeded(f"{call.method.name} ran past its deadline") from error
+        if was_stopped:
+            raise CallCancelled(f"call {call.call_id} was cancelled") from error
+        return work.result()
+
+    async def close(self, within_s: float) -> None:
+        """Closes the worker on the thread, which ends then; returns after `within_s` seconds at the latest."""
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._worker.close)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing, within_s)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> bool:
+        """Waits for the thread; returns whether the deadline came first, when the call is asked to stop. A call that
+        makes no progress after that is stuck, and no thread can free it: the rank leaves, and its launcher may start a
+        new epoch."""
+        context = call.context
+        done, _ = await asyncio.wait([work], timeout=max(context.deadline - time.monotonic(), 0))
+        is_late = not done  # by the loop's timer, which may be early by a millisecond
+        context.cancelled |= is_late
+        while not done:
+            since = max(context.deadline, context.progressed_at, self._worker.progressed_at)
+            left = since + context.stuck_timeout_s - time.monotonic()
+            if left <= 0:
+                self._worker.leave(
+                    f"{call.method.name} ({call.call_id}) is stuck: past its deadline, and no progress for "
+                    f"{context.stuck_timeout_s:g} s"
+                )
+            done, _ = await asyncio.wait([work], timeout=left)
+        return is_late
+
+    def _execute(
+        self, call: ActiveCall, rows: CallRows, failure: Exception | None, storing: Callable[[], object]
+    ) -> Any:
+        """On the thread."""
+        started, context = time.monotonic(), call.context
+
+        def run() -> CallResult:
+            if failure is not None:
+                raise failure
+            if context.stopping:
+                raise CallCancelled(f"call {call.call_id} was cancelled before it started")
+            result = self._worker.around(lambda: self._call_method(call, rows))
+            if not result.verified:
+                rows.fetched.verify()
+            return result
+
+        meets_peers = call.registration.collective and self._worker.ranks.size > 1
+        result = self._run_together(call, run) if meets_peers else run()
+        call.timing.compute_s = time.monotonic() - started
+        call.timing.peak_device_bytes = self._worker.peak_device_memory()
+        if self._encoder.stores(call.method, result):
+            storing()
+        return self._encode(call, result)
+
+    def _run_together(self, call: ActiveCall, run: Callable[[], CallResult]) -> CallResult:
+        """Runs a method that all ranks are in. It ends in an agreement, so that a failure fails the call on all.
+
+        Before its first agreement a method meets no other rank, so there a rank that fails can wait for its peers.
+        After that they may be in a collective that needs this rank, and so may never come: then it leaves.
+        """
+        ranks = self._worker.ranks
+        first, failure, result = ranks.rounds, None, None
+        try:
+            result = run()
+        except OutOfStep:
+            raise
+        except Exception as error:
+            if is_known_to_all(error):
+                raise
+            failure = error
+        met_peers = failure is not None and ranks.rounds > first
+        try:
+            ranks.agree(failure, time.monotonic() + ALONE_S if met_peers else call.context.peers_deadline)
+        except OutOfStep:
+            if failure is None:
+                raise
+            why = f"{type(failure).__name__}: {failure}"
+            raise OutOfStep(f"rank {ranks.rank} failed alone in {call.method.name}: {why}") from failure
+        assert result is not None, "a failure was raised"
+        return result
+
+    def _call_method(self, call: ActiveCall, rows: CallRows) -> CallResult:
+        return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
+
+    def _encode(self, call: ActiveCall, result: CallResult) -> Any:
+        return self._encoder.encode(call.method, call.context.call, call.timing, result)

@@ -1,0 +1,71 @@
+"""Responses as messages: rows go to the store, references to them and everything else into the message."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch, LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.protocols import get_protocol
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.store.store import Lease, TensorStore
+from rlhf.contract import Method
+from rlhf.v1 import common_pb2
+from services.runtime.worker import CallResult, Worker
+
+
+class ResponseEncoder:
+    """Builds the response message of a call. Thread-safe."""
+
+    def __init__(self, worker: Worker, store: TensorStore) -> None:
+        self._worker = worker
+        self._store = store
+
+    def stores(self, method: Method, result: CallResult) -> bool:
+        """Whether this rank's rows of the result go to its store, by the method's transfer protocol."""
+        protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
+        ranks = self._worker.ranks
+        return bool(result.columns) and ranks.rank in protocol.collect(ranks.mesh)
+
+    def encode(
+        self, method: Method, call: common_pb2.Call, timing: common_pb2.Timing, result: CallResult
+    ) -> Any:
+        """The response of a call.
+
+        Args:
+            timing: Of the call; completed here.
+
+        Raises:
+            OutOfSpace: The rows do not fit into the arena.
+            Refused: The call's session has ended, so its rows are not kept.
+        """
+        started = time.monotonic()
+        response = method.response(**result.fields)
+        if self.stores(method, result):
+            lease = Lease(call.session, call.step)
+            columns = {name: self._put(values, lease) for name, values in result.columns.items()}
+            batch = Batch(next(iter(columns.values())).rows, columns)
+            response.batch.CopyFrom(wire.to_proto(batch))
+            timing.stored_bytes = sum(c.nbytes for c in columns.values() if isinstance(c, RemoteColumn))
+        timing.store_s = time.monotonic() - started
+        response.outcome.timing.CopyFrom(timing)
+        response.outcome.policy_version = self._worker.policy_version
+        for name, (total, count) in result.metrics.items():
+            response.outcome.metrics[name].sum, response.outcome.metrics[name].count = total, count
+        return response
+
+    def _put(self, values: Any, lease: Lease) -> RemoteColumn | LocalColumn:
+        if isinstance(values, list):
+            return LocalColumn(values)
+        array = values.values if isinstance(values, Jagged) else values
+        if isinstance(array, np.ndarray):
+            return self._store.put_column(values, str(array.dtype), lease)
+        # Imports torch, which services without tensors do without.
+        from nccl_transfer.store.tensors import to_numpy_carrier
+
+        carrier, dtype = to_numpy_carrier(values)
+        return self._store.put_column(carrier, dtype, lease)

@@ -1,0 +1,167 @@
+"""A call's way through one rank: its rows are fetched, its turn comes, the ranks meet, it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.store.store import TensorStore
+from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, ServiceLost
+from rlhf.v1 import worker_pb2
+from services.runtime.calls import ActiveCall
+from services.runtime.compute import ComputeThread
+from services.runtime.deadlines import ANSWER_S
+from services.runtime.encoding import ResponseEncoder
+from services.runtime.fetches import FetchQueue, fetch_rows
+from services.runtime.meetings import Meetings
+from services.runtime.phases import RankPhase
+from services.runtime.sessions import CurrentSession
+from services.runtime.turn_queue import TurnQueue
+from services.runtime.worker import NO_ROWS, CallRows, Worker
+
+
+class CallRunner:
+    """Runs the calls of one rank that were admitted. Used from the event loop.
+
+    Args:
+        turns: Of the rank; each call has a ticket of them.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        store: TensorStore,
+        fetcher: Fetcher,
+        session: CurrentSession,
+        turns: TurnQueue,
+        phase: RankPhase,
+    ) -> None:
+        self._worker = worker
+        self._store = store
+        self._fetcher = fetcher
+        self._session = session
+        self._turns = turns
+        self._phase = phase
+        self._fetches = FetchQueue()
+        self._meetings = Meetings(worker.ranks, worker.leave)
+        self._compute = ComputeThread(worker, ResponseEncoder(worker, store), phase, session.check)
+
+    def stop(self, call: ActiveCall) -> None:
+        """Asks a call to stop, wherever it is."""
+        call.context.cancelled = True
+        call.stopped.set()
+        self.drop_rows(call)
+        self._turns.wake()
+
+    def drop_rows(self, call: ActiveCall) -> None:
+        """Nobody waits for the rows of a call any more."""
+        if call.fetch is not None:
+            self._fetches.drop(call.fetch)
+
+    async def close(self, within_s: float) -> None:
+        """Closes the worker, which may take `within_s` seconds, and frees the threads."""
+        await self._compute.close(within_s)
+        self._fetches.close()
+
+    def run_at_once(self, call: ActiveCall) -> asyncio.Future[Any]:
+        """Runs an instant call whose turn has begun, without a task; returns its response, which is there."""
+        response = asyncio.get_running_loop().create_future()
+        try:
+            response.set_result(self._compute.run_at_once(call))
+        except Exception as error:  # noqa: BLE001 - raised where the response is awaited
+            response.set_exception(error)
+        self._end_turn(call)
+        return response
+
+    async def run(self, call: ActiveCall) -> Any:
+        """The response of a call.
+
+        Raises:
+            RlhfError: As in the proto of the method.
+        """
+        arrived = time.monotonic()
+        if call.has_batch:
+            call.fetch = self._fetches.add(
+                partial(
+                    fetch_rows,
+                    self._fetcher,
+                    call.request.batch,
+                    call.context,
+                    call.timing,
+                    writable=self._worker.writes_to_rows,
+                )
+            )
+        await self._wait_for_turn(call)
+        try:
+            call.timing.queue_s = time.monotonic() - arrived
+            if call.registration.instant:
+                return self._compute.run_at_once(call)
+            self._phase.set(worker_pb2.PHASE_FETCHING, call)
+            rows, failure = await self._fetched(call)
+            self._phase.set(worker_pb2.PHASE_COMPUTING, call)
+            if call.registration.collective and self._worker.ranks.size > 1:
+                await self._meet(call)
+            return await self._compute.run(call, rows, failure)
+        except OutOfStep as error:
+            asyncio.get_running_loop().call_later(ANSWER_S, self._worker.leave, str(error))
+            raise
+        finally:
+            self._phase.set(worker_pb2.PHASE_IDLE, None)
+            self._end_turn(call)
+
+    async def _wait_for_turn(self, call: ActiveCall) -> None:
+        context = call.context
+        try:
+            await self._turns.begin(call.ticket, context.deadline, partial(self._check_waiting, call))
+        except TimeoutError:
+            running = self._phase.call
+            behind = running.method.name if running else f"call {self._turns.next}, which never came"
+            raise DeadlineExceeded(
+                f"{call.method.name} (sequence {context.call.sequence}) waited past its deadline behind {behind}"
+            ) from None
+
+    def _check_waiting(self, call: ActiveCall) -> None:
+        """Raises where a call may not wait for its turn any longer, nor take it."""
+        self._session.check(call.context.call)
+        if self._phase.is_draining:
+            raise ServiceLost("the service is shutting down")
+        # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
+        if call.context.cancelled and self._worker.ranks.size == 1:
+            raise CallCancelled(f"call {call.call_id} was cancelled before it started")
+
+    def _end_turn(self, call: ActiveCall) -> None:
+        self._turns.end(call.ticket)
+        header = call.context.call
+        if header.sequence and header.session != self._session.name:
+            # The call outlived its session, whose end has freed only the rows that were there.
+            self._store.release(header.session)
+
+    async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
+        """The rows, or why there are none: the fetch failed, or the call was stopped."""
+        if call.fetch is None:
+            return NO_ROWS, None
+        waited = time.monotonic()
+        await asyncio.wait([call.fetch])
+        if call.fetch.cancelled():
+            return NO_ROWS, CallCancelled(f"call {call.call_id} was cancelled while it fetched")
+        if error := call.fetch.exception():
+            return NO_ROWS, error if isinstance(error, Exception) else RuntimeError(str(error))
+        rows = call.fetch.result()
+        call.timing.fetch_s = time.monotonic() - waited
+        call.timing.fetched_bytes = rows.fetched.fetched_bytes
+        return rows, None
+
+    async def _meet(self, call: ActiveCall) -> None:
+        """Waits until every rank is at this call."""
+        context = call.context
+        if await self._meetings.meet(call.method, call.request, call.stopped, context.deadline):
+            return
+        self._session.check(context.call)
+        if context.cancelled:
+            raise CallCancelled(f"call {call.call_id} was cancelled before it started")
+        raise DeadlineExceeded(
+            f"{call.method.name} ({call.call_id}) did not start: not every rank was sent it before its deadline"
+        )

@@ -1,0 +1,66 @@
+"""TransferService of one rank: its rows, and what it knows of the bytes it moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.transports import mark_corrupt_response, serve_fetch, stat_response
+from rlhf.errors import Refused
+from rlhf.v1 import transfer_pb2
+from services.runtime.boundary import Handler, timeout_s
+from services.runtime.sessions import CurrentSession
+
+
+class TransferHandlers:
+    """Handlers of Fetch, TakeRelayed, Put, Stat and Condemn.
+
+    Args:
+        session: The only session that may put rows.
+        unavailable: Why transports are not available on this host, by name.
+    """
+
+    def __init__(
+        self,
+        store: TensorStore,
+        fetcher: Fetcher,
+        session: CurrentSession,
+        unavailable: Mapping[str, str],
+    ) -> None:
+        self._store = store
+        self._fetcher = fetcher
+        self._session = session
+        self._unavailable = unavailable
+
+    def handlers(self) -> dict[str, Handler]:
+        """By method name."""
+        return {
+            "Fetch": self._fetch,
+            "TakeRelayed": self._take_relayed,
+            "Put": self._put,
+            "Stat": self._stat,
+            "Condemn": self._mark_corrupt,
+        }
+
+    def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
+        return serve_fetch(self._store, request)
+
+    async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
+        return await self._fetcher.relays.take(request, timeout_s(context))
+
+    async def _put(self, request: transfer_pb2.PutRequest, context: Any) -> transfer_pb2.PutResponse:
+        if not request.session or request.session != self._session.name:
+            raise Refused(f"session {request.session!r} is not the current one, so its rows are not kept")
+        batch, lease = from_proto(request.batch), Lease(request.session, request.step)
+        stored = await asyncio.to_thread(self._store.put_batch, batch, lease)
+        return transfer_pb2.PutResponse(batch=to_proto(stored))
+
+    async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
+        return stat_response(self._store, self._fetcher.traffic(), self._unavailable)
+
+    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+        return mark_corrupt_response(self._store, request)

@@ -1,0 +1,167 @@
+"""WorkerService of one rank, except for the methods that take turns: answered at once, also while the rank computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nccl_transfer.refs.wire_ranks import mesh_to_proto
+from nccl_transfer.store.store import TensorStore
+from rlhf.contract import Method
+from rlhf.errors import InvalidRequest, ServiceLost
+from rlhf.v1 import worker_pb2
+from services.runtime.boundary import Handler, RpcBoundary
+from services.runtime.deadlines import LONGEST_S
+from services.runtime.dispatch import DispatchStream
+from services.runtime.execution import CallQueue
+from services.runtime.hosts import cpu_name
+from services.runtime.sessions import check_name
+from services.runtime.worker import Registration, Worker
+
+WATCH_PAUSE_S = 0.05
+"""Shortest time between two statuses: of short calls, Watch tells only some."""
+
+
+class WorkerHandlers:
+    """Handlers of Describe, Dispatch, Watch, Cancel, Release, EndSession and Introduce.
+
+    Args:
+        service: Name of the service in the config.
+        methods: Methods that take turns, by Python name.
+        ranks_info: All ranks of the service, in rank order.
+        stop: Set when the rank begins to shut down, which ends Watch.
+        drained: Set once the last call is answered, which ends Dispatch.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        worker: Worker,
+        methods: Mapping[str, tuple[Method, Registration]],
+        queue: CallQueue,
+        store: TensorStore,
+        ranks_info: Sequence[worker_pb2.RankInfo],
+        boundary: RpcBoundary,
+        stop: asyncio.Event,
+        drained: asyncio.Event,
+    ) -> None:
+        self._service = service
+        self._worker = worker
+        self._methods = methods
+        self._queue = queue
+        self._store = store
+        self._ranks_info = ranks_info
+        self._boundary = boundary
+        self._stop = stop
+        self._drained = drained
+        self._process = psutil.Process()
+        self._version, self._cpu = importlib.metadata.version("rlhf-cluster"), cpu_name()
+
+    def handlers(self) -> dict[str, Handler]:
+        """By method name."""
+        return {
+            "Describe": self._describe,
+            "Dispatch": self._dispatch,
+            "Watch": self._watch,
+            "Cancel": self._cancel,
+            "Release": self._release,
+            "EndSession": self._end_session,
+            "Introduce": self._introduce,
+        }
+
+    async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
+        ranks, session = self._worker.ranks, self._queue.session
+        answer = self._worker.describe()
+        answer.MergeFrom(
+            worker_pb2.DescribeResponse(
+                role=self._worker.role,
+                service=self._service,
+                rank=ranks.rank,
+                epoch=ranks.epoch,
+                mesh=mesh_to_proto(ranks.mesh),
+                threads=self._worker.table.threads,
+                policy_version=self._worker.policy_version,
+                version=self._version,
+                cpu=self._cpu,
+                dispatches=True,
+                session=session.holder,
+                session_is_connected=session.is_connected,
+                session_started_unix_ns=session.started_unix_ns,
+                working_directory=str(Path.cwd()),
+                output_roots=map(str, self._worker.output_roots),
+            )
+        )
+        if not request.brief:
+            answer.ranks.extend(self._ranks_info)
+            answer.methods.extend(
+                worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
+                for method, registration in self._methods.values()
+            )
+            answer.table = self._worker.config_table.model_dump_json()
+        return answer
+
+    async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        if not 0 <= request.interval_s <= LONGEST_S:
+            raise InvalidRequest(
+                f"Watch: interval_s is {request.interval_s:g}; it must be from 0 to {LONGEST_S:g}"
+            )
+        interval_s = max(request.interval_s or 1.0, WATCH_PAUSE_S)
+        while not self._stop.is_set():
+            changed = self._queue.phase.changed
+            yield self._status()
+            await asyncio.sleep(min(WATCH_PAUSE_S, interval_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), interval_s - WATCH_PAUSE_S)
+        raise ServiceLost("the service is shutting down")
+
+    def _status(self) -> worker_pb2.WatchResponse:
+        call = self._queue.phase.call
+        status = worker_pb2.WatchResponse(
+            epoch=self._worker.ranks.epoch,
+            phase=self._queue.phase.phase,
+            memory_bytes=self._process.memory_info().rss,
+            device_memory_bytes=self._worker.device_memory(),
+            arena_bytes=self._store.stat().used_bytes,
+            policy_version=self._worker.policy_version,
+        )
+        if call is not None:
+            status.method, status.call_id = call.method.name, call.call_id
+            status.done, status.done_of = call.context.done, call.context.done_of
+        return status
+
+    async def _dispatch(self, requests: Any, context: Any) -> None:
+        methods = {method.path: (method, registration) for method, registration in self._methods.values()}
+        stream = DispatchStream(self._queue, methods, self._boundary.status_of, context)
+        serving = asyncio.ensure_future(stream.serve())
+        stopping = asyncio.ensure_future(self._drained.wait())
+        try:
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise ServiceLost("the service is shutting down")
+            await serving
+        finally:
+            serving.cancel()
+            stopping.cancel()
+            await asyncio.wait([serving])
+
+    async def _cancel(self, request: Any, context: Any) -> worker_pb2.CancelResponse:
+        return worker_pb2.CancelResponse(found=self._queue.cancel(request.call_id))
+
+    async def _release(self, request: Any, context: Any) -> worker_pb2.ReleaseResponse:
+        steps = None if request.all_steps else frozenset(request.steps)
+        return worker_pb2.ReleaseResponse(freed_bytes=self._store.release(request.session, steps))
+
+    async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
+        check_name("session", request.session)
+        self._queue.session.end(request.session)
+        return worker_pb2.EndSessionResponse()
+
+    async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:
+        self._queue.introduce(request.session, request.endpoints)
+        return worker_pb2.IntroduceResponse()

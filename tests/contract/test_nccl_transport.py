@@ -1,0 +1,154 @@
+"""`nccl`: plans, communicators, manifests and versions."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from contract.host_devices import HostCuda, HostNccl
+from contract.peer_process import GPU, MIB, READERS_GPU
+from contract.transport_helpers import (
+    assert_same_bits,
+    fetch,
+    moved_to,
+    random_array,
+    two_columns,
+    wait_until,
+)
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.registry import create_transports
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.manifest import manifest_item
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.sources import DeviceSources
+from rlhf.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Refused,
+)
+from rlhf.v1 import common_pb2 as pb
+
+pytestmark = pytest.mark.timeout(60)
+
+OVER_NCCL = pytest.mark.parametrize("transport", ["nccl"], indirect=True)
+
+
+@OVER_NCCL
+@pytest.mark.parametrize(("at", "phase"), [("copy", "prepare"), ("send", "transfer")])
+def test_a_group_that_fails_names_plan_peer_and_phase_and_the_next_has_a_new_communicator(
+    fetcher, peer, at, phase
+):
+    batch = two_columns(peer)
+    fetch(fetcher, batch)
+    peer.ask("pause", at=at)
+    with pytest.raises(
+        DeadlineExceeded, match=rf"{re.escape(str(peer.endpoint))}: plan [0-9a-f]{{12}}, {phase}: no answer"
+    ):
+        fetch(fetcher, batch, within_s=0.5)
+    assert peer.answer() == {"event": "paused"}
+    peer.ask("go_on")
+    fetch(fetcher, batch)
+    fetch(fetcher, batch)
+    assert peer.ask("communicator_epochs") == {"epochs": [2]}
+
+
+@OVER_NCCL
+def test_a_source_that_does_not_join_ends_the_read_at_its_deadline_and_may_join_later(fetcher, peer):
+    batch, threads = two_columns(peer), threading.active_count()
+    peer.ask("pause", at="join")
+    with pytest.raises(DeadlineExceeded, match=r"plan [0-9a-f]{12}, attach: no answer"):
+        fetch(fetcher, batch, within_s=0.5)
+    assert peer.answer() == {"event": "paused"}
+    peer.ask("go_on")
+    fetch(fetcher, batch)
+    fetcher.close()
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+@OVER_NCCL
+def test_a_refused_plan_leaves_the_communicator_as_it_is(fetcher, peer):
+    batch = two_columns(peer)
+    fetch(fetcher, batch)
+    peer.release()
+    with pytest.raises(Refused, match=r"plan [0-9a-f]{12}, prepare: shard \d+ was released"):
+        fetch(fetcher, batch)
+    fetch(fetcher, two_columns(peer))
+    assert peer.ask("communicator_epochs") == {"epochs": [1]}
+
+
+@OVER_NCCL
+def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itself_is_refused(
+    fetcher, peer, monkeypatch
+):
+    columns = {
+        "tokens": (random_array("int32", (7,)), "int32", [3, 0, 4]),
+        "hidden": (random_array("bfloat16", (3, 2, 5)), "bfloat16", None),
+    }
+    batch, told = peer.put_columns(columns), []
+
+    def tell(r, rows=0):
+        item = manifest_item(r)
+        told.append((item.column, pb.ElementType.Name(item.dtype), list(item.shape), item.range.nbytes))
+        item.shape[0] += rows
+        return item
+
+    monkeypatch.setattr("nccl_transfer.transports.gpu.nccl_client.manifest_item", tell)
+    fetch(fetcher, batch)
+    assert told == [
+        ("tokens", "ELEMENT_TYPE_INT32", [7], 28),
+        ("hidden", "ELEMENT_TYPE_BFLOAT16", [3, 2, 5], 60),
+    ]
+    monkeypatch.setattr("nccl_transfer.transports.gpu.nccl_client.manifest_item", partial(tell, rows=1))
+    with pytest.raises(InvalidRequest, match=r"column 'tokens', .* 28 bytes are not the 32 of int32 \(8,\)"):
+        fetch(fetcher, batch)
+    monkeypatch.undo()
+    fetch(fetcher, batch)
+    assert peer.ask("communicator_epochs") == {"epochs": [1]}
+
+
+@OVER_NCCL
+@pytest.mark.parametrize("version", [0, 1])
+def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
+    make, transport, peer, version
+):
+    array = random_array("int32", (4,))
+    fetcher = Fetcher(host_id(), [make(transport), *create_transports(["tcp"])])
+    assert_same_bits(fetch(fetcher, moved_to(peer.put(array), nccl_version=version))["x"], array)
+    assert set(fetcher.traffic()) == {"tcp"}
+    fetcher.close()
+
+
+def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
+    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda(READERS_GPU))])
+    batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
+    with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
+        fetch(fetcher, batch)
+    fetcher.close()
+
+
+def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_passed(peer, start_reader):
+    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
+    peer.ask("pause", at="send")
+    reader = start_reader("nccl", batch, 3)
+    assert peer.answer() == {"event": "paused"}
+    reader.send_signal(signal.SIGSTOP)
+    assert peer.ask("device_used")["bytes"] > before
+    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+    reader.kill()
+    reader.communicate()
+
+
+def test_a_rank_tells_the_nccl_that_it_sends_by():
+    store = TensorStore(MIB)
+    for cuda, nccl, told in (
+        (HostCuda(GPU), HostNccl(), 22703),
+        (HostCuda(GPU), None, 0),
+        (None, HostNccl(), 0),
+    ):
+        assert DeviceSources(store, cuda, nccl).nccl_version == told
+    store.close()

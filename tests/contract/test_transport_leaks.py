@@ -1,0 +1,84 @@
+"""Nothing stays open on either side once a reader has closed, or a source has died."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from held import Held, assert_no_more_than
+
+from contract.peer_process import MIB, PeerProcess
+from contract.transport_helpers import (
+    fetch,
+    random_array,
+    wait_until,
+)
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.transports import host_id
+from rlhf.errors import (
+    ServiceLost,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_restarts_of_a_source_leave_nothing_at_its_readers(make, transport, new_peer):
+    """Each new one comes at a new address; what was held of the old ones goes."""
+    fetcher = Fetcher(host_id(), [make(transport)])
+
+    def work():
+        peer = new_peer()
+        fetch(fetcher, peer.put(random_array("int32", (4,))))
+        peer.kill()
+        peer.close()
+
+    for _ in range(2):
+        work()
+    held = Held.here()
+    for _ in range(2):
+        work()
+    assert_no_more_than(held)
+    fetcher.close()
+
+
+def assert_nothing_is_left_by(work: Callable[[], None], peer: PeerProcess) -> None:
+    def open_there() -> int:
+        return len(os.listdir(f"/proc/{peer.pid}/fd"))
+
+    work()
+    here, there = Held.here(), open_there()
+    for _ in range(3):
+        work()
+    assert_no_more_than(here)
+    wait_until(lambda: open_there() <= there)
+
+
+def test_nothing_is_left_open_here_or_there(make, transport, peer):
+    def work():
+        fetcher = Fetcher(host_id(), [make(transport)])
+        batch = peer.put(random_array("uint8", (4, MIB)))
+        for _ in range(3):
+            fetch(fetcher, Batch.concat([batch.take(np.arange(0, 1)), batch]))
+        fetcher.close()
+        peer.release()
+
+    assert_nothing_is_left_by(work, peer)
+
+
+def test_nothing_is_left_open_of_a_peer_that_died(make, transport, peer, new_peer):
+    def work():
+        fetcher, doomed = Fetcher(host_id(), [make(transport)]), new_peer()
+        try:
+            dead = doomed.put(random_array("uint8", (4,)))
+            fetch(fetcher, Batch.concat([peer.put(random_array("uint8", (4,))), dead]))
+            doomed.kill()
+            with pytest.raises(ServiceLost):
+                fetch(fetcher, dead)
+        finally:
+            doomed.close()
+            fetcher.close()
+
+    assert_nothing_is_left_by(work, peer)

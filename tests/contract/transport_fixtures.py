@@ -1,0 +1,136 @@
+"""Fixtures of the transport suite."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from contract.host_devices import HostCuda, HostNccl
+from contract.loopback import CountedCuda
+from contract.peer_process import GPU, READERS_GPU, PeerProcess, run_reader
+from contract.transport_helpers import (
+    Make,
+    making,
+)
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+
+TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
+
+
+@pytest.fixture(scope="module")
+def shared_peer(tmp_path_factory) -> Iterator[PeerProcess]:
+    peer = PeerProcess(tmp_path_factory.mktemp("peer"), arena_mib=80)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def peer(shared_peer) -> Iterator[PeerProcess]:
+    """A peer that many tests share; empty."""
+    yield shared_peer
+    shared_peer.release()
+
+
+@pytest.fixture
+def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
+    """A peer of one's own, to stop and to kill."""
+    peer = PeerProcess(tmp_path)
+    yield peer
+    peer.kill()
+    peer.close()
+
+
+@pytest.fixture
+def other_peer(mortal_peer) -> PeerProcess:
+    """A second one."""
+    return mortal_peer
+
+
+@pytest.fixture
+def new_peer(tmp_path) -> Callable[[], PeerProcess]:
+    """Starts a peer."""
+    return lambda: PeerProcess(tmp_path)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    yield from making(lambda name: (HostNccl(), HostCuda(READERS_GPU if name == "nccl" else GPU)))
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fetcher(transport, make) -> Iterator[Fetcher]:
+    fetcher = Fetcher(host_id(), [make(transport)])
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def memfd() -> Iterator[Fetcher]:
+    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture(params=["tcp", "grpc"])
+def stream(request) -> Iterator[Fetcher]:
+    """Each transport that streams."""
+    fetcher = Fetcher(host_id(), create_transports([request.param]))
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def over_grpc() -> Iterator[Fetcher]:
+    fetcher = Fetcher(host_id(), create_transports(["grpc"]))
+    yield fetcher
+    fetcher.close()
+
+
+@pytest.fixture
+def big_peer(tmp_path) -> Iterator[PeerProcess]:
+    peer = PeerProcess(tmp_path, arena_mib=1100)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def in_use(transport, make) -> Iterator[tuple[Fetcher, CountedCuda]]:
+    """A fetcher and the GPU it receives into."""
+    between = make(transport)
+    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    fetcher = Fetcher(host_id(), [between])
+    yield fetcher, between._cuda  # type: ignore[misc]
+    fetcher.close()
+
+
+@pytest.fixture
+def start_reader() -> Callable[[str, Batch, float], subprocess.Popen[bytes]]:
+    """Starts a process that fetches a batch."""
+    return partial(run_reader, "host")
+
+
+@pytest.fixture(scope="module")
+def shared_checked_peer(tmp_path_factory) -> Iterator[PeerProcess]:
+    peer = PeerProcess(tmp_path_factory.mktemp("checked"), arena_mib=80, checksums=True)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def checked_peer(shared_checked_peer) -> Iterator[PeerProcess]:
+    """A peer that computes checksums; empty."""
+    yield shared_checked_peer
+    shared_checked_peer.release()

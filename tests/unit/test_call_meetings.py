@@ -1,0 +1,120 @@
+"""Ranks at their meeting before a call, with rounds that a test ends by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from rlhf.contract import group_methods
+from rlhf.errors import OutOfStep, PeerFailed
+from rlhf.v1 import common_pb2, worker_pb2
+from services.runtime.meetings import Meetings
+
+METHOD = group_methods("reward")["offload"]
+
+
+class HandRound:
+    """A round that ends when the peer's note comes, or the group breaks."""
+
+    def __init__(self, note: Sequence[float]) -> None:
+        self.note = list(note)
+        self.arrived: asyncio.Future[list[list[float]]] = asyncio.get_running_loop().create_future()
+
+    async def arrive(self) -> list[list[float]]:
+        return await self.arrived
+
+    def end(self, peer: Sequence[float]) -> None:
+        self.arrived.set_result([self.note, list(peer)])
+
+
+class HandRanks:
+    """Rank 0 of two; notes its rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: list[HandRound] = []
+
+    def begin_round(self, note: Sequence[float]) -> HandRound:
+        self.rounds.append(HandRound(note))
+        return self.rounds[-1]
+
+
+def request(sequence: int) -> Any:
+    return worker_pb2.OffloadRequest(call=common_pb2.Call(sequence=sequence))
+
+
+async def meet(meetings: Meetings, sequence: int, within_s: float = 0.01) -> bool:
+    return await meetings.meet(METHOD, request(sequence), asyncio.Event(), time.monotonic() + within_s)
+
+
+async def soon() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_rank_leaves_where_its_peers_broke_off_a_meeting_that_no_caller_waits_for() -> None:
+    reasons: list[str] = []
+
+    async def main() -> None:
+        ranks = HandRanks()
+        meetings = Meetings(cast(Any, ranks), reasons.append)
+        assert not await meet(meetings, 1)
+        ranks.rounds[0].arrived.set_exception(OutOfStep("a peer of rank 0 did not join a collective"))
+        await soon()
+
+    asyncio.run(main())
+    assert reasons == ["a peer of rank 0 did not join a collective"]
+
+
+def test_a_caller_that_waits_gets_the_error_itself() -> None:
+    async def main() -> None:
+        ranks = HandRanks()
+        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(meetings, 1, within_s=20))
+        await soon()
+        ranks.rounds[0].arrived.set_exception(OutOfStep("a peer of rank 0 did not join a collective"))
+        with pytest.raises(OutOfStep):
+            await meeting
+        await soon()
+
+    asyncio.run(main())
+
+
+def test_of_calls_that_were_given_up_a_rank_attends_for_the_first_and_the_last() -> None:
+    async def main() -> None:
+        ranks = HandRanks()
+        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
+        for sequence in range(1, 20):
+            assert not await meet(meetings, sequence)
+        last = asyncio.create_task(meet(meetings, 20, within_s=20))
+        await soon()
+        assert len(meetings._attending) == 2
+        peer = [0.0, 20.0, *ranks.rounds[0].note[2:]]
+        ranks.rounds[0].end(peer)
+        await soon()
+        ranks.rounds[1].end([1.0])  # the peer wants its call, and this rank does not want its first
+        await soon()
+        assert len(ranks.rounds) == 3
+        ranks.rounds[2].end(ranks.rounds[2].note)
+        assert ranks.rounds[2].note[1] == 20.0
+        assert await last
+
+    asyncio.run(main())
+
+
+def test_a_peer_at_a_call_before_one_that_was_given_up_is_told_at_once() -> None:
+    async def main() -> None:
+        ranks = HandRanks()
+        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
+        await soon()
+        ranks.rounds[0].end([0.0, 5.0, *ranks.rounds[0].note[2:]])
+        await soon()
+        ranks.rounds[1].end([0.0])
+        with pytest.raises(PeerFailed, match="rank 1 was not sent this call, and is at a later one"):
+            await meeting
+
+    asyncio.run(main())
