@@ -119,7 +119,7 @@ class Bubblewrap(Isolation):
 
 
 def _first_pid(info: int) -> int:
-    """The PID of the first process in the new namespace, as bwrap tells it once the process exists."""
+    """The PID of the first process in the new namespace, which bwrap reports once the process exists."""
     deadline = time.monotonic() + LAUNCH_TIMEOUT_S
     said = b""
     while b"}" not in said:
