@@ -1,4 +1,4 @@
-"""Every algorithm on the quickstart's task, from the same start: what it learns in how long.
+"""Every algorithm on the quickstart's task, from the same start: gain in accuracy and wall time.
 
     python -m benchmarks.algorithms --docs docs/algorithms.md --json algorithms.json
 
@@ -67,7 +67,7 @@ class Outcome:
 def main(
     names: tuple[str, ...], seeds: int | None, steps: int | None, docs: Path | None, json_path: Path | None
 ) -> None:
-    """Train the quickstart's model with every algorithm and print tables of what came of it."""
+    """Train the quickstart's model with every algorithm and print tables of the results."""
     before, outcomes = circumstances(), []
     for name in names or of_prompts():
         for seed in range(seeds or (3 if name in PAPER else 1)):
@@ -82,7 +82,7 @@ def main(
 
 
 def of_prompts() -> list[str]:
-    """The algorithms that need nothing but prompts, as the quickstart has them."""
+    """The algorithms that train on prompts alone, as the quickstart's data are."""
     return [name for name in algorithms.names() if not algorithms.find_algorithm(name).columns]
 
 
@@ -144,7 +144,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 
 def between_markers(page: str, text: str) -> str:
-    """The page with this text between its markers."""
+    """The page after replacing the text between its markers."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

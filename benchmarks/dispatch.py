@@ -51,12 +51,12 @@ CALL_TIMEOUT_S = 60.0
 SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
 
 Calls = Callable[[int], list[float]]
-"""Makes so many calls, one after another; returns how long each took, in seconds."""
+"""Makes a number of calls, one after another; returns the time of each in seconds."""
 
 
 @contextmanager
 def role_group(ranks: int) -> Iterator[Mapping[str, Calls]]:
-    """A service of so many ranks, called through its role group: a blocking call."""
+    """Blocking calls to a service of `ranks` ranks through its role group."""
     tables = {
         "data": {"train": "unused", "heldout": "unused"},
         "services": {"reward": {"role": "reward", "address": f"127.0.0.1:{free_port()}", "ranks": ranks}},
@@ -116,7 +116,7 @@ def raw_grpc(ranks: int) -> Iterator[Mapping[str, Calls]]:
 
 @contextmanager
 def ray_actors(ranks: int) -> Iterator[Mapping[str, Calls]]:
-    """As many Ray actors with a method that does nothing, and `ray.get` of one call of each."""
+    """`ray.get` of one no-op call to each of `ranks` Ray actors."""
     import ray  # type: ignore[import-not-found]
 
     class NoOp:
@@ -164,7 +164,7 @@ def _bare_servers(count: int) -> Iterator[list[str]]:
 
 
 def _serve_bare(parent: Connection) -> None:
-    """Serves a method that does nothing, until the other end of the pipe closes, however that happens."""
+    """Serves a no-op method until the other end of the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     timing = common_pb2.Timing(arrived_unix_s=time.time(), queue_s=1e-5, store_s=1e-5)
     response = worker_pb2.SynchronizeResponse(outcome=common_pb2.Outcome(timing=timing))
@@ -198,8 +198,8 @@ SYSTEMS: Mapping[str, Callable[[int], AbstractContextManager[Mapping[str, Calls]
 }
 
 
-class Client:
-    """A system in a process of its own, which makes calls when told to. A context manager."""
+class NoOpClient:
+    """A system in a process of its own, which makes calls on request. A context manager."""
 
     def __init__(self, system: str, ranks: int) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -209,7 +209,7 @@ class Client:
         theirs.close()
         self.names: list[str] = []
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> NoOpClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -236,7 +236,7 @@ def _obey(system: str, ranks: int, pipe: Connection) -> None:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Latencies:
     """Latency of one system at one number of ranks.
 
     Attributes:
@@ -252,10 +252,10 @@ class Figure:
     turn_p50_ms: list[float]
 
 
-def measure(ranks: int, systems: list[str], calls: int, turns: int) -> list[Figure]:
+def measure(ranks: int, systems: list[str], calls: int, turns: int) -> list[Latencies]:
     """All systems at one number of ranks, in turns."""
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(Client(system, ranks)) for system in systems]
+        clients = [stack.enter_context(NoOpClient(system, ranks)) for system in systems]
         for client in clients:
             client.wait_until_ready()
         seconds: dict[str, list[list[float]]] = {name: [] for client in clients for name in client.names}
@@ -270,15 +270,15 @@ def measure(ranks: int, systems: list[str], calls: int, turns: int) -> list[Figu
     return [_figure(ranks, name, taken) for name, taken in seconds.items()]
 
 
-def _figure(ranks: int, system: str, turns: list[list[float]]) -> Figure:
+def _figure(ranks: int, system: str, turns: list[list[float]]) -> Latencies:
     milliseconds = np.concatenate(turns) * 1e3
     p50, p99 = np.percentile(milliseconds, [50, 99])
     medians = [round(float(np.median(turn)) * 1e3, 4) for turn in turns]
-    return Figure(ranks, system, len(milliseconds), round(float(p50), 4), round(float(p99), 4), medians)
+    return Latencies(ranks, system, len(milliseconds), round(float(p50), 4), round(float(p99), 4), medians)
 
 
 def ratio(
-    figures: list[Figure], ranks: int, anchor: str, system: str = CLUSTER
+    figures: list[Latencies], ranks: int, anchor: str, system: str = CLUSTER
 ) -> tuple[float, float, float] | None:
     """System over anchor at one number of ranks: the median over the turns, the least and the most."""
     found = {figure.system: figure for figure in figures if figure.ranks == ranks}
@@ -289,7 +289,7 @@ def ratio(
     return statistics.median(of_turns), min(of_turns), max(of_turns)
 
 
-def show(figures: list[Figure], without_ray: str) -> None:
+def show(figures: list[Latencies], without_ray: str) -> None:
     """The table."""
     table = Table(title="A call that does nothing", caption=without_ray or None)
     for name in ("ranks", "system", "calls", "p50 ms", "p99 ms", "role group / this (turns)"):
@@ -317,7 +317,7 @@ def show(figures: list[Figure], without_ray: str) -> None:
         screen.print(f"{most} ranks, {RAW} itself over {RAY}: {floor[0]:.2f}")
 
 
-def _last(figures: list[Figure], ranks: int) -> str:
+def _last(figures: list[Latencies], ranks: int) -> str:
     return [figure.system for figure in figures if figure.ranks == ranks][-1]
 
 

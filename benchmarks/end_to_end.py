@@ -48,7 +48,7 @@ REST = "rest: transfers, dispatch, metrics"
 
 @dataclass(frozen=True)
 class Paces:
-    """How long everything is timed.
+    """Numbers of iterations and turns.
 
     Attributes:
         warm_up: Iterations not counted, before each turn.
@@ -65,7 +65,7 @@ class Paces:
 
 
 @dataclass
-class Measured:
+class SystemTimes:
     """One system with one algorithm.
 
     Attributes:
@@ -83,7 +83,7 @@ class Measured:
         return [sizes.tokens / statistics.mean(turn) for turn in self.seconds]
 
     def mean_stages(self) -> dict[str, float]:
-        """Seconds of an iteration by stage, and what is left; nothing where the system tells none."""
+        """Seconds of an iteration by stage and of the rest; empty for a system that reports no stages."""
         stages = task.mean_of(self.stages) if self.stages else {}
         whole = statistics.mean(second for turn in self.seconds for second in turn)
         return {**stages, REST: whole - sum(stages.values())} if stages else {}
@@ -94,7 +94,7 @@ class Contest:
 
     def __init__(self, algorithm: str, sizes: Sizes, paces: Paces, directory: Path, cores: int) -> None:
         self.algorithm = algorithm
-        self.players: dict[str, tuple[Player, Measured]] = {}
+        self.players: dict[str, tuple[Player, SystemTimes]] = {}
         self._sizes, self._paces, self._cores = sizes, paces, cores
         self._directory = directory
 
@@ -110,7 +110,7 @@ class Contest:
         )
 
     def add_trl(self, packages: Path, micro_rows: int) -> None:
-        """The trainer of TRL that is installed in a directory, which computes so many rows at a time."""
+        """The trainer of the TRL in a directory, which computes at most `rows` rows at a time."""
         sizes = {"rows": self._sizes.rows, "prompt-tokens": self._sizes.prompt_tokens}
         sizes |= {"new-tokens": self._sizes.new_tokens, "micro-rows": micro_rows}
         sizes["threads"] = self._cores
@@ -125,7 +125,7 @@ class Contest:
         layout = f"1 process, {self._cores} threads"
         self._add(TRL, arguments, self._cores, layout, {"PYTHONPATH": os.pathsep.join(paths)})
 
-    def run(self) -> dict[str, Measured]:
+    def run(self) -> dict[str, SystemTimes]:
         """All systems, in turns."""
         for _ in range(self._paces.turns):
             for player, measured in self.players.values():
@@ -147,7 +147,7 @@ class Contest:
     ) -> None:
         log = self._directory / f"{self.algorithm}-{len(self.players)}.log"
         player = Player(f"{name}, {self.algorithm}", arguments, threads, log, variables)
-        self.players[name] = player, Measured(layout)
+        self.players[name] = player, SystemTimes(layout)
 
     def _config(self, rollout_engine: str, steps: int) -> dict[str, Any]:
         """The configuration of a run."""
@@ -210,7 +210,7 @@ class Contest:
 
 
 def build_task(directory: Path, sizes: Sizes) -> int:
-    """Writes model, tokenizer and prompts; returns how many parameters the model has."""
+    """Writes model, tokenizer and prompts; returns the number of parameters."""
     num_parameters = build_model(directory / "model")
     vocabulary = {task.word(token): token for token in range(task.VOCABULARY)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=task.word(0)))
@@ -223,20 +223,20 @@ def build_task(directory: Path, sizes: Sizes) -> int:
 
 
 def trl_version(packages: Path) -> str | None:
-    """Version of the TRL in a directory; None where there is none."""
+    """Version of the TRL in a directory; None without TRL."""
     found = metadata.distributions(name="trl", path=[str(packages)])
     return next((distribution.version for distribution in found), None)
 
 
-def over_trl(measured: Mapping[str, Measured], name: str) -> tuple[float, float, float]:
+def over_trl(measured: Mapping[str, SystemTimes], name: str) -> tuple[float, float, float]:
     """Tokens/s over those of TRL: the median over the turns, the least and the most."""
     turns = zip(measured[name].seconds, measured[TRL].seconds, strict=True)
     ratios = [statistics.mean(trl) / statistics.mean(ours) for ours, trl in turns]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def stage_work(algorithm: str, sizes: Sizes, ranks: int) -> dict[str, list[roofline.Work]]:
-    """The matrix products of each stage on one of the ranks, which have as many rows each."""
+def stage_work(algorithm: str, sizes: Sizes, ranks: int) -> dict[str, list[roofline.MatmulWork]]:
+    """The matrix products of each stage on one rank; all ranks have equally many rows."""
     rows, length = sizes.rows // ranks, sizes.prompt_tokens + sizes.new_tokens
     prompts = rows // task.GROUP if algorithm == "grpo" else rows
     read, written = prompts * sizes.prompt_tokens + rows * sizes.new_tokens, rows * sizes.new_tokens
@@ -266,11 +266,13 @@ def ideal_seconds(algorithms: Iterable[str], sizes: Sizes, cores: int) -> dict[s
 
 
 def shares(stages: Mapping[str, float], ideal: Mapping[str, float]) -> dict[str, float]:
-    """Of each stage with matrix products, the time these would take alone over the time that it took."""
+    """By stage with matrix products, their time alone over the time of the stage."""
     return {stage: ideal[stage] / stages[stage] for stage in ideal if stages.get(stage)}
 
 
-def show(algorithm: str, measured: Mapping[str, Measured], sizes: Sizes, ideal: Mapping[str, float]) -> None:
+def show(
+    algorithm: str, measured: Mapping[str, SystemTimes], sizes: Sizes, ideal: Mapping[str, float]
+) -> None:
     """The tables of one algorithm."""
     table = Table(title=f"{algorithm.upper()}, tokens per second of whole iterations")
     for name in ("system", "processes", "median", "turns", "over TRL (turns)"):
@@ -385,7 +387,7 @@ def main(
     packages = {"grpo": trl_grpo, "ppo": trl_ppo}
     versions = {name: trl_version(packages[name]) for name in algorithms or ALGORITHMS}
     engines = _rollout_engines()
-    results: dict[str, dict[str, Measured]] = {}
+    results: dict[str, dict[str, SystemTimes]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         num_parameters = build_task(directory, sizes)
@@ -411,22 +413,24 @@ def main(
         "sizes": vars(sizes),
         "trl": versions,
         "matmul_s": ideal,
-        "algorithms": {
-            algorithm: {
-                name: {
-                    "layout": system.layout,
-                    "seconds": system.seconds,
-                    "tokens_per_s": system.rates(sizes),
-                    "mean_s": system.mean_stages(),
-                    "share_of_matmul_rate": shares(system.mean_stages(), ideal[algorithm]),
-                    **({"over_trl": over_trl(measured, name)} if TRL in measured and name != TRL else {}),
-                }
-                for name, system in measured.items()
-            }
-            for algorithm, measured in results.items()
-        },
+        "algorithms": {name: _figures(measured, sizes, ideal[name]) for name, measured in results.items()},
     }
     write_json(json_path, figures)
+
+
+def _figures(measured: Mapping[str, SystemTimes], sizes: Sizes, ideal: Mapping[str, float]) -> dict[str, Any]:
+    """Figures of one algorithm by system, for the JSON file."""
+    return {
+        name: {
+            "layout": system.layout,
+            "seconds": system.seconds,
+            "tokens_per_s": system.rates(sizes),
+            "mean_s": system.mean_stages(),
+            "share_of_matmul_rate": shares(system.mean_stages(), ideal),
+            **({"over_trl": over_trl(measured, name)} if TRL in measured and name != TRL else {}),
+        }
+        for name, system in measured.items()
+    }
 
 
 if __name__ == "__main__":

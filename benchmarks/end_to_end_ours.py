@@ -28,7 +28,7 @@ from controller.training.step import Step
 
 
 class TimedRun(Run):
-    """A run that takes turns."""
+    """A run that iterates in turns with other systems."""
 
     def __init__(self, *arguments: Any, turns: Turns, warm_up: int, iterations: int) -> None:
         super().__init__(*arguments)
@@ -93,7 +93,7 @@ def _connect(config: Config) -> Cluster:
 @click.option("--warm-up", type=int, required=True)
 @click.option("--iterations", type=int, required=True)
 def main(algorithm: str, path: Path, warm_up: int, iterations: int) -> None:
-    """Iterate when told to, and tell how long it took."""
+    """Iterate on request, and report the time."""
     iterate(algorithm, path, Turns(), warm_up, iterations)
 
 

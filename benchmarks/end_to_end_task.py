@@ -22,16 +22,16 @@ LEARNING_RATE = 1e-5
 CLIP = 0.2
 VALUE_CLIP = 0.2
 VALUE_COEFFICIENT = 0.1
-"""Weight of the value loss, where it shares an optimizer with the policy's."""
+"""Weight of the value loss, if it shares an optimizer with the policy's."""
 LAMBDA = 0.95
 MAX_GRAD_NORM = 1.0
 TOKENS_TOGETHER = 2048
-"""Of a micro-batch, about."""
+"""Approximate tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one iteration.
+    """Sizes of one iteration.
 
     Attributes:
         rows: Sequences.
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Of prompts and responses of the whole batch, as the HybridFlow paper counts them (section 8.1)."""
+        """Tokens of prompts and responses of the whole batch, as the HybridFlow paper counts them (section 8.1)."""
         return self.rows * (self.prompt_tokens + self.new_tokens)
 
 
@@ -71,7 +71,7 @@ def even_words(prompt: str, response: str, ground_truth: str, metadata: Mapping[
 
 
 class Stopwatch:
-    """Lets a loop iterate when it has its turn, and tells how long each iteration took.
+    """Lets a loop iterate in its turn, and reports the time of each iteration.
 
     Args:
         warm_up: Iterations before the first turn.
@@ -89,7 +89,7 @@ class Stopwatch:
         self._laps: list[float] = []
 
     def lap(self) -> None:
-        """Call it when an iteration is done."""
+        """Records that an iteration has ended."""
         self._num_done += 1
         self._laps.append(time.perf_counter())
         is_warm = self._num_done >= self._warm_up
@@ -102,11 +102,11 @@ class Stopwatch:
 
 
 def num_steps(warm_up: int, iterations: int) -> int:
-    """Iterations that a loop has to do in all: the one after its turn is not waited for."""
+    """Iterations of a loop in all, with the one that begins after its last turn."""
     return warm_up + iterations + 1
 
 
 def mean_of(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each key; one that is not everywhere counts as 0 there."""
+    """The mean of each key over all tables; a missing key counts as 0."""
     names = dict.fromkeys(name for each in dictionaries for name in each)
     return {name: sum(each.get(name, 0.0) for each in dictionaries) / len(dictionaries) for name in names}

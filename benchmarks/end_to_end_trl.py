@@ -1,4 +1,4 @@
-"""TRL in `benchmarks.end_to_end`: its GRPO or PPO trainer in one process, iterating when it has its turn.
+"""TRL in `benchmarks.end_to_end`: its GRPO or PPO trainer in one process, iterating in its turns.
 
 The settings are those of the cluster; what TRL has on by default and costs it time without need here is off: gradient
 checkpointing, and bfloat16, which is slower than float32 on most CPUs.
@@ -28,7 +28,7 @@ from benchmarks.turns import Turns
 
 
 class Laps(TrainerCallback):
-    """Tells a stopwatch of each update."""
+    """Reports each update to a stopwatch."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -38,7 +38,7 @@ class Laps(TrainerCallback):
 
 
 class EvenTokens(nn.Module):
-    """The reward function, in the form of a reward model: PPO of TRL takes no other."""
+    """The reward function as a reward model, the only form that PPO of TRL takes."""
 
     base_model_prefix = "backbone"
 
@@ -158,7 +158,7 @@ def main(
     warm_up: int,
     iterations: int,
 ) -> None:
-    """Iterate when told to, and tell how long it took."""
+    """Iterate on request, and report the time."""
     laps = Laps(Stopwatch(Turns(), warm_up, iterations))
     torch.set_num_threads(threads)
     common: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""Whether anything is taken for lost that is only slow: runs of the quickstart, one after the other, while every core
+"""False alarms, slow processes that are taken for lost: runs of the quickstart, one after the other, while every core
 is oversubscribed twice.
 
 Two processes a core do nothing but count. Beside them the quickstart's services stay up and runs of a few steps are
-made on them until the time is over. An alarm is whatever a machine with enough cores would not have shown: a run that
-failed, a connection that the controller made anew, a line of a rank that says that something failed. All runs have the
-same seed, so their weights have to be the same too.
+made on them until the time is over. An alarm is a run that failed, a connection that the controller made anew, or a
+line of a rank about a failure: a machine with enough cores has none. All runs have the same seed, so their weights
+have to be the same too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ALARM = re.compile(
 
 
 def spin() -> None:
-    """Takes a core for as long as its parent lives."""
+    """Keeps a core busy for as long as its parent lives."""
     parent = os.getppid()
     while os.getppid() == parent:
         for _ in range(1_000_000):
@@ -53,7 +53,7 @@ def spin() -> None:
 
 @contextlib.contextmanager
 def oversubscribed() -> Iterator[int]:
-    """While processes count on every core; how many there are."""
+    """Keeps every core busy with counting processes; yields their number."""
     busy = [
         multiprocessing.Process(target=spin, daemon=True)
         for _ in range(BUSY_PER_CORE * (os.cpu_count() or 1))
@@ -68,7 +68,7 @@ def oversubscribed() -> Iterator[int]:
 
 
 class Alarms:
-    """Counts what the controller takes for a loss, while it is the context."""
+    """Records connections that the controller takes for lost."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -138,7 +138,7 @@ def log_lines(logs: Path) -> list[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--minutes", default=10.0, show_default=True, help="How long runs are begun for.")
+@click.option("--minutes", default=10.0, show_default=True, help="Time in which runs begin.")
 @json_option
 def main(minutes: float, json_path: Path | None) -> None:
     before, alarms, weights, seconds = circumstances(), Alarms(), set[str](), list[float]()

@@ -1,4 +1,4 @@
-"""Tokens per second of the rollout engines, beside the plain engines they are made of.
+"""Tokens per second of the rollout engines, beside the plain engines that they use.
 
 All generate as many tokens for the same prompts with the same small Llama, each in a process of its own with as many
 threads, in turns, so that drift of the machine hits all alike.
@@ -32,7 +32,7 @@ ARCHITECTURE = Architecture(
 
 
 def build_model(directory: Path) -> int:
-    """Writes a Llama of about 3 million random weights; returns how many exactly."""
+    """Writes a Llama of about 3 million random weights; returns the exact number."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""One engine of `benchmarks.generate`, in a process of its own: it answers a turn with its seconds and tokens."""
+"""One engine of `benchmarks.generate`, in a process of its own, which answers each turn with seconds and tokens."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def hf(model: Path, prompts: Prompts, num_new: int) -> Generate:
 
 def vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
     """The rollout engine vllm."""
+    # Seconds of import, and not installed everywhere.
     from services.rollout.vllm import VLLMRollout
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -47,7 +48,7 @@ def vllm(model: Path, prompts: Prompts, num_new: int) -> Generate:
 
 
 def plain_transformers(model: Path, prompts: Prompts, num_new: int) -> Generate:
-    """`generate` of transformers; it gives no log-probabilities."""
+    """`generate` of transformers, without log-probabilities."""
     generator: Any = AutoModelForCausalLM.from_pretrained(model).eval()
     ids_BT = torch.tensor(prompts)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": num_new}

@@ -40,7 +40,7 @@ ARCHITECTURES = {
     ),
 }
 UPDATES = {"update_actor": False, "update_critic": True}
-"""Methods that learn; whether it is a critic that does."""
+"""By method that updates a model, whether the model is a critic."""
 LEAST_UTILISATION = 0.4
 LEARNING_RATE = 1e-6
 STARTUP_S, CALL_S = 900.0, 1800.0
@@ -48,7 +48,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTime:
     """One method of one service, over the iterations that count.
 
     Attributes:
@@ -86,7 +86,7 @@ class Setting:
 
 
 def build_model(directory: Path, model: Architecture, positions: int) -> int:
-    """Writes a random Llama and its tokenizer; returns how many parameters it has."""
+    """Writes a random Llama and its tokenizer; returns the number of parameters."""
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -111,7 +111,7 @@ def build_model(directory: Path, model: Architecture, positions: int) -> int:
 
 
 def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[str, Any]:
-    """Of a run whose services share one device."""
+    """Configuration of a run whose services share one device."""
     sizes = setting.sizes
 
     def service(role: str, **more: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def run(config: Path, runs: Path) -> Path:
     return directory
 
 
-def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[Stage]:
+def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[StageTime]:
     """Stages of the steps that count, read from the events of a timeline, in order of the first call."""
     events = list(events)
     names = {
@@ -189,7 +189,7 @@ def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[Sta
         of_step = seconds.setdefault(stage, {})
         of_step[step] = of_step.get(step, 0.0) + event["dur"] / 1e6
         peaks[stage] = max(peaks.get(stage, 0), event["args"].get("peak_device", 0))
-    return [Stage(*stage, list(of_step.values()), peaks[stage]) for stage, of_step in seconds.items()]
+    return [StageTime(*stage, list(of_step.values()), peaks[stage]) for stage, of_step in seconds.items()]
 
 
 def read_metrics(path: Path, counted: range) -> Iterator[dict[str, float]]:
@@ -200,7 +200,7 @@ def read_metrics(path: Path, counted: range) -> Iterator[dict[str, float]]:
             yield row
 
 
-def utilisation(stage: Stage, setting: Setting, peak: float) -> float | None:
+def utilisation(stage: StageTime, setting: Setting, peak: float) -> float | None:
     """Model FLOPs utilisation of an update: what the model needs over what the device could do while it was computed,
     the optimizer and the copy that an update can be undone with included. None of what is no update."""
     if stage.method not in UPDATES:
@@ -217,9 +217,9 @@ def utilisation(stage: Stage, setting: Setting, peak: float) -> float | None:
 
 
 def show(
-    stages: Sequence[Stage], setting: Setting, metrics: Sequence[Mapping[str, float]], peak: float | None
+    stages: Sequence[StageTime], setting: Setting, metrics: Sequence[Mapping[str, float]], peak: float | None
 ) -> None:
-    """The table, and what became of the aim."""
+    """Prints the table, and whether the aim is met."""
     table = Table(title="PPO with all roles on one device, a mean iteration")
     for name in ("stage", "seconds", "tokens/s", "peak memory, GiB", "FLOPs utilisation"):
         table.add_column(name, justify="left" if name == "stage" else "right")
@@ -289,7 +289,7 @@ def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]
 @click.option(
     "--peak-tflops",
     type=click.FloatRange(0, min_open=True),
-    help="What the device can do in bfloat16, where it is none of those known.",
+    help="Peak bfloat16 rate of the device, if it is not in the table.",
 )
 @json_option
 def main(
@@ -305,7 +305,7 @@ def main(
     peak_tflops: float | None,
     json_path: Path | None,
 ) -> None:
-    """Run PPO with all roles on one GPU, and say where its time and memory go."""
+    """Run PPO with all roles on one GPU, and report time and memory by stage."""
     if rows % mini_batches:
         raise click.UsageError(f"{rows} rows are no {mini_batches} mini-batches of one size")
     before, on_gpu = circumstances(), torch.cuda.is_available()

@@ -1,8 +1,8 @@
-"""How many calls a second the load tester can make, beside a bare grpc.aio loop.
+"""Calls a second of the load tester, beside bare grpc.aio loops.
 
-A server answers a call with what it already holds, on one core; client processes on another call it with so many
-calls at the same time: bare loops that await one call after another, and `rlhf-loadtest` with as many callers. They
-take turns, so that drift of the machine hits both alike.
+A server answers every call with the same message, on one core; client processes on another core call it: bare loops
+that await one call after another, and `rlhf-loadtest` with as many callers. They take turns, so that drift of the
+machine hits both alike.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def no_op_server(core: int) -> Iterator[str]:
 
 
 def _serve(parent: Connection, core: int) -> None:
-    """Serves until the other end of the pipe closes, however that happens."""
+    """Serves until the other end of the pipe closes."""
     os.sched_setaffinity(0, {core})
     response = reward_pb2.ComputeRewardResponse(scores=[reward_pb2.RowScore(score=1)])
 
@@ -97,7 +97,7 @@ def bare_rate(address: str, callers: int, seconds: float, core: int) -> float:
 
 def _call_bare(parent: Connection, address: str, callers: int, seconds: float, core: int) -> None:
     os.sched_setaffinity(0, {core})
-    # As many bytes as the tester sends.
+    # The same number of bytes as the tester sends.
     row = reward_pb2.TextRow(prompt="12345678", response="12345678")
     request = reward_pb2.ComputeRewardRequest(text_rows=[row])
 

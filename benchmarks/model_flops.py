@@ -1,4 +1,4 @@
-"""Floating-point operations that a transformer's training takes, and what a device could do in the same time."""
+"""Floating-point operations of training a transformer, and peak rates of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "L40S": 362.0,
 }
-"""Of NVIDIA's GPUs by a part of their name, the first that fits: bfloat16 products, dense, from the data sheets."""
+"""Peak dense bfloat16 rates of NVIDIA's GPUs from the data sheets, by a part of their name; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Architecture:
 def training_flops(
     model: Architecture, rows: int, prompt_tokens: int, new_tokens: int, *, is_critic: bool = False
 ) -> float:
-    """Of one forward and backward pass over rows of one length, as the model has it: what is computed twice, or for
-    masked positions, does not count, and neither do products with vectors.
+    """Operations that the model needs for one forward and backward pass over rows of one length. Recomputation, masked
+    positions and products with vectors do not count.
 
     Six operations for each weight and token, two in the forward pass and four in the backward pass (Kaplan et al. 2020,
     "Scaling Laws for Neural Language Models", section 2.1). Each token attends to itself and those before it. The

@@ -77,7 +77,7 @@ class Iteration:
 
 
 class PacedRun(Run):
-    """A run that lets others have a turn before some of its steps, and keeps the time."""
+    """A run that waits for its turn before some of its steps, and records times."""
 
     def __init__(self, *arguments: Any, turns: Mapping[int, Callable[[], None]]) -> None:
         super().__init__(*arguments)
@@ -101,7 +101,7 @@ class PacedRun(Run):
 
 
 class Torchrun:
-    """`benchmarks.overhead_plain` on so many ranks, which iterates when told to. A context
+    """`benchmarks.overhead_plain` on a number of ranks, which iterates on request. A context
     manager: no process of it outlives the context."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Torchrun:
             self._answer(f"ready/{rank}", START_TIMEOUT_S)
 
     def turn(self, count: int) -> None:
-        """Does so many iterations."""
+        """Runs `count` iterations."""
         number = len(self.seconds)
         self._pace.set(f"steps/{number}", str(count))
         answers = [self._answer(f"seconds/{number}/{rank}", TURN_TIMEOUT_S) for rank in range(self._ranks)]
@@ -198,7 +198,7 @@ def attribute(iteration: Iteration) -> dict[str, float]:
 
 
 def _phases(records: Iterable[CallRecord], wanted: str) -> list[Span]:
-    """When ranks were in a phase of a call, as they themselves report it."""
+    """Times in which ranks were in a phase of a call, by their own reports."""
     spans = []
     for record in records:
         for response in record.responses:
@@ -225,8 +225,8 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 @dataclass
-class Measured:
-    """Seconds of each iteration, by system and turn, and what else was seen."""
+class OverheadTimes:
+    """Seconds of each iteration by system and turn, phases and hashes."""
 
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class Measured:
     sha256: dict[str, str] = field(default_factory=dict)
 
 
-def measure(config: Config, directory: Path, warm_up: int, iterations: int, num_turns: int) -> Measured:
+def measure(config: Config, directory: Path, warm_up: int, iterations: int, num_turns: int) -> OverheadTimes:
     """All systems, in turns."""
     path = directory / "config.toml"
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
@@ -260,7 +260,7 @@ def measure(config: Config, directory: Path, warm_up: int, iterations: int, num_
 
         turns = {start: turn(size) for start, size in zip(starts, sizes, strict=True)}
         paced, sha256 = _run_cluster(config, turns)
-        measured = Measured(sha256={CLUSTER: sha256, PLAIN: plain.sha256()})
+        measured = OverheadTimes(sha256={CLUSTER: sha256, PLAIN: plain.sha256()})
     done = [i.ended_s - i.started_s for i in paced.iterations[: starts[-1] - 1]]
     measured.seconds[CLUSTER] = [
         done[s - 1 : s - 1 + n] for s, n in zip(starts[1:-1], sizes[1:-1], strict=True)
@@ -296,7 +296,7 @@ def _run_cluster(config: Config, turns: Mapping[int, Callable[[], None]]) -> tup
             return run, run.finish()["actor_sha256"]
 
 
-def show(measured: Measured) -> None:
+def show(measured: OverheadTimes) -> None:
     """The tables."""
     screen = console()
     table = Table(title="One PPO iteration, seconds")
@@ -331,7 +331,7 @@ def show(measured: Measured) -> None:
     screen.print(f"cluster over plain torchrun: {overhead:+.1%}, aim at most {MOST_OVERHEAD:+.0%}: {verdict}")
 
 
-def over_plain(measured: Measured, name: str) -> tuple[float, float, float]:
+def over_plain(measured: OverheadTimes, name: str) -> tuple[float, float, float]:
     """More time than plain torchrun, as a fraction: the median over the turns, the least and the most."""
     turns = zip(measured.seconds[name], measured.seconds[PLAIN], strict=True)
     of_turns = [statistics.median(ours) / statistics.median(plain) - 1 for ours, plain in turns]

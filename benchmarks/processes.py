@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts and asks, and taking what it compares in turns."""
+"""Processes of a benchmark, and measurements in turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 TIMEOUT_S = 120.0
-"""Most that an answer may take."""
+"""Longest time of an answer, in seconds."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def ask(connection: Connection, *request: object) -> Any:
 
 
 def timed(move: Callable[[], object]) -> Callable[[], float]:
-    """The same, giving its seconds."""
+    """The function as one that returns its seconds."""
 
     def seconds() -> float:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The machine's own rate of matrix products, at the shapes that a stage of an iteration multiplies.
+"""The machine's rate of matrix products, at the shapes of a stage of an iteration.
 
 A stage's share is the time that its matrix products would take at that rate, over the time that the stage took. What
 counts is what the stage needs: a prompt that several responses share is read once, each token attends to itself and
@@ -21,11 +21,11 @@ from benchmarks.model_flops import Architecture
 
 REPEATS = 7
 LEAST_S = 0.01
-"""A product is repeated for at least this long, so that the clock's resolution does not count."""
+"""Shortest time of a series of products, so that the clock's resolution does not matter."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     """A product [batch, m, k] x [batch, k, n]; `kind` is "forward", "input gradient", "weight gradient" or
     "attention"."""
 
@@ -41,16 +41,16 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Work:
+class MatmulWork:
     """Products of one shape's rate: as many operations as `flops`, at the rate at which `shape` is multiplied."""
 
-    shape: Shape
+    shape: MatmulShape
     flops: float
 
 
 def update_work(
     model: Architecture, tokens: int, rows: int, length: int, outputs: int, together: int
-) -> list[Work]:
+) -> list[MatmulWork]:
     """One forward and one backward pass.
 
     Args:
@@ -67,59 +67,62 @@ def update_work(
         if shape.kind == "attention":
             backward += [each, each]
             continue
-        of_x = Shape("input gradient", 1, shape.m, shape.n, shape.k)
-        of_weight = Shape("weight gradient", 1, shape.n, shape.m, shape.k)
-        backward += [Work(of_x, each.flops), Work(of_weight, each.flops)]
+        of_x = MatmulShape("input gradient", 1, shape.m, shape.n, shape.k)
+        of_weight = MatmulShape("weight gradient", 1, shape.n, shape.m, shape.k)
+        backward += [MatmulWork(of_x, each.flops), MatmulWork(of_weight, each.flops)]
     return work + backward
 
 
 def forward_work(
     model: Architecture, tokens: int, rows: int, length: int, outputs: int, together: int
-) -> list[Work]:
+) -> list[MatmulWork]:
     """One forward pass; arguments as of `update_work`."""
     work = [
-        Work(Shape("forward", 1, min(together, tokens), k, n), 2.0 * tokens * k * n * model.layers * times)
+        MatmulWork(
+            MatmulShape("forward", 1, min(together, tokens), k, n),
+            2.0 * tokens * k * n * model.layers * times,
+        )
         for k, n, times in layer_products(model)
     ]
     if outputs:
-        shape = Shape("forward", 1, min(together, outputs), model.hidden, model.vocabulary)
-        work.append(Work(shape, 2.0 * outputs * model.hidden * model.vocabulary))
+        shape = MatmulShape("forward", 1, min(together, outputs), model.hidden, model.vocabulary)
+        work.append(MatmulWork(shape, 2.0 * outputs * model.hidden * model.vocabulary))
     return work + attention_work(model, rows, length, together)
 
 
-def attention_work(model: Architecture, rows: int, length: int, together: int) -> list[Work]:
+def attention_work(model: Architecture, rows: int, length: int, together: int) -> list[MatmulWork]:
     """Scores and weighted values, of half of all pairs of tokens."""
     batch = max(1, min(rows, together // length)) * model.heads
     flops = 2.0 * rows * model.heads * model.layers * model.head_dim * length * (length + 1) / 2
-    scores = Shape("attention", batch, length, model.head_dim, length)
-    values = Shape("attention", batch, length, length, model.head_dim)
-    return [Work(scores, flops), Work(values, flops)]
+    scores = MatmulShape("attention", batch, length, model.head_dim, length)
+    values = MatmulShape("attention", batch, length, length, model.head_dim)
+    return [MatmulWork(scores, flops), MatmulWork(values, flops)]
 
 
 def generation_work(
     model: Architecture, prompts: int, rows: int, prompt_tokens: int, new_tokens: int
-) -> list[Work]:
+) -> list[MatmulWork]:
     """A pass over the distinct prompts, and a decoding step for each further token of every row."""
     work = forward_work(
         model, prompts * prompt_tokens, prompts, prompt_tokens, prompts, prompts * prompt_tokens
     )
     steps = new_tokens - 1
     work += [
-        Work(Shape("forward", 1, rows, k, n), 2.0 * rows * k * n * model.layers * times * steps)
+        MatmulWork(MatmulShape("forward", 1, rows, k, n), 2.0 * rows * k * n * model.layers * times * steps)
         for k, n, times in layer_products(model)
     ]
-    output = Shape("forward", 1, rows, model.hidden, model.vocabulary)
-    work.append(Work(output, output.flops * steps))
+    output = MatmulShape("forward", 1, rows, model.hidden, model.vocabulary)
+    work.append(MatmulWork(output, output.flops * steps))
     # The mean number of tokens that a new one attends to.
     read = prompt_tokens + 1 + steps // 2
     group = model.heads // model.kv_heads
-    scores = Shape("attention", rows * model.kv_heads, group, model.head_dim, read)
-    values = Shape("attention", rows * model.kv_heads, group, read, model.head_dim)
-    return [*work, *(Work(shape, shape.flops * model.layers * steps) for shape in (scores, values))]
+    scores = MatmulShape("attention", rows * model.kv_heads, group, model.head_dim, read)
+    values = MatmulShape("attention", rows * model.kv_heads, group, read, model.head_dim)
+    return [*work, *(MatmulWork(shape, shape.flops * model.layers * steps) for shape in (scores, values))]
 
 
 def layer_products(model: Architecture) -> list[tuple[int, int, int]]:
-    """(in, out, how often) of the weights of one layer."""
+    """(in, out, number) of the weights of one layer."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = [
         (model.hidden, queries, 1),
@@ -134,12 +137,12 @@ def layer_products(model: Architecture) -> list[tuple[int, int, int]]:
     return [(k, n, times) for (k, n), times in merged.items()]
 
 
-def seconds(work: Sequence[Work], rates: dict[Shape, float]) -> float:
-    """The time that the products take at the measured rates."""
+def seconds(work: Sequence[MatmulWork], rates: dict[MatmulShape, float]) -> float:
+    """Seconds of the products at the measured rates."""
     return sum(each.flops / rates[each.shape] for each in work)
 
 
-def measure(shapes: Sequence[Shape], cores: int) -> dict[Shape, float]:
+def measure(shapes: Sequence[MatmulShape], cores: int) -> dict[MatmulShape, float]:
     """Operations per second of each shape on one core while all cores multiply; the mean over them."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(cores)
@@ -155,7 +158,7 @@ def _keep_barrier(barrier: object) -> None:
     _barrier.append(barrier)
 
 
-def _rates(shapes: list[Shape]) -> dict[Shape, float]:
+def _rates(shapes: list[MatmulShape]) -> dict[MatmulShape, float]:
     torch.set_num_threads(1)
     _barrier[0].wait(60)  # type: ignore[attr-defined]
     return {shape: shape.flops / min(map(_best, _ways(shape))) for shape in shapes}
@@ -177,7 +180,7 @@ def _best(run: Callable[[], Tensor]) -> float:
     return statistics.median(series)
 
 
-def _ways(shape: Shape) -> list[Callable[[], Tensor]]:
+def _ways(shape: MatmulShape) -> list[Callable[[], Tensor]]:
     """The product by each library that torch has."""
     if shape.kind == "attention":
         a, b = torch.rand(shape.batch, shape.m, shape.k), torch.rand(shape.batch, shape.k, shape.n)

@@ -1,4 +1,4 @@
-"""How many programs per second the code grader grades, beside what starting a bare sandbox takes.
+"""Programs per second that the code grader grades, beside starts of a bare sandbox.
 
 A graded program takes two sandboxes, the candidate's and the test runner's. The anchor is one `bwrap` with all
 namespaces that runs `python -c pass`, so half of it is the most that this design can reach. Both take short turns, so
@@ -35,7 +35,7 @@ BARE_COMMAND = [
 
 
 @dataclass(frozen=True)
-class Figure:
+class GradingRate:
     """Rate of one system.
 
     Attributes:
@@ -49,7 +49,7 @@ class Figure:
 
 
 def make_program(number: int) -> Submission:
-    """A program that no cache has seen, with assert-style tests that it passes."""
+    """A new program, so that no cache has it, with assert-style tests that it passes."""
     code = f"from typing import List\n\ndef shifted(xs: List[int], by):\n    return [x + by for x in xs]  # {number}"
     checks = "".join(f"    assert candidate([1, 2], {by}) == [{1 + by}, {2 + by}]\n" for by in range(CALLS))
     test = {"kind": "asserts", "code": f"def check(candidate):\n{checks}", "entry_point": "shifted"}
@@ -97,7 +97,9 @@ def main(programs: int, turns: int, workers: int, json_path: Path | None) -> Non
             rates[BARE].append(start_bare(pool, programs))
     grader.close()
     figures = [
-        Figure(system, round(statistics.median(turns_per_s), 1), [round(rate, 1) for rate in turns_per_s])
+        GradingRate(
+            system, round(statistics.median(turns_per_s), 1), [round(rate, 1) for rate in turns_per_s]
+        )
         for system, turns_per_s in rates.items()
     ]
     show(figures, workers)
@@ -107,8 +109,8 @@ def main(programs: int, turns: int, workers: int, json_path: Path | None) -> Non
     )
 
 
-def show(figures: list[Figure], workers: int) -> None:
-    """The table, and whether the aim is met."""
+def show(figures: list[GradingRate], workers: int) -> None:
+    """Prints the table, and whether the aim is met."""
     table = Table(title=f"Programs per second, {workers} at the same time")
     for name in ("system", "per second", "least", "most"):
         table.add_column(name, justify="left" if name == "system" else "right")

@@ -29,16 +29,16 @@ END_S = 20.0
 
 @contextlib.contextmanager
 def simulated(role: str, mesh: str) -> Iterator[int]:
-    """Ranks of a mesh; gives the port of rank 0."""
+    """Starts the ranks of a mesh; yields the port of rank 0."""
     arguments = ["--role", role, "--mesh", mesh, "--ranks-per-host", str(RANKS_PER_HOST)]
     command = [sys.executable, "-m", "benchmarks.simulated", *arguments]
-    # What gRPC says of streams that their clients drop at the end is of no use to anyone.
+    # gRPC would log streams that their clients drop at the end.
     with _piped(command, HERE.parent, stderr=subprocess.DEVNULL) as process:
         yield int(_line(process))
 
 
-class Client:
-    """A controller in a process of its own, which makes calls when told to. A context manager.
+class ScaleClient:
+    """A controller in a process of its own, which makes calls on request. A context manager.
 
     Args:
         checkout: Directory of the code that it runs, with a virtual environment in .venv.
@@ -51,7 +51,7 @@ class Client:
         self._command = [python, str(HERE / "scale_client.py")]
         self._checkout, self._asked = checkout, asked
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> ScaleClient:
         self._process = self._stack.enter_context(_piped(self._command, self._checkout))
         self._ask(self._asked)
         return self
@@ -94,7 +94,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def in_turns(clients: dict[str, Client], calls: int, turns: int) -> dict[str, list[float]]:
+def in_turns(clients: dict[str, ScaleClient], calls: int, turns: int) -> dict[str, list[float]]:
     """Milliseconds of CPU of a call by client, of each turn; a first turn is for warming up."""
     taken: dict[str, list[float]] = {name: [] for name in clients}
     for turn in range(turns + 1):
@@ -112,7 +112,7 @@ def updates(rows: int, mesh: str, turns: int, against: Path | None) -> dict[str,
         # Each has ranks of its own: a service has one session at a time.
         clients = {
             name: stack.enter_context(
-                Client(
+                ScaleClient(
                     checkout,
                     port=stack.enter_context(simulated("actor", mesh)),
                     **_asked("updates", mesh, rows),
@@ -128,7 +128,9 @@ def no_ops(mesh: str, calls: int, turns: int) -> dict[str, list[float]]:
     with contextlib.ExitStack() as stack:
         clients = {
             name: stack.enter_context(
-                Client(HERE.parent, port=stack.enter_context(simulated("reward", mesh)), **_asked(name, mesh))
+                ScaleClient(
+                    HERE.parent, port=stack.enter_context(simulated("reward", mesh)), **_asked(name, mesh)
+                )
             )
             for name in ("no-ops", "raw streams")
         }
@@ -141,7 +143,7 @@ def _asked(system: str, mesh: str, rows: int = 0) -> dict[str, Any]:
 
 
 def ratio(of: list[float], over: list[float]) -> float:
-    """Median of one over that of another."""
+    """Median of one client over that of another."""
     return round(statistics.median(of) / statistics.median(over), 3)
 
 

@@ -32,7 +32,7 @@ SYNCHRONIZE, DISPATCH = SERVICES["worker"]["Synchronize"], SERVICES["worker"]["D
 
 
 def connected(role: str, port: int, ranks: int) -> Cluster:
-    """A controller's cluster of one service, which has to live as long as its groups."""
+    """A controller's cluster of one service, which lives as long as its groups."""
     table: dict[str, Any] = {"role": role, "address": f"127.0.0.1:{port}", "ranks": ranks}
     if role == "actor":
         table |= {"model": "/", "mesh": "x"}
@@ -42,7 +42,7 @@ def connected(role: str, port: int, ranks: int) -> Cluster:
 
 
 def _config(service: dict[str, Any]) -> Config:
-    """A configuration that is not checked: of the service only the controller's part counts."""
+    """A configuration without checks; only the controller reads it."""
     tables: dict[str, dict[str, Any]] = {"data": {"train": "unused", "heldout": "unused"}}
     tables["services"] = {"reward": {"role": "reward", "address": "127.0.0.1:1", "ranks": service["ranks"]}}
     config = Config.model_validate(tables)
@@ -78,7 +78,7 @@ def trained_rows(rows: int, mesh: tuple[int, int, int], ranks_per_host: int) -> 
 
 
 class Updates:
-    """update_actor of many rows: what the requests cost."""
+    """update_actor of many rows, for the cost of the requests."""
 
     def __init__(self, port: int, mesh: tuple[int, int, int], ranks_per_host: int, rows: int) -> None:
         self.cluster = connected("actor", port, mesh[0] * mesh[1] * mesh[2])

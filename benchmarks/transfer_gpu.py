@@ -1,4 +1,4 @@
-"""How fast cuda_ipc brings a column into device memory of another process on the same GPU.
+"""Time of a column by cuda_ipc into device memory of another process on the same GPU.
 
 Shards lie in host memory, so three things are on the way: memory for the bytes is allocated, the source stages them
 (host to device, a slot at a time), and the reader copies each slot to its place (device to device) while the source
@@ -88,18 +88,18 @@ class Lender:
         self._shard, self._nbytes = 0, 0
 
     def put(self, nbytes: int) -> bytes:
-        """Stores `expected(nbytes)`; the batch, as a message."""
+        """Stores `expected(nbytes)`; returns the batch as a message."""
         self.store.release("benchmark")
         column = self.store.put_column(expected(nbytes), "uint8", Lease("benchmark", 1))
         self._shard, self._nbytes = column.runs[0].shard.id, nbytes
         return to_proto(Batch(column.rows, {"x": column})).SerializeToString()
 
     def share(self) -> bytes:
-        """The handle of memory like that which is lent to readers."""
+        """Handle of memory of the kind that is lent to readers."""
         return self._cuda.share(self._slots.pointer)
 
     def stage(self) -> float:
-        """Seconds of the column's way from the arena through the slots, with nobody to wait for."""
+        """Seconds of copying the column from the arena through the slots, without a reader."""
         started = time.perf_counter()
         for offset, start, nbytes in slots(self._nbytes, self._slot_bytes):
             pointer = self._slots.pointer + offset
@@ -114,7 +114,7 @@ def expected(nbytes: int) -> np.ndarray:
 
 
 def slots(nbytes: int, slot_bytes: int) -> list[tuple[int, int, int]]:
-    """Place among the slots, first byte and length of each piece of so many bytes."""
+    """Slot, first byte and length of each piece of `nbytes`."""
     return [
         (number % SLOTS * slot_bytes, start, min(slot_bytes, nbytes - start))
         for number, start in enumerate(range(0, nbytes, slot_bytes))
@@ -122,7 +122,7 @@ def slots(nbytes: int, slot_bytes: int) -> list[tuple[int, int, int]]:
 
 
 def run_lender(make_cuda: Callable[[], Cuda], slot_bytes: int, arena_bytes: int, parent: Connection) -> None:
-    """A process: a lender behind a gRPC server, which does what it is told until the pipe closes."""
+    """Body of a process: a lender behind a gRPC server, which answers requests until the pipe closes."""
 
     async def serve() -> None:
         lender = Lender(cuda := make_cuda(), arena_bytes, slot_bytes)
@@ -152,7 +152,7 @@ def measure_cuda_ipc(
         make_cuda: Makes the GPU, here and in the process that lends; it is pickled.
 
     Raises:
-        click.ClickException: What arrived is not what was sent.
+        click.ClickException: The received bytes differ from those sent.
     """
     if not sizes:
         return []

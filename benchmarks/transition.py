@@ -65,7 +65,7 @@ def formulas(mesh: Mesh, kind: str) -> Formulas:
     DeepSpeed-Chat shards it over d too, its redundancy is 1/(t p d)."""
     tp, generated = mesh.tensor * mesh.pipeline, mesh.replica_size
     if kind in ("hybridflow", "vllm"):
-        # What is repacked is a copy.
+        # Repacked weights are copies.
         redundant = 0.0 if kind == "hybridflow" else 1 / tp
         return Formulas((tp - generated) / (generated * tp), 1 / generated, redundant)
     ranks = tp if kind == "hybridflow_v" else mesh.size

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from nccl_transfer.refs.mesh import Mesh
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.engines.three_d.transition import Kind, ReceivedBytes
+from services.engines.three_d.gather_groups import Kind
+from services.engines.three_d.transition import ReceivedBytes
 from services.storage.layout import Layout
 from settings.actor import VllmTable
 
@@ -164,7 +165,7 @@ def main(rank: int, directory: Path) -> None:
             reports.append(measure_vllm(directory / "large", Mesh(*sizes), job["turns"]))
             continue
         mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
-        # What libraries take once is not the transition's.
+        # One-off allocations of libraries do not count.
         dict(start(directory / "small", mesh, kind).rollout_weights())
         reports.append(measure(directory / "large", mesh, kind, job["turns"]))
     (directory / f"report-{rank}.json").write_text(json.dumps(reports))

@@ -99,5 +99,5 @@ class Turns:
         print(json.dumps(what), file=self._answers)
 
     def wait(self) -> bool:
-        """Waits for the next turn; False where there is none any more."""
+        """Waits for the next turn; returns False after the last."""
         return bool(sys.stdin.readline())

@@ -24,19 +24,28 @@ class RankClient:
         rank: Rank within it.
         address: host:port.
         is_ours: Whether the server is of this package and accepts pings.
+        shares_connection: False: a TCP connection of its own, also where another client leads to the same address.
         session: Name of the session where the rank serves WorkerService.Dispatch: calls of the group go over a stream,
             which also keeps the session alive. Empty: every call is unary.
     """
 
     def __init__(
-        self, service: str, rank: int, address: str, *, is_ours: bool = False, session: str = ""
+        self,
+        service: str,
+        rank: int,
+        address: str,
+        *,
+        is_ours: bool = False,
+        shares_connection: bool = True,
+        session: str = "",
     ) -> None:
         self.service = service
         self.rank = rank
         self.address = address
-        self._channel = open_aio_channel(
-            address, (*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS)
-        )
+        options = [*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS]
+        if not shares_connection:
+            options.append(("grpc.use_local_subchannel_pool", 1))
+        self._channel = open_aio_channel(address, options)
         self._callables: dict[str, Any] = {}
         self._session = session
         self._stream: CallStream | None = None

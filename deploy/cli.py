@@ -155,7 +155,7 @@ def logs(config: Path, service: str | None, follow: bool) -> None:
 
 
 def _log_dir(config: Path) -> Path:
-    """Where logs go unless the command line says so."""
+    """Directory of logs without --log-dir."""
     return (Path("runs/logs") / config.stem).resolve()
 
 
@@ -217,8 +217,8 @@ def _up_detached(config: Path, settings: tuple[str, ...], log_dir: Path, only: t
 
 
 def _catch_signals() -> list[signal.Signals]:
-    """Notes the signals that ask this process to stop, from now on, instead of obeying at any moment; the
-    list grows as they come."""
+    """Records signals that ask this process to stop, from now on, instead of ending it; the list grows as they
+    arrive."""
     received: list[signal.Signals] = []
 
     def note(number: int, _: FrameType | None) -> None:

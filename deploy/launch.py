@@ -38,8 +38,7 @@ def rank_command(job: Job) -> list[str]:
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
     """The environment that a service's ranks share: this process's with the deployment's mark and the table's threads.
-
-    Where the user has set a variable that is only a default here, the user's value stays.
+    The user's value of a variable overrides a default.
     """
     threads = str(table.threads)
     return {

@@ -19,7 +19,7 @@ _LINE_LIMIT = 400
 
 
 def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
-    """One line on why a service ended: how the rank ended that others may have followed, or its first fatal line.
+    """One line on why a service ended: its first fatal line, or the exit of the rank that ended first.
 
     Args:
         ended: Exit codes, as of `subprocess`, by rank, of those that have ended.
@@ -27,7 +27,7 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
         log: Log of the service, NAME.log.
     """
     lines = _tail(log)
-    # What a signal has killed can say nothing, and its peers only that they miss it.
+    # A rank that a signal killed logs nothing, and its peers only log that it is gone.
     killed = [rank for rank, code in ended.items() if code < 0]
     fatal = [line for line in lines if line.startswith(FATAL)]
     if fatal and not killed:
@@ -42,7 +42,7 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
 
 
 def evidence(log: Path) -> str:
-    """`: LAST LINE (log: PATH)`, with the last line that says something, if any."""
+    """`: LAST LINE (log: PATH)`, with the last line that is not empty, if any."""
     return _evidence(_tail(log), log)
 
 
@@ -126,6 +126,6 @@ def _tail(log: Path) -> list[str]:
 def _how_it_ended(code: int, lines: list[str], log: Path) -> str:
     if code >= 0:
         return f"exited with code {code}{_evidence(lines, log)}"
-    # What is killed says nothing; the last line is of another rank, or of a better time.
+    # A killed rank logs nothing: the last line is older, or another rank's.
     said = [] if code == -signal.SIGKILL else lines
     return f"was killed by {signal.Signals(-code).name}{_evidence(said, log)}"

@@ -23,8 +23,7 @@ KILL_TIMEOUT_S = 10.0
 
 
 def find(deployment: str) -> list[psutil.Process]:
-    """All living processes of the deployment, also those whose own environment lacks the mark while that of
-    an ancestor has it."""
+    """All living processes of the deployment: those with its mark in their environment, and their descendants."""
     marked = _marked(deployment)
     found = set(marked)
     for root in _roots(marked):
@@ -36,8 +35,8 @@ def find(deployment: str) -> list[psutil.Process]:
 def stop(deployment: str, grace_s: float) -> None:
     """Ends all processes of the deployment and returns when they are gone.
 
-    The topmost ones get SIGTERM, side by side, and pass it on to theirs; what is left after the grace, in
-    seconds, is killed.
+    The topmost processes get SIGTERM at the same time and pass it on to their children; those that are left after the
+    grace, in seconds, are killed.
 
     Raises:
         RlhfError: A killed process does not end: it is stuck in the kernel.
@@ -56,7 +55,7 @@ def stop(deployment: str, grace_s: float) -> None:
 
 
 def kill_after(grace_s: float, living: Callable[[], list[psutil.Process]]) -> None:
-    """Returns when no process is living any more; kills those that are after the grace, in seconds.
+    """Returns when no process lives; kills those that are left after the grace, in seconds.
 
     Raises:
         RlhfError: A killed process does not end: it is stuck in the kernel.
@@ -85,7 +84,7 @@ def _mark(process: psutil.Process) -> str | None:
 
 
 def _roots(marked: list[psutil.Process]) -> list[psutil.Process]:
-    """Those whose parent is not among them."""
+    """The processes whose parent is not marked."""
     pids = {process.pid for process in marked}
     return [process for process in marked if _parent(process) not in pids]
 

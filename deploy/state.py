@@ -1,7 +1,7 @@
-"""Deployments of this host: one small file per config, locked by its supervisor while that lives.
+"""Deployments of this host: one small file per config, which its supervisor locks.
 
-The kernel frees the lock when the supervisor ends, however it ends. So a file that is locked names a living
-supervisor, and one that is not was left by a supervisor that was killed.
+The kernel frees the lock when the supervisor ends, however it ends. So a locked file names a living supervisor, and an
+unlocked one was left by a supervisor that was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deploy import processes
 from rlhf.errors import Refused
 
 LOCK_TIMEOUT_S = 1.0
-"""Somebody who only looks holds the lock for less than this."""
+"""Longest time that a process holds the lock only to look."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Deployment:
 
 @contextlib.contextmanager
 def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
-    """Holds the config for the deployment; first stops what a killed supervisor of it left.
+    """Locks the config for the deployment; first stops processes that a killed supervisor of it left.
 
     Raises:
         Refused: The config is up already.
@@ -85,9 +85,8 @@ def supervisor(deployment: Deployment) -> psutil.Process | None:
 
 
 def stop(deployment: Deployment, grace_s: float) -> bool:
-    """Stops the supervisor, every process of the deployment, and forgets it; whether the supervisor was alive.
-
-    The supervisor has the grace, in seconds, for its services and some time for itself.
+    """Stops the supervisor and every process of a deployment, and removes its file; returns whether the supervisor was
+    alive. The supervisor has the grace, in seconds, for its services and some time for itself.
 
     Raises:
         RlhfError: A process outlives SIGKILL.
@@ -116,7 +115,7 @@ def _path(config: str) -> Path:
 
 
 def _parse(text: str) -> Deployment | None:
-    """A supervisor that has only just locked its file has written nothing yet."""
+    """The deployment in a file; None in the empty file of a supervisor that has just locked it."""
     if not text:
         return None
     values = json.loads(text)

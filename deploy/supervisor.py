@@ -22,7 +22,7 @@ from settings.service import ServiceTable
 
 @dataclass
 class _Service:
-    """A service that was started; `processes` are its ranks, in their order."""
+    """A started service; `processes` are its ranks in order."""
 
     name: str
     table: ServiceTable
@@ -89,11 +89,11 @@ class Supervisor:
             self._start(name)
 
     def poll(self) -> bool:
-        """Looks at all services and returns at once: whether all of them have become healthy.
+        """Looks at all services and returns at once whether all of them are healthy.
 
         Raises:
-            ServiceLost: One has exited; the text names it and says why.
-            DeadlineExceeded: One is not healthy within its `startup_timeout_s`.
+            ServiceLost: A service has exited; the text names it and the cause.
+            DeadlineExceeded: A service is not healthy within its `startup_timeout_s`.
         """
         for service in self._services:
             codes = {rank: process.poll() for rank, process in enumerate(service.processes)}
@@ -131,7 +131,7 @@ class Supervisor:
         )
         log = self._log_dir / f"{name}.log"
         service = _Service(name, table, [], LocalRendezvous(), Probe(table.address), log)
-        # Known before its first rank starts, so that whatever happens now, `stop` ends what has started.
+        # Registered before its first rank starts, so that `stop` ends every rank that has started.
         self._services.append(service)
         common = environment(table, self._deployment.id)
         with self._open(log) as sink:

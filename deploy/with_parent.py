@@ -22,10 +22,10 @@ def wrap(command: list[str]) -> list[str]:
 
 
 def execute(parent: int, command: list[str]) -> None:
-    """Becomes `command`, to be sent SIGTERM when the process `parent`, which started this one, ends.
+    """Replaces this process by `command`, which gets SIGTERM when `parent`, the process that started this one, ends.
 
     Raises:
-        OSError: The kernel refused, or there is no such command.
+        OSError: The kernel refused, or the command does not exist.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):

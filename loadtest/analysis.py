@@ -50,8 +50,8 @@ def capacity(levels: Sequence[Level]) -> Level | None:
 
 
 def is_sustained(due: int, answered: int, errors: int, *, closed: bool = False) -> bool:
-    """Whether a service kept up: of the calls due in a window it answered as many, or nearly, without error. A closed
-    loop waits for answers, so there it has to answer at all, and nearly without error."""
+    """Whether a service kept up: it answered nearly all calls due in a window, nearly without error. A closed loop
+    waits for answers, so there any answer is enough, nearly without error."""
     kept_up = answered > 0 and (closed or answered >= SUSTAINED * due)
     return due > 0 and kept_up and errors <= TOLERATED_ERRORS * due
 
@@ -73,13 +73,12 @@ def mean_wait_s(rate: float, service_s: float, variance_s2: float = 0.0) -> floa
 
 
 def is_testers_limit(lag_s: float, latency_s: float) -> bool:
-    """Whether a load that was not kept up with says more of the tester than of the service: most of the mean latency
-    is the lag of its own sends."""
+    """Whether the tester limits a load that was not kept up with: the lag of its sends is most of the mean latency."""
     return lag_s > latency_s / 2
 
 
 def warmup_warnings(warmup_s: float, latency_s: float, window_s: float) -> list[str]:
-    """Why the throughput is too low for the load: a window that begins before answers come lacks that many.
+    """Warning that the throughput is too low: the window began before the answers to the warm-up arrived.
 
     Args:
         latency_s: Median latency.

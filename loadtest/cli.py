@@ -86,12 +86,12 @@ DEFAULT_RATE = 10.0
 def main(
     compared: tuple[Path, Path] | None, json_path: Path | None, html_path: Path | None, **options: Any
 ) -> None:
-    """Load one method of one service, and say how long its calls took and how many it answered.
+    """Load one method of one service, and report its latency and throughput.
 
     Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
-    its calls from one session at a time: testing it ends the session of a run that uses it.
+    its calls from one session at a time: a test is refused while a run has the service.
     """
-    # A connection that closes at the end is nothing to tell of.
+    # gRPC would log connections that close at the end.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if compared:
@@ -169,7 +169,7 @@ def _run(settings: Settings) -> tuple[Json, list[int]]:
         with stopping_on_signals(stop) as signals:
             return await measure(settings, tell, stop), signals
 
-    # epoll rounds a wait up to the next millisecond, select does not: sends are on time.
+    # epoll rounds a wait up to the next millisecond; select does not, so sends are on time.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(run())
 

@@ -22,7 +22,7 @@ _NOT_COMPARED = ("target", "objectives", "data")
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of two results; None where one of them does not have it."""
+    """A figure of two results; None in a result without it."""
 
     level: float
     name: str
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """(after - before) / before; None where that says nothing."""
+        """(after - before) / before; None where a figure is missing or `before` is 0."""
         if self.before is None or self.after is None or self.before == 0:
             return None
         return (self.after - self.before) / self.before
@@ -42,7 +42,7 @@ def read(path: Path) -> Json:
     """A result that `--json` wrote.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: The file is not a result.
     """
     try:
         result = json.loads(path.read_text())

@@ -1,8 +1,8 @@
 """Sends calls, in an open loop or a closed one, and ends in bounded time.
 
-Open loop: calls are due at moments that were decided beforehand, and latency counts from then. A service that stalls
-is charged for every call that was due meanwhile, as real clients would charge it (no coordinated omission). Closed
-loop: so many callers, each of which sends its next call when it has the answer to its last.
+Open loop: calls are due at moments that were decided beforehand, and latency counts from then. A stall counts
+against every call that was due meanwhile, as for real clients (no coordinated omission). Closed loop: each caller sends
+its next call when it has the answer to its last.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest.caller import SETTLE_S, Caller, Reply
 from loadtest.recorder import UNFINISHED, StepRecorder
-from loadtest.target import SETTLE_S, Caller, Reply
 
 MOST_OUTSTANDING = 10_000
-"""Calls without an answer at which an open loop ends its step: the service is long past what it can do."""
+"""Unanswered calls at which an open loop ends its step: the service is far beyond its capacity."""
 RELEASE_EVERY_S = 0.5
 
 
@@ -42,7 +42,7 @@ class Generator:
     """Sends the calls of one step.
 
     Args:
-        drain_s: How long, after the last call was sent, answers are waited for.
+        drain_s: Longest wait for answers after the last call.
         stop: When set, nothing more is sent or waited for.
     """
 
@@ -62,7 +62,7 @@ class Generator:
         return await self._run(self._send_on_time(start_s, offsets))
 
     async def closed_loop(self, callers: int) -> Sending:
-        """Keeps so many calls running until the recorder's window ends."""
+        """Keeps `callers` calls running until the recorder's window ends."""
         return await self._run(self._keep_running(callers))
 
     async def _run(self, sender: Coroutine[Any, Any, None]) -> Sending:
@@ -72,7 +72,7 @@ class Generator:
         try:
             await asyncio.wait([sending, stopped], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set() or self._sending.overrun:
-                # What comes while answers are waited for is not of the window.
+                # The window ends before the wait for answers begins.
                 self._recorder.cut(self._clock())
                 busy.cancel()
             if self._calls and not self._stop.is_set():
@@ -82,9 +82,6 @@ class Generator:
         finally:
             self._given_up = True
             await _cancel_all([sending, stopped, *helpers, *self._calls])
-            # Bounded: each rank is given SETTLE_S.
-            await self._caller.cancel()
-            await self._caller.release()
         for failure in self._failures:
             raise failure
         if not sending.cancelled():

@@ -1,4 +1,4 @@
-"""The methods that can be load-tested: those that leave a service as it was."""
+"""Methods that can be load-tested: those that leave a service unchanged."""
 
 from __future__ import annotations
 

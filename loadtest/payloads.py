@@ -1,4 +1,4 @@
-"""Rows to send: made up from a seed, or from a JSONL file."""
+"""Rows of requests: made up from a seed, or from a JSONL file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf.v1 import reward_pb2
 Row = Mapping[str, Any]
 
 MADE_UP = 64
-"""Different requests that are made up; calls take turns with them."""
+"""Number of made-up requests; calls take turns with them."""
 MOST_FROM_FILE = 1024
 """Most different requests that are made from a file."""
 IDS = ("prompt_ids", "response_ids")

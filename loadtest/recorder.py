@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.caller import OK, ROW_ERROR, Reply
 from loadtest.histogram import Histogram
-from loadtest.target import OK, ROW_ERROR, Reply
 
 UNFINISHED = "UNFINISHED"
-"""A call that had no answer when the time to drain was over."""
+"""Code of a call without an answer at the end of the drain."""
 TIMED = (OK, ROW_ERROR, UNFINISHED, "DEADLINE_EXCEEDED")
-"""Codes whose times belong to the latency. A call that was given up counts with the time it had waited by then: left
-out, the slowest calls would make the service look faster."""
+"""Codes that count into the latency. An abandoned call counts with the time that it waited: without the slowest
+calls the service would look faster."""
 SERVER_PARTS = ("queue", "fetch", "compute", "store")
 
 
@@ -50,9 +50,9 @@ class StepRecorder:
         answers: From the window's start to each answer without error that came after it, also after its end.
         latency: From when a call was due to its answer.
         lag: From when a call was due to when it was sent.
-        server: What the service says of itself, by part; the slowest rank's figure.
-        rest: From sending to the answer, less all that the service says: network, gRPC and the tester.
-        codes: Calls due in the window, by how they ended; and those due in the warm-up that never did.
+        server: The service's own times by part, of the slowest rank.
+        rest: From sending to the answer, less the service's own times: network, gRPC and the tester.
+        codes: Calls by code: those due in the window, and those due in the warm-up that had no answer.
     """
 
     def __init__(self, window: Window, interval_s: float) -> None:
@@ -69,19 +69,19 @@ class StepRecorder:
         self.intervals: defaultdict[int, Interval] = defaultdict(Interval)
 
     def begin(self, due_s: float, sent_s: float) -> None:
-        """A call goes out."""
+        """Records that a call was sent."""
         if self.window.holds(due_s):
             self.sent += 1
             self.lag.add(sent_s - due_s)
 
     def end(self, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
-        """A call has ended, well or not."""
+        """Records that a call has ended, with or without error."""
         if reply.code == OK and ended_s >= self.window.start_s:
             self.answers.add(ended_s - self.window.start_s)
             if self.window.holds(ended_s):
                 self.answered += 1
                 self._interval(ended_s).answered += 1
-        # Of the warm-up, only a call that has been waiting through the whole window and longer counts.
+        # A call of the warm-up counts only if it waited through the whole window.
         if not self.window.holds(due_s) and reply.code != UNFINISHED:
             return
         self.codes[reply.code] += 1
@@ -95,13 +95,13 @@ class StepRecorder:
 
     @property
     def kept_up(self) -> int:
-        """Answers without error in a window as long as the measured one, and later by the median latency: calls that
-        take their time are not yet answered at its start, and still answered after its end."""
+        """Answers without error in a window as long as the measured one and later by the median latency: slow calls are
+        not yet answered at the measured window's start, and still answered after its end."""
         later_s = self.latency.percentile_s(50)
         return self.answers.count_below(later_s + self.window.length_s) - self.answers.count_below(later_s)
 
     def cut(self, now_s: float) -> None:
-        """Ends the window now, where it would have gone on."""
+        """Ends the window now, unless it has ended."""
         stop_s = max(min(self.window.stop_s, now_s), self.window.start_s)
         self.window = Window(self.window.start_s, stop_s)
 

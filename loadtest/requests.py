@@ -20,7 +20,7 @@ TEMPERATURE = 1.0
 
 
 def make_requests(target: Target, method: Method, shape: Shape, data: Path | None) -> list[list[bytes]]:
-    """Requests without their headers: of each of those that calls take turns with, one per rank it goes to.
+    """Requests without their headers, by turn and rank: calls take turns with them.
 
     Raises:
         ConfigError: The rows do not fit the service or the method.

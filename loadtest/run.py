@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import analysis, slo
+from loadtest.caller import OK, Caller
 from loadtest.generator import Generator, Sending
 from loadtest.histogram import Histogram
 from loadtest.methods import find_method
@@ -21,14 +22,14 @@ from loadtest.payloads import Lengths, Shape
 from loadtest.recorder import StepRecorder, Window
 from loadtest.requests import make_requests
 from loadtest.schedule import Arrivals, arrivals
-from loadtest.target import OK, Caller, Target
+from loadtest.target import Target
 from rlhf.contract import Method
 from rlhf.errors import ConfigError
 
 FORMAT = 1
 MOST_INTERVALS = 120
 LAST_TRIES = 2
-"""Levels in a row that a service has to fail before a ramp ends: one may be the machine's bad moment."""
+"""Levels in a row that a service has to fail before a ramp ends: one failure may be a disturbance of the machine."""
 EIGHT = Lengths(8, 8)
 
 Json = dict[str, Any]
@@ -39,16 +40,16 @@ class Settings:
     """Settings of a load test.
 
     Attributes:
-        role, target, method: Whom to call: role, host:port of rank 0, name of the method.
+        role, target, method: The service's role, host:port of rank 0, name of the method.
         arrivals: "poisson" or "constant" for an open loop, "closed" for a closed one.
         levels: Calls per second, or calls at the same time in a closed loop; several for a ramp.
-        duration_s: How long each level is measured.
-        warmup_s: How long it is loaded before that.
-        drain_s: How long, after the last call was sent, answers are waited for.
+        duration_s: Measured time of each level.
+        warmup_s: Time under load before that.
+        drain_s: Longest wait for answers after the last call.
         timeout_s: Deadline of a call.
         connections: Connections to each rank.
         rows, prompt, response, vocabulary, seed: Shape of the rows; see `payloads.Shape`.
-        data: JSONL file with rows; None: all is made up.
+        data: JSONL file with rows; None: made-up rows.
         objectives: Bounds that decide the exit code.
     """
 
@@ -94,21 +95,18 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
     objectives = slo.parse(settings.objectives)
     began = time.time()
     steps: list[Json] = []
-    async with Target(settings.target, settings.role, settings.connections) as target:
-        _check_deadline(settings, target)
-        shape = Shape(settings.rows, settings.prompt, settings.response, settings.vocabulary, settings.seed)
-        requests = make_requests(target, method, shape, settings.data)
-        for level in settings.levels:
-            caller = Caller(target, method, requests, settings.timeout_s)
-            recorder, sending = await _run_step(settings, level, caller, stop)
-            steps.append(_step_figures(settings, level, recorder, sending, caller, objectives))
-            tell(steps[-1])
-            tries = steps[-LAST_TRIES:]
-            if sending.interrupted or (
-                len(tries) == LAST_TRIES and not any(step["sustained"] for step in tries)
-            ):
-                break
-        service = _service_figures(target, method)
+    target = await Target.find(settings.target, settings.role, settings.connections)
+    _check_deadline(settings, target)
+    shape = Shape(settings.rows, settings.prompt, settings.response, settings.vocabulary, settings.seed)
+    requests = make_requests(target, method, shape, settings.data)
+    for level in settings.levels:
+        caller = Caller(target, method, requests, settings.timeout_s)
+        recorder, sending = await _run_step(settings, level, caller, stop)
+        steps.append(_step_figures(settings, level, recorder, sending, caller, objectives))
+        tell(steps[-1])
+        tries = steps[-LAST_TRIES:]
+        if sending.interrupted or (len(tries) == LAST_TRIES and not any(step["sustained"] for step in tries)):
+            break
     levels = [_level(step) for step in steps]
     knee = analysis.knee(levels) if settings.is_ramp else None
     capacity = analysis.capacity(levels) if settings.is_ramp else None
@@ -117,7 +115,7 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
         "started_unix_s": began,
         "interrupted": stop.is_set(),
         "settings": _plain(settings),
-        "service": service,
+        "service": _service_figures(target, method),
         "tester": {
             "python": platform.python_version(),
             "cores": os.cpu_count(),
@@ -131,7 +129,7 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
 
 @contextmanager
 def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Sets `stop` at SIGINT and SIGTERM; the list holds the signals that came."""
+    """Sets `stop` at SIGINT and SIGTERM; yields the list of received signals."""
     loop, came = asyncio.get_running_loop(), []
 
     def note(number: int) -> None:
@@ -150,16 +148,16 @@ def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
 async def _run_step(
     settings: Settings, level: float, caller: Caller, stop: asyncio.Event
 ) -> tuple[StepRecorder, Sending]:
-    await caller.open()
-    start_s = asyncio.get_running_loop().time()
-    measured_s = start_s + settings.warmup_s
-    window = Window(measured_s, measured_s + settings.duration_s)
-    recorder = StepRecorder(window, max(1.0, settings.duration_s / MOST_INTERVALS))
-    generator = Generator(caller, recorder, settings.drain_s, stop)
-    if settings.is_closed:
-        return recorder, await generator.closed_loop(round(level))
-    kind: Any = settings.arrivals
-    return recorder, await generator.open_loop(start_s, arrivals(kind, level, settings.seed))
+    async with caller:
+        start_s = asyncio.get_running_loop().time()
+        measured_s = start_s + settings.warmup_s
+        window = Window(measured_s, measured_s + settings.duration_s)
+        recorder = StepRecorder(window, max(1.0, settings.duration_s / MOST_INTERVALS))
+        generator = Generator(caller, recorder, settings.drain_s, stop)
+        if settings.is_closed:
+            return recorder, await generator.closed_loop(round(level))
+        kind: Any = settings.arrivals
+        return recorder, await generator.open_loop(start_s, arrivals(kind, level, settings.seed))
 
 
 def _check_deadline(settings: Settings, target: Target) -> None:

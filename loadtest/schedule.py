@@ -1,4 +1,4 @@
-"""When calls are meant to be sent: decided before the first is, so that a slow answer delays no later call."""
+"""Times at which calls are due, decided before the first call, so that a slow answer delays no later call."""
 
 from __future__ import annotations
 

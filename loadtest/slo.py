@@ -17,10 +17,10 @@ class Objective:
     """One bound.
 
     Attributes:
-        text: As it was given.
+        text: The objective as given.
         figure: "latency", "errors", "error_share" or "throughput".
         bound: Seconds, a number, a share, or calls per second; only for throughput the least allowed.
-        name: Which figure of the latency: "mean", "max" or a percentile such as "p99".
+        name: Figure of the latency: "mean", "max" or a percentile such as "p99".
     """
 
     text: str
@@ -31,7 +31,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a step met an objective; `measured` is None where no call ended, or for a latency was answered."""
+    """Whether a step met an objective; `measured` is None if no call ended, or for a latency if none was answered."""
 
     objective: Objective
     measured: float | None

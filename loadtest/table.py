@@ -23,7 +23,7 @@ def console() -> Console:
 
 
 def progress_line(step: Json, closed: bool) -> str:
-    """One line of a step that has just ended."""
+    """One line about a step that has just ended."""
     latency = step["latency_s"]
     told = (
         f"p50 {seconds_text(latency['p50'])}, p99 {seconds_text(latency['p99'])}" if latency else "no answer"
@@ -42,7 +42,7 @@ def level_text(step: Json, closed: bool) -> str:
 
 
 def report(result: Json) -> RenderableType:
-    """Everything a terminal is told of a result."""
+    """A result for the terminal: levels, parts of the latency and notes."""
     settings, closed = result["settings"], result["settings"]["arrivals"] == "closed"
     steps = result["steps"]
     loop = "closed loop" if closed else f"open loop, {settings['arrivals']}"
@@ -76,7 +76,7 @@ def _parts(step: Json) -> Table:
 
 
 def time_parts(step: Json) -> list[tuple[str, Json]]:
-    """Parts of the latency with their figures, the tester's own first. Without Timing in the replies, only that."""
+    """Parts of the latency with their figures, the tester's own first; the others only if replies have Timing."""
     parts = [("tester: sent late by", step["lag_s"])]
     parts += [(f"service: {part}", summary) for part, summary in step["server_s"].items()]
     if step["rest_s"]:

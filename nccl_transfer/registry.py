@@ -1,4 +1,4 @@
-"""Transports by name: ours, and those of installed packages."""
+"""Transports by name, built in or from installed packages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nccl_transfer.transports.tcp import TcpTransport
 from rlhf.errors import ConfigError
 
 ENTRY_POINTS = "rlhf_cluster.transports"
-"""Group of the entry points under which packages offer transports: NAME = "module:TransportClass"."""
+"""Group of entry points by which installed packages provide transports: NAME = "module:TransportClass"."""
 
 _registry: dict[str, type[Transport]] = {}
 _broken: dict[str, str] = {}
 
 
 def register_transport(transport: type[Transport]) -> None:
-    """Makes a transport known by its name.
+    """Registers a transport by its name.
 
     Raises:
         ConfigError: The name is taken.
@@ -37,15 +37,15 @@ for _transport in (MemfdTransport, CudaIpcTransport, NcclTransport, TcpTransport
 
 
 def names() -> list[str]:
-    """All known transports, also those that are not available, in the order in which they are preferred: the ones
-    that move fewest bytes first; tcp and grpc, which reach everyone, last."""
+    """All known transports, unavailable ones included, in order of preference: transports that move the fewest bytes
+    first; tcp and grpc, which reach every rank, last."""
     _load_plug_ins()
     last = (TcpTransport.name, GrpcTransport.name)
     return sorted({**_registry, **_broken}, key=lambda name: last.index(name) if name in last else -1)
 
 
 def unavailable() -> dict[str, str]:
-    """Why transports cannot be used in this process, by name; those that can are not in it."""
+    """Why transports cannot be used in this process, by name, without those that can."""
     reasons = {}
     for name in names():
         reason = _broken[name] if name in _broken else _registry[name].unavailable()
@@ -55,17 +55,17 @@ def unavailable() -> dict[str, str]:
 
 
 def available() -> list[str]:
-    """The transports that can be used in this process, in the order in which they are preferred."""
+    """Transports that can be used in this process, in order of preference."""
     reasons = unavailable()
     return [name for name in names() if name not in reasons]
 
 
 def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
-    """A transport of each name, or of each that is available; the first that reaches a rank is used for it.
+    """Creates the transports of these names, or all available ones, in order of preference.
 
     Raises:
-        ConfigError: A name is unknown, and the text lists the known ones; or the transport is not available, and
-            the text says why.
+        ConfigError: A name is unknown (the text lists the known names), or a transport is not available (the text gives
+            the reason).
     """
     reasons = unavailable()
     for name in wanted:
@@ -83,7 +83,7 @@ def _load_plug_ins() -> None:
 
 
 def _load(entry_point: EntryPoint) -> None:
-    """A plug-in that cannot be loaded is an unavailable transport, with the cause for a reason."""
+    """Registers a plug-in; one that cannot be loaded is an unavailable transport, with the cause as reason."""
     try:
         transport = entry_point.load()
         if not (isinstance(transport, type) and issubclass(transport, Transport)):
@@ -91,5 +91,5 @@ def _load(entry_point: EntryPoint) -> None:
         if transport.name != entry_point.name:
             raise TypeError(f"it calls itself {transport.name!r}")
         register_transport(transport)
-    except Exception as error:  # noqa: BLE001 - shown as the reason, with its cause
+    except Exception as error:  # noqa: BLE001 - becomes the reason
         _broken[entry_point.name] = f"{entry_point.value}: {type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""Bytes that cross to a host once: one rank reads them from the other host and keeps them, its neighbours map them.
+"""Relays: one rank reads bytes from another host and keeps them, and the other ranks of its host map them.
 
-`plans.plan_relays` chooses who reads what.
+`plans.plan_relays` assigns the readers.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 REMEMBERED_CALLS = 64
-"""Calls whose reads are kept findable though nobody waits for one now. Neighbours ask within the call, so more than
-that a reader would have to be ahead of them."""
+"""Most calls without waiting ranks whose reads stay available. Ranks ask within the call, so a reader would have to be
+more calls than this ahead of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """The relays of a call, and under which lease a rank keeps what it reads for others."""
+    """The relays of a call, and the lease of the shards that a rank keeps for other ranks."""
 
     call_id: str
     lease: Lease
     relays: Sequence[Relay] = ()
 
     def kept_by(self, rank: Endpoint | None) -> dict[Endpoint, Relay]:
-        """The relays that this rank reads for others, by source."""
+        """The relays whose reader is `rank`, by source."""
         return {relay.source: relay for relay in self.relays if relay.reader == rank}
 
     def taken_by(self, rank: Endpoint | None, host_id: str) -> dict[Endpoint, Relay]:
-        """The relays that another rank of its host reads for this one, by source."""
+        """The relays whose reader is another rank of host `host_id`, by source."""
         others = (relay for relay in self.relays if relay.reader != rank and relay.reader.host_id == host_id)
         return {relay.source: relay for relay in others}
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Ranges of another rank's shards, end to end in a shard of this rank."""
+    """Ranges of another rank's shards, concatenated in a shard of this rank."""
 
     ranges: tuple[ByteRange, ...]
     shard: Shard
 
 
 @dataclass(slots=True)
-class _Promise:
-    """A read that was made or failed, or that somebody waits for: one that is neither is forgotten."""
+class _Read:
+    """A read that has ended or is waited for, and the number of waiting ranks."""
 
     future: Future[Kept] = field(default_factory=Future)
     waiters: int = 0
 
 
 class RelayBoard:
-    """Shards that this rank has read on behalf of its neighbours, by call and source rank. Thread-safe.
+    """Shards that this rank has read for other ranks of its host, by call and source rank. Thread-safe.
 
-    It holds what is waited for, and of the calls nobody waits for the last REMEMBERED_CALLS, whole.
+    The board holds calls with waiting ranks, and the last REMEMBERED_CALLS calls without.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self._calls: dict[str, dict[str, _Promise]] = {}
+        self._calls: dict[str, dict[str, _Read]] = {}
         self._lock = threading.Lock()
 
     def keep(
@@ -83,16 +83,16 @@ class RelayBoard:
         views: Sequence[memoryview],
         relay_request: RelayRequest,
     ) -> None:
-        """Puts bytes that were read where neighbours can map them, and tells those who wait.
+        """Stores bytes that were read in a shard that ranks of this host can map, and answers waiting ranks.
 
         Args:
-            relay: Whose bytes they are.
-            ranges: All bytes of the call's rows that the source holds, in order.
+            relay: The relay that was read.
+            ranges: All ranges of the call's rows that the source holds, in order.
             views: The bytes of each range.
-            relay_request: Of which call, under which lease.
+            relay_request: The call and the lease.
 
         Raises:
-            OutOfSpace: They do not fit; those who wait hear of it by `fail`.
+            OutOfSpace: The bytes do not fit; the caller passes the error to waiting ranks by `fail`.
             Refused: As in `TensorStore.fill`.
         """
 
@@ -112,16 +112,17 @@ class RelayBoard:
         self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
-        """Tells those who wait that the bytes will not come; those that came stay."""
+        """Passes an error to the ranks that wait for a read; a read that has succeeded stays available."""
         drop_frames(error)
         self._settle(call_id, relay.source, lambda future: future.set_exception(error))
 
     async def take(self, request: pb.TakeRelayedRequest, timeout_s: float) -> pb.TakeRelayedResponse:
-        """The answer to a TakeRelayed.
+        """Answers a TakeRelayed.
 
         Raises:
             Refused: The request is of another epoch.
-            DeadlineExceeded: The bytes did not come.
+            DeadlineExceeded: This rank did not read the bytes in time.
+            RlhfError: The error of the read.
         """
         check_epoch(self._store, request.epoch)
         with self._waiting(request.call_id, request.source) as future:
@@ -136,26 +137,26 @@ class RelayBoard:
         return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
 
     def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[Kept]], None]) -> None:
-        """Says how a read ended, unless that is known; the call is now the youngest."""
+        """Settles a read unless it is settled; the call becomes the most recent one."""
         with self._lock:
-            promises = self._calls[call_id] = self._calls.pop(call_id, {})
-            promise = promises.setdefault(source.address, _Promise())
-            if not promise.future.done():
-                settle(promise.future)
+            reads = self._calls[call_id] = self._calls.pop(call_id, {})
+            read = reads.setdefault(source.address, _Read())
+            if not read.future.done():
+                settle(read.future)
             self._forget()
 
     @contextlib.contextmanager
     def _waiting(self, call_id: str, source: str) -> Iterator[Future[Kept]]:
-        """A read's future, to be waited for within the block."""
+        """The future of a read; counts as waited for within the block."""
         with self._lock:
-            promise = self._calls.setdefault(call_id, {}).setdefault(source, _Promise())
-            promise.waiters += 1
+            read = self._calls.setdefault(call_id, {}).setdefault(source, _Read())
+            read.waiters += 1
         try:
-            yield promise.future
+            yield read.future
         finally:
             with self._lock:
-                promise.waiters -= 1
-                if not promise.waiters and not promise.future.done():
+                read.waiters -= 1
+                if not read.waiters and not read.future.done():
                     del self._calls[call_id][source]
                     if not self._calls[call_id]:
                         del self._calls[call_id]
@@ -164,15 +165,15 @@ class RelayBoard:
     def _forget(self) -> None:
         idle = [
             call_id
-            for call_id, promises in self._calls.items()
-            if not any(promise.waiters for promise in promises.values())
+            for call_id, reads in self._calls.items()
+            if not any(read.waiters for read in reads.values())
         ]
         for call_id in idle[:-REMEMBERED_CALLS]:
             del self._calls[call_id]
 
 
 class RelayTaker:
-    """Takes bytes that neighbours have read. Thread-safe."""
+    """Takes bytes that other ranks of this host have read. Thread-safe."""
 
     def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
@@ -181,11 +182,11 @@ class RelayTaker:
         self._lock = threading.Lock()
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:
-        """All bytes of the call's rows that the relay's source holds: `ranges`, in order.
+        """Maps all bytes of the call's rows that the relay's source holds: `ranges`, in order.
 
         Raises:
-            DeadlineExceeded, ServiceLost, Refused: The neighbour did not get them, or is gone.
-            TransferError: It kept other bytes: its call has other rows.
+            DeadlineExceeded, ServiceLost, Refused: The reader did not get the bytes, or has ended.
+            TransferError: The reader's call has other rows.
         """
         request = pb.TakeRelayedRequest(
             epoch=relay.reader.epoch, call_id=call_id, source=relay.source.address

@@ -11,12 +11,12 @@ from settings.model import ModelTable, OptimizerTable
 from settings.strict import Positive, Strict
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Temperatures that vLLM samples at, from the first to the second. Where a lower one is asked for it takes the first,
-and says so in its log only."""
+"""Lowest and highest temperature that vLLM samples at. vLLM raises a lower one to the lowest, and says so in its log
+only."""
 
 
 class VllmTable(Strict):
-    """The rollout engine vllm; docs/rollout.md says what it needs and what it cannot do."""
+    """Sizes of the rollout engine vllm; docs/rollout.md has its requirements and limits."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
     """Size in GiB of each rank's KV cache. Rows that do not fit wait."""
@@ -31,14 +31,14 @@ class VllmTable(Strict):
 
 
 class LoraTable(Strict):
-    """Low-rank adapters (Hu et al. 2021): they learn, and the model's own weights stay. docs/lora.md says more."""
+    """Low-rank adapters (Hu et al. 2021), which learn in place of the model's own weights; see docs/lora.md."""
 
     rank: Positive = 16
     """Inner dimension of an adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of an adapter's output, divided by its rank."""
     dropout: float = 0.0
-    """Only 0: with dropout, the policy that learns would be another than the one that generates, by chance."""
+    """Only 0: with dropout, the policy that learns would differ at random from the one that generates."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get an adapter: names, or ends of names such as q_proj; all-linear means all but the output
     layer."""
@@ -74,11 +74,11 @@ class ActorTable(ModelTable):
     example 1-1-2-2. pg divides the pipeline size, tg the tensor size, and dg is what is left of both. Empty: as
     `mesh`."""
     transition: Literal["hybridflow", "hybridflow_v", "gather_all"] = "hybridflow"
-    """For engine 3d: how ranks come by the weights they generate with. hybridflow gathers only what a rank lacks,
-    within its micro-DP group; hybridflow_v (over a model-parallel group) and gather_all (over all ranks, as
-    DeepSpeed-Chat) hold the whole model, and are there to be compared with."""
+    """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
+    shards, within a micro-DP group; hybridflow_v (over a model-parallel group) and gather_all (over all ranks, as
+    DeepSpeed-Chat) hold the whole model, and serve for comparison."""
     rollout_engine: Literal["hf", "vllm"] = "hf"
-    """Generates the responses: hf is the embedded engine, which runs anywhere; vllm is faster, and an install of its
+    """Engine that generates the responses: hf is embedded and runs anywhere; vllm is faster, and an install of its
     own."""
     rollout_tokens: Positive = 65536
     """For rollout engine hf: most tokens, padding included, generated at the same time on a rank: bounds the KV
@@ -86,8 +86,8 @@ class ActorTable(ModelTable):
     vllm: VllmTable = VllmTable()
     """For rollout engine vllm: its sizes."""
     lora: LoraTable | None = None
-    """For engine fsdp: adapters learn in place of the model's weights, and the actor is its own reference where there
-    is no service of that name."""
+    """For engine fsdp: adapters learn in place of the model's weights, and the actor is its own reference unless a
+    service has that name."""
 
     @property
     def has_adapters(self) -> bool:

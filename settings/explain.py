@@ -9,10 +9,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 SHOWN = 3
-"""Mistakes that are told; of further ones the number is."""
+"""Most mistakes in one message; further ones are counted."""
 
 Details = Mapping[str, Any]
-"""One mistake as pydantic tells it: type, loc, msg, input, ctx."""
+"""One mistake of pydantic's: type, loc, msg, input, ctx."""
 
 _MUST: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda context: f"must be {context['expected']}",
@@ -40,13 +40,13 @@ def explain(
     roles: Mapping[str, type[BaseModel]],
     prefix: tuple[str, ...] = (),
 ) -> str:
-    """The mistakes in a line.
+    """The mistakes of a validation in one line.
 
     Args:
-        tables: What was to be validated.
-        kind: Type of the whole; None where it is a service's table alone.
+        tables: The tables that were validated.
+        kind: Type of the tables; None for one service's table.
         roles: Type of a service's table by its role.
-        prefix: Where in the file `tables` are.
+        prefix: Keys that lead to `tables` in the file.
     """
     mistakes = error.errors()
     lines = [_mistake(each, tables, kind, roles, prefix) for each in mistakes[:SHOWN]]
@@ -56,7 +56,7 @@ def explain(
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'WORD'?` where a known word is near, else nothing."""
+    """`; did you mean 'WORD'?` where a known word is near, else empty."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -96,7 +96,7 @@ def _mistake(
 
 
 def _without_role(path: list[str], tables: Any, roles: Mapping[str, type[BaseModel]]) -> str:
-    """A table of a service that has no role: one that is misspelt, or a new one."""
+    """Message for a service's table without a role: its name is misspelt, or the role is missing."""
     services = tables.get("services", {}) if isinstance(tables, dict) else {}
     others = [name for name, table in services.items() if isinstance(table, dict) and "role" in table]
     hint = nearest(path[1], others)
@@ -113,7 +113,7 @@ def _either(words: Iterable[str]) -> str:
 def _known_keys(
     kind: type[BaseModel] | None, path: list[str], roles: Mapping[str, type[BaseModel]]
 ) -> list[str]:
-    """Keys of the table that the last part of the path was looked for in."""
+    """Keys of the table that lacks the last part of the path."""
     parents = path[:-1]
     if len(parents) >= 3 and parents[0] == "services" and parents[2] in roles:
         kind, parents = roles[parents[2]], parents[3:]

@@ -53,7 +53,7 @@ def parse_generation(text: str) -> GenerationSizes:
 
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
-    """pg and tg of a generation mesh that was checked; those of training where there is none."""
+    """pg and tg of a checked generation mesh; without one, p and t of the training mesh."""
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 
@@ -74,7 +74,7 @@ def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
 
 
 def check_generation(text: str, mesh: str) -> None:
-    """Checks that the ranks of a training mesh can generate on a generation mesh: each generation shard is made of
+    """Checks that the ranks of a training mesh can generate on a generation mesh: each generation shard consists of
     whole training shards, and the data ranks are the same (HybridFlow, section 5).
 
     Raises:
@@ -106,8 +106,8 @@ def check_generation(text: str, mesh: str) -> None:
 
 
 def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None:
-    """Checks that vLLM can generate with a model of this shape on the generation mesh of a training mesh; "" is the
-    mesh whose ranks all have rows of their own.
+    """Checks that vLLM can generate with a model of this shape on the generation mesh of a training mesh; "" is a
+    mesh of data ranks alone.
 
     Raises:
         ValueError: It cannot; the text says why.
@@ -135,7 +135,7 @@ def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None
 
 
 def _misfit(sizes: Sizes, shape: Shape) -> str:
-    """Why a model does not divide over a mesh; empty where it does."""
+    """Why a model does not divide over a mesh; empty if it does."""
     pipeline, tensor, _ = sizes
     divisors = {
         "num_hidden_layers": (pipeline, "layers", "stages"),
@@ -157,7 +157,7 @@ def _all_sizes(ranks: int) -> Iterator[Sizes]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of at least 1 between dashes; none where there is anything else."""
+    """The numbers of at least 1 between dashes; empty for any other text."""
     parts = text.split("-")
     return tuple(map(int, parts)) if all(part.isdecimal() and int(part) > 0 for part in parts) else ()
 
@@ -168,5 +168,5 @@ def _nearest(fitting: Iterable[Sequence[int]], wanted: Sequence[int]) -> str:
 
 
 def _distance(sizes: Sequence[int], wanted: Sequence[int]) -> float:
-    """By how many factors of two, over all axes, two meshes differ."""
+    """Distance of two meshes: the sum over axes of |log2| of the ratio of their sizes."""
     return sum(abs(math.log2(size / other)) for size, other in zip(sizes, wanted, strict=True))

@@ -50,10 +50,10 @@ class ZeroTable(Strict):
     """The engine zero: DeepSpeed ZeRO."""
 
     stage: Literal[1, 2, 3] = 2
-    """Sharded state: 1 the optimizer's state, 2 gradients too, 3 weights too. A model that does not learn is
-    whole on every rank at 1 and 2."""
+    """Sharded state: 1 the optimizer's state, 2 gradients too, 3 weights too. At 1 and 2 a model that does not learn is
+    replicated on every rank."""
     offload_optimizer: bool = False
-    """Keeps the optimizer's state and the weights it works on in host memory, and works there."""
+    """Keeps the optimizer's state and its copy of the weights in host memory, and steps there."""
 
 
 class ModelTable(ServiceTable):
@@ -67,7 +67,7 @@ class ModelTable(ServiceTable):
     mesh: str = ""
     """For engine 3d: pipeline, tensor and data size, for example 1-2-2. Their product is `ranks`."""
     shards_over_data: bool = False
-    """For engine 3d: shards weights, gradients and moments over the data ranks (FSDP2), which otherwise have the same.
+    """For engine 3d: shards weights, gradients and moments over the data ranks (FSDP2), which are replicas otherwise.
     Less memory, more communication; an actor generates with a copy of its weights."""
     zero: ZeroTable = ZeroTable()
     """For engine zero: its stage."""

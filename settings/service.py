@@ -18,13 +18,13 @@ class ServiceTable(Strict):
     address: str
     """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
     bind_host: str = ""
-    """Where ranks listen: an address of their host, IPv6 in brackets, or 0.0.0.0 or [::] for all it has. Empty:
+    """Where ranks listen: an address of their host, IPv6 in brackets, or 0.0.0.0 or [::] for all of them. Empty:
     where they are reached."""
     advertise_host: str = ""
     """Where the ranks of one host are reached by others; for a service over several hosts, given on each by `--set`.
     Empty: on rank 0's host the host of `address`, on another the address that it reaches rank 0 from."""
     external: bool = False
-    """Somebody else starts the service, for example one in another language: the launcher leaves it alone."""
+    """True: the launcher does not start the service, for example one in another language."""
     ranks: Positive = 1
     """Processes of the service, one per device."""
     pool: str = ""
@@ -38,15 +38,15 @@ class ServiceTable(Strict):
     arena_mb: Positive = 64
     """Size in MiB of the memory each rank keeps results in until the step ends."""
     checksums: bool = False
-    """Puts xxh3 checksums into the references to what this service stores; readers verify them, by any
+    """Puts xxh3 checksums into the references to this service's rows; readers verify them, over any
     transport. Costs a pass over the bytes at each end."""
     transports: tuple[str, ...] = ()
     """Transports this service fetches with, by name, in order of preference. Empty: all that are available."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time from launch to a healthy service."""
     stuck_timeout_s: float = Field(default=60.0, gt=0)
-    """How long a call may be without progress after its deadline (micro-batches, tokens, rows, files): then it is
-    stuck, and the rank leaves, which ends the service."""
+    """Longest time that a call may go on without progress (micro-batches, tokens, rows, files) after its deadline:
+    then it is stuck, and the rank leaves, which ends the service."""
     output_roots: tuple[Path, ...] = ()
     """Directories on the ranks' hosts below which checkpoints, models and traces are written, and checkpoints read;
     symbolic links are resolved first. Empty: `directory` of `[run]` in the same file."""

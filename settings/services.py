@@ -32,7 +32,7 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
     """The table `[services.name]` of a config file, as its type.
 
     Raises:
-        ConfigError: As `read_toml` and `validate`; or there is no such table.
+        ConfigError: As of `read_toml` and `validate`; or the file has no table of this name.
     """
     services = override(read_toml(path), settings).get("services", {})
     if not isinstance(services, dict) or name not in services:
@@ -48,7 +48,8 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
 
 
 def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> tuple[Path, ...]:
-    """The directories below which a service of a config file writes: those of its table, or that of the file's runs."""
+    """The directories below which a service of a config file writes: `output_roots` of its table, or `directory` of
+    `[run]`."""
     run = override(read_toml(path), settings).get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
     return tuple(root.resolve() for root in table.output_roots or (Path(runs),))

@@ -44,7 +44,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
-    """The tables with `a.b.c=value` settings put in; values are TOML, or else taken as text."""
+    """The tables after `a.b.c=value` settings; a value that is not TOML is text."""
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ MAY_IMPORT = {
     "services": {"rlhf", "settings", "nccl_transfer", "services"},
     "client": {"rlhf", "client"},
     "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
-    "deploy": {"rlhf", "settings", "controller.config", "deploy"},
+    "deploy": {"rlhf", "settings", "reports", "controller.config", "deploy"},
     "conformance": {"rlhf", "conformance"},
     "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
     "reports": {"reports"},
@@ -40,6 +42,8 @@ OURS = (
     "conformance",
     "loadtest",
 )
+LONG_FILE, LONGEST_FILE, LONGEST_CLASS, LONGEST_FUNCTION = 300, 500, 250, 60
+"""Lines. At most a tenth of the files are long."""
 ROLE_ROOMS = ("actor", "critic", "reference", "reward")
 WITHOUT_TORCH = [
     "client.rank",
@@ -64,8 +68,13 @@ def sources(room: str) -> Iterator[Path]:
             yield path
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -146,3 +155,145 @@ def test_connections_are_opened_and_accepted_in_one_file() -> None:
         if isinstance(node, ast.Attribute) and node.attr in makers and path.name != "channels.py"
     ]
     assert wrong == []
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the product and the modules of ours that it imports, by where: at its top, or inside a function."""
+
+    path: Path
+    imports: frozenset[str]
+    inner: tuple[tuple[int, str], ...]
+
+    @property
+    def folder(self) -> str:
+        return str(self.path.parent.relative_to(ROOT))
+
+
+@functools.cache
+def modules() -> dict[str, Module]:
+    """All modules of the product, by name."""
+    paths = {name_of(path): path for room in MAY_IMPORT for path in sources(room)}
+    return {name: read_module(path, paths.keys()) for name, path in paths.items()}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "protos" else parts).removesuffix(".__init__")
+
+
+def read_module(path: Path, known: Collection[str]) -> Module:
+    found, inner = set(), []
+    for node, is_inner in walk(parsed(path)):
+        for module in imported(node):
+            target = next((name for name in (module, module.rpartition(".")[0]) if name in known), None)
+            if target is None or target == name_of(path):
+                continue
+            found.add(target)
+            if is_inner:
+                inner.append((node.lineno, target))
+    return Module(path, frozenset(found), tuple(inner))
+
+
+def walk(node: ast.AST, is_inner: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """All statements below a node, and whether each is inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child, is_inner
+        yield from walk(child, is_inner or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def imported(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def circles(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Nodes that can be reached from themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set[str](), list(graph[start])
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting.extend(graph.get(node, ()))
+        return seen
+
+    return sorted(node for node in graph if node in reached(node))
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles({name: module.imports for name, module in modules().items()}) == []
+
+
+def test_no_folder_imports_itself_by_way_of_others() -> None:
+    found = modules()
+    graph: dict[str, set[str]] = {}
+    for module in found.values():
+        others = {found[name].folder for name in module.imports}
+        graph.setdefault(module.folder, set()).update(others - {module.folder})
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+
+
+def test_an_import_inside_a_function_has_its_reason_beside_it() -> None:
+    wrong = []
+    for module in modules().values():
+        lines = module.path.read_text().splitlines()
+        for line, target in module.inner:
+            if "#" not in lines[line - 1] and not lines[line - 2].strip().startswith("#"):
+                wrong.append(f"{module.path.relative_to(ROOT)}:{line} imports {target}")
+    assert wrong == []
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for room in MAY_IMPORT:
+        for path in sources(room):
+            yield path.relative_to(ROOT), parsed(path)
+
+
+def test_a_public_class_name_stands_for_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path, tree in trees():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    wrong = [
+        f"{path}:{getattr(node, 'lineno', 1)}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith("What")
+    ]
+    assert wrong == []
+
+
+def length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_classes_and_functions_are_of_a_size_to_read() -> None:
+    wrong, long_files, files = [], 0, 0
+    for path, tree in trees():
+        lines = len((ROOT / path).read_text().splitlines())
+        files += 1
+        long_files += lines > LONG_FILE
+        if lines > LONGEST_FILE:
+            wrong.append(f"{path} has {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and length(node) > LONGEST_CLASS:
+                wrong.append(f"{path}: class {node.name} has {length(node)} lines")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length(node) > LONGEST_FUNCTION:
+                wrong.append(f"{path}: {node.name} has {length(node)} lines")
+    assert wrong == []
+    assert long_files <= files / 10

@@ -1,8 +1,8 @@
-"""`compute_advantage`: from scores, values and log-probabilities to advantages and returns, in numpy.
+"""`compute_advantage` in numpy: advantages and returns from scores, values and log-probabilities.
 
-Everything is a function of jagged columns of response tokens [sum(lengths)]; there is no padding and no mask.
-All stages compute in float64, sums in the order of the rows, so equal columns give equal bits. What an update trains on
-is rounded once, to float32, when it is sent (`Advantage.columns`): differences of large scores lose nothing before.
+All functions take jagged columns of response tokens [sum(lengths)], without padding and masks. All stages compute in
+float64, and sums follow the order of the rows, so equal columns give equal bits. Columns of an update are rounded once,
+to float32, when they are sent (`Advantage.columns`), so differences of large scores keep their precision.
 """
 
 from controller.advantage.columns import Advantage, FloatColumn, Scores, sequence_scores, spread, whiten

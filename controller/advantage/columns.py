@@ -23,8 +23,8 @@ class Advantage(Generic[A]):
     """Advantages for an update, and metrics about them.
 
     Attributes:
-        advantages: One per response token; or one per response [rows], where all its tokens have the same.
-        metrics: By name.
+        advantages: One per response token; or one per response [rows] for all of its tokens.
+        metrics: Metrics by name.
     """
 
     advantages: A
@@ -32,14 +32,14 @@ class Advantage(Generic[A]):
 
     @property
     def columns(self) -> dict[str, FloatColumn | np.ndarray]:
-        """Every column by its name, as it travels: float32."""
+        """Every column by its name, in float32, in which it is sent."""
         names = [field.name for field in fields(self) if field.name != "metrics"]
         return {name: _float32(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
 class CriticAdvantage(Advantage[FloatColumn]):
-    """An advantage with what a critic regresses to, one number per response token."""
+    """An advantage with the returns that a critic regresses to, one per response token."""
 
     returns: FloatColumn
 
@@ -49,12 +49,12 @@ def _float32(x: FloatColumn | np.ndarray) -> FloatColumn | np.ndarray:
 
 
 def whiten(x: FloatColumn) -> FloatColumn:
-    """Bring all tokens to mean 0 and standard deviation 1: (x - mean) / sqrt(var + 1e-8), var unbiased.
+    """Normalizes all tokens to mean 0 and standard deviation 1: (x - mean) / sqrt(var + 1e-8), var unbiased.
 
-    Tokens that are all equal become 0: the epsilon keeps rounding errors from being blown up.
+    Tokens that are all equal become 0: the epsilon bounds rounding errors.
 
     Raises:
-        ValueError: fewer than 2 tokens, of which there is no variance.
+        ValueError: fewer than 2 tokens, which have no variance.
     """
     tokens = float64(x)
     if tokens.size < 2:
@@ -63,12 +63,12 @@ def whiten(x: FloatColumn) -> FloatColumn:
 
 
 def spread(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
-    """One number per response [rows], at every token of the response."""
+    """One number per response [rows], repeated at every token of the response."""
     return make_column(np.repeat(values, lengths), lengths)
 
 
 def sequence_scores(scores: Scores) -> np.ndarray:
-    """One score per response [rows] float64; scores of tokens are added up.
+    """One score per response [rows] float64; scores of tokens are summed.
 
     Raises:
         ValueError: A score is not finite: a failed reward must not train anything.
@@ -78,23 +78,23 @@ def sequence_scores(scores: Scores) -> np.ndarray:
 
 
 def row_sums(x: FloatColumn) -> np.ndarray:
-    """[rows] float64, added from left to right."""
+    """Sums of the rows [rows] float64, from left to right."""
     row_of_token = np.repeat(np.arange(len(x.lengths)), x.lengths)
     return np.bincount(row_of_token, weights=x.values, minlength=len(x.lengths))
 
 
 def float64(x: FloatColumn) -> np.ndarray:
-    """The values as they are computed with."""
+    """The values in float64, in which all stages compute."""
     return x.values.astype(np.float64)
 
 
 def make_column(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
-    """The values as they are computed with, from one stage to the next."""
+    """A column of float64 values."""
     return Jagged(values.astype(np.float64), lengths)
 
 
 def last_tokens(lengths: np.ndarray) -> np.ndarray:
-    """Index of the last token of every row that has one."""
+    """Index of the last token of every row that is not empty."""
     return np.cumsum(lengths)[lengths > 0] - 1
 
 
@@ -124,7 +124,7 @@ def require_finite(scores: Scores) -> None:
 
 
 def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
-    """Raises ValueError where a column does not have this many tokens in every row."""
+    """Raises ValueError where a column has other lengths than `lengths`."""
     for name, column in columns.items():
         if not np.array_equal(column.lengths, lengths):
             raise ValueError(

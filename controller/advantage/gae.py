@@ -35,11 +35,11 @@ def token_rewards(
     """The reward of every response token: its score minus `beta` times its KL (Ouyang et al. 2022, eq. 2).
 
     Args:
-        scores: one score per response [rows], which goes to its last token (an empty response has none: its
-            score is dropped), or jagged, one score per token.
+        scores: one score per response [rows], for its last token (the score of an empty response is dropped), or
+            jagged, one score per token.
         lengths: tokens per response [rows] int64.
-        kl: the KL at each token; None when there is no reference policy.
-        beta: the price of one nat of KL.
+        kl: the KL at each token; None without a reference policy.
+        beta: penalty per nat of KL.
 
     Raises:
         ValueError: a score that is not finite (a failed reward must not train anything), `beta` without `kl`,
@@ -67,15 +67,14 @@ def penalized_rewards(
     beta: float,
     kl_kind: str = "k1",
 ) -> tuple[FloatColumn, dict[str, float]]:
-    """`token_rewards` with the KL to the reference that the log-probabilities give.
+    """`token_rewards` with the KL to the reference, estimated from the log-probabilities.
 
     Returns:
-        The rewards, and as metrics: `score/mean` (per response, as the reward gave it), `reward/mean` (per
-        response, after the KL), and, with a reference, `kl/mean` (per token) and `kl/sequence_mean` (per
-        response).
+        The rewards, and as metrics: `score/mean` (per response, before the KL), `reward/mean` (per response, after
+        the KL), and, with a reference, `kl/mean` (per token) and `kl/sequence_mean` (per response).
 
     Raises:
-        ValueError: what `token_rewards` and `kl_estimate` refuse.
+        ValueError: as `token_rewards` and `kl_estimate`.
     """
     kl = None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, kl_kind)
     rewards = token_rewards(scores, log_probs.lengths, kl, beta)
@@ -124,14 +123,14 @@ def ppo_advantage(
     lam: float = 1.0,
     whiten_advantages: bool = True,
 ) -> CriticAdvantage:
-    """The whole of `compute_advantage` for PPO: KL-penalised token rewards, GAE, whitening.
+    """`compute_advantage` of PPO: KL-penalised token rewards, GAE, whitening.
 
     Args:
         log_probs: of the policy that sampled the responses.
         ref_log_probs: of the reference policy, or None where the reward carries no KL (`beta` 0).
         values: of the critic, before each token.
         scores: per response [rows] or per token, see `token_rewards`.
-        beta: the price of one nat of KL.
+        beta: penalty per nat of KL.
         kl_kind: see `kl_estimate`.
         gamma: see `gae`.
         lam: see `gae`.
@@ -143,7 +142,7 @@ def ppo_advantage(
         (1: perfect, 0: no better than a constant).
 
     Raises:
-        ValueError: columns of different lengths, or what `token_rewards`, `kl_estimate` and `whiten` refuse.
+        ValueError: columns of different lengths, or as `token_rewards`, `kl_estimate` and `whiten`.
     """
     require_equal_lengths(values=values, log_probs=log_probs)
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
@@ -155,7 +154,7 @@ def ppo_advantage(
 
 def value_metrics(values: FloatColumn, returns: FloatColumn) -> dict[str, float]:
     """`returns/mean` (per token) and `value/explained_variance`: 1 - Var(returns - values) / Var(returns), or 0
-    where the returns do not vary: there is nothing to be explained."""
+    where the returns do not vary."""
     value, target = float64(values), float64(returns)
     variance = std(target) ** 2
     explained = 1 - std(target - value) ** 2 / variance if variance > EPS else 0.0
@@ -181,8 +180,8 @@ def _next_in_row(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def _discounted_sums(values: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
     """y_t = x_t + discount y_{t+1} within every row.
 
-    One step per time from the right, for all rows that reach it at once: sorted by length they are a prefix,
-    so that a few long rows cost no padding.
+    The loop goes over token positions from the right and computes all rows that are long enough at once: sorted by
+    length these are a prefix, so a few long rows cost no padding.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     starts = (np.cumsum(lengths) - lengths)[longest_first]

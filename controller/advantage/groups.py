@@ -1,7 +1,7 @@
 """Baselines without a critic: the responses to one prompt are compared with each other.
 
-A group is told by numbers: `group` [rows] int64 says which responses belong together. Groups need not lie side by
-side and may differ in size, as they do once some responses were dropped. All in float64.
+`group` [rows] int64 is the number of each response's group. The rows of a group need not be neighbours, and groups may
+differ in size, as they do once some responses were dropped. All in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STD_EPS = 1e-6
 
 
 def group_sizes(group: np.ndarray) -> np.ndarray:
-    """How many responses each response's group has [rows] int64."""
+    """The size of each response's group [rows] int64."""
     numbers, counts = _numbered(group)
     return counts[numbers]
 
@@ -52,14 +52,13 @@ def standardized(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 def leave_one_out(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
     """s minus the mean of the others in the group, which is n / (n - 1) (s - mean(group)) (RLOO, Ahmadian et al.
-    2024, arXiv 2402.14740); s itself where there are no others."""
+    2024, arXiv 2402.14740); s itself for a response that is alone."""
     sizes = group_sizes(group)
     return centred(scores, group) * np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 1.0)
 
 
 def differs_within(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Whether the scores of each response's group are not all the same [rows] bool: only then do group baselines
-    leave anything to learn from it."""
+    """Whether the scores of each response's group differ [rows] bool; where they do not, its advantages are 0."""
     numbers, counts = _numbered(group)
     lowest, highest = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     np.minimum.at(lowest, numbers, scores)
@@ -70,18 +69,18 @@ def differs_within(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
 def group_advantage(
     scores: Scores, lengths: np.ndarray, group: np.ndarray, *, normalize_std: bool = True
 ) -> Advantage:
-    """The whole of `compute_advantage` for GRPO: every token of a response has the response's advantage.
+    """`compute_advantage` of GRPO: every token of a response has the response's advantage.
 
     Args:
-        scores: per response [rows], or per token, which are added up.
+        scores: per response [rows], or per token, which are summed.
         lengths: tokens per response [rows] int64.
-        group: which responses answer the same prompt [rows] int64.
-        normalize_std: divide by the group's standard deviation (GRPO), or leave that out (Dr. GRPO).
+        group: number of each response's prompt [rows] int64.
+        normalize_std: whether to divide by the group's standard deviation (GRPO), or not (Dr. GRPO).
 
     Returns:
         Advantages per response, and as metrics: `score/mean` and `reward/mean` (per response, here the same),
-        `group/same_score` (share of the responses whose group has only one score, so that nothing is learned from
-        them), `advantage/mean` and `advantage/std` (per token).
+        `group/same_score` (share of the responses whose group has only one score and whose advantages are 0),
+        `advantage/mean` and `advantage/std` (per token).
 
     Raises:
         ValueError: a score that is not finite, or not one score and one group for each response.

@@ -1,4 +1,4 @@
-"""The price of leaving the reference policy: estimators of the KL divergence, and who sets its coefficient."""
+"""The KL divergence from the reference policy: estimators, and controllers of its coefficient."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ def kl_estimate(log_probs: FloatColumn, ref_log_probs: FloatColumn, kind: str) -
 
 
 class KlController(Protocol):
-    """Who sets the price of KL in the reward, from one step to the next."""
+    """Sets the coefficient of the KL in the reward from step to step."""
 
     beta: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Take note of the KL measured on a batch of `num_sequences` responses."""
+        """Updates the coefficient from the KL of a batch of `num_sequences` responses."""
         ...
 
 
 @dataclass
 class FixedKL:
-    """A constant price of KL."""
+    """A constant coefficient."""
 
     beta: float = 0.001
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """A constant does not learn."""
+        """Does nothing."""
 
 
 @dataclass
 class AdaptiveKL:
-    """A price that steers the KL to a target (Ziegler et al. 2019, section 2.2); `beta` is all its state.
+    """A coefficient that steers the KL to a target (Ziegler et al. 2019, section 2.2); `beta` is its whole state.
 
     Args:
-        beta: where the price starts, above 0.
-        target: the wanted KL, above 0, in the unit of what `update` is given (per token or per response).
-        horizon: over how many responses the price follows, above 0.
+        beta: initial coefficient, above 0.
+        target: target of the KL, above 0, in the unit of the KL given to `update` (per token or per response).
+        horizon: number of responses over which the coefficient adapts, above 0.
 
     Raises:
         ValueError: an argument that is not above 0.
@@ -85,7 +85,7 @@ class AdaptiveKL:
         """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon.
 
         Raises:
-            ValueError: a batch so much larger than the horizon that the price could turn negative.
+            ValueError: a batch so much larger than the horizon that the coefficient could become negative.
         """
         if MAX_KL_ERROR * num_sequences >= self.horizon:
             raise ValueError(f"{num_sequences} responses are too many for a KL horizon of {self.horizon}")
@@ -94,14 +94,14 @@ class AdaptiveKL:
 
 
 def steer(controller: KlController, metrics: dict[str, float], num_sequences: int) -> None:
-    """Notes the price of KL in a step's metrics, as `kl/coefficient`, and then lets the controller see the
+    """Writes the KL coefficient into a step's metrics, as `kl/coefficient`, and then updates the controller from the
     step's KL per response, `kl/sequence_mean`."""
     metrics["kl/coefficient"] = controller.beta
     controller.update(metrics["kl/sequence_mean"], num_sequences)
 
 
 def kl_controller(algorithm: AlgorithmTable) -> KlController:
-    """The controller that the configuration asks for: adaptive where it has a target."""
+    """The controller of a configuration: adaptive where it has a target."""
     if algorithm.kl_target:
         return AdaptiveKL(algorithm.kl_reward_coefficient, algorithm.kl_target, algorithm.kl_horizon)
     return FixedKL(algorithm.kl_reward_coefficient)

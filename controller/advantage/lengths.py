@@ -1,4 +1,4 @@
-"""Rewards that depend on nothing but the length of a response."""
+"""Rewards that depend on the length of a response alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int) -> np.ndarray:
-    """Soft punishment of responses that come near the longest allowed [rows] float64, between -1 and 0 (DAPO, Yu et
+    """Soft punishment of responses close to the longest length allowed [rows] float64, between -1 and 0 (DAPO, Yu et
     al. 2025, arXiv 2503.14476, eq. 13).
 
     With L = max_length and B = buffer: 0 up to L - B tokens, (L - B - length) / B from there to L, and -1 beyond.
@@ -14,10 +14,10 @@ def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int) -> np.nd
     Args:
         lengths: tokens per response [rows] int64.
         max_length: longest response in tokens.
-        buffer: over how many tokens the punishment grows, from 1 to `max_length`.
+        buffer: number of tokens over which the punishment grows, from 1 to `max_length`.
 
     Raises:
-        ValueError: a buffer that is not.
+        ValueError: a buffer outside of this range.
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"the overlong buffer must be from 1 to {max_length} tokens, got {buffer}")

@@ -1,4 +1,4 @@
-"""Reward under a limit on cost: Safe-RLHF (Dai et al. 2024, arXiv 2310.12773), as its authors' code has it."""
+"""Reward under a limit on cost: Safe-RLHF (Dai et al. 2024, arXiv 2310.12773), as in its authors' code."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from controller.advantage.kl import kl_estimate
 
 @dataclass
 class Multiplier:
-    """The Lagrange multiplier of the cost constraint; the fields are all its state.
+    """The Lagrange multiplier of the cost constraint; the fields are its whole state.
 
     Attributes:
-        log_lambda: Its natural logarithm.
-        costs: Costs of the newest responses, at most as many as are averaged, oldest first.
+        log_lambda: Natural logarithm of the multiplier.
+        costs: Costs of the newest responses over which the mean is taken, oldest first.
     """
 
     log_lambda: float = 0.0
@@ -37,7 +37,7 @@ class Multiplier:
 
     @property
     def value(self) -> float:
-        """Lambda, what a unit of cost is worth in units of reward."""
+        """Lambda, the weight of a unit of cost in units of reward."""
         return math.exp(self.log_lambda)
 
     def update(
@@ -55,7 +55,7 @@ class Multiplier:
         Args:
             costs: of the responses of this step, in order.
             limit: d.
-            episodes: J_C is the mean cost of this many newest responses, or of as many as there were.
+            episodes: J_C is the mean cost of this many newest responses, or of all while there are fewer.
 
         Returns:
             J_C.
@@ -69,7 +69,7 @@ class Multiplier:
 
 @dataclass(frozen=True)
 class SafeAdvantage(CriticAdvantage):
-    """An advantage with what the critic and the cost critic regress to."""
+    """An advantage with the returns of the critic and of the cost critic."""
 
     cost_returns: FloatColumn
 
@@ -90,7 +90,7 @@ def safe_advantage(
     clip: float = 50.0,
     whiten_advantages: bool = False,
 ) -> SafeAdvantage:
-    """The whole of `compute_advantage` for Safe-RLHF (section 3.3 and appendix B).
+    """`compute_advantage` of Safe-RLHF (section 3.3 and appendix B).
 
     Per token r = -beta KL + R at the last token and c = beta KL + C at the last token, both clipped to +-clip;
     A_R and A_C by GAE from the critic's and the cost critic's values; A = (A_R - lambda A_C) / (1 + lambda).
@@ -112,7 +112,7 @@ def safe_advantage(
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     kl = kl_estimate(log_probs, ref_log_probs, kl_kind)
-    # What is close to the reference counts as safe, too: the price of KL is a reward there and a cost here.
+    # A policy close to the reference counts as safe too: the KL penalty is added to the costs.
     token_costs = token_rewards(costs, log_probs.lengths, kl, -beta)
     reward_advantages, returns = gae(_clipped(rewards, clip), values, gamma, lam)
     cost_advantages, cost_returns = gae(_clipped(token_costs, clip), cost_values, gamma, lam)

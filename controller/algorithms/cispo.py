@@ -1,5 +1,5 @@
-"""CISPO (MiniMax-M1, Chen et al. 2025, arXiv 2506.13585): GRPO's advantages under a loss that clips how much a token
-weighs and not whether it learns, so that rare tokens which change much are not lost. Only the upper clip counts."""
+"""CISPO (MiniMax-M1, Chen et al. 2025, arXiv 2506.13585): GRPO's advantages under a loss that clips the weight of a
+token instead of its gradient, so rare tokens with large ratios still contribute. Only the upper clip has an effect."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
 
 
 def check(config: Config, options: DAPOOptions) -> None:
-    """Refuses a buffer that is longer than a response may be, and a reward of which nothing says what to filter by."""
+    """Refuses a buffer longer than the longest response, and a composed reward without a service to filter by."""
     filtered_by(config, options)
     longest = config.rollout.max_response_tokens
     if options.overlong_buffer_tokens > longest:
@@ -75,8 +75,8 @@ def dapo(run: Run, options: DAPOOptions) -> None:
 
 
 def filtered_by(config: Config, options: DAPOOptions) -> list[str]:
-    """Services whose scores have to differ within a group: a row's is the first of them that scores it. Empty where
-    every reward is that of one service.
+    """Services whose scores have to differ within a group: of a row the first one that scores it. Empty where no reward
+    is composed.
 
     Raises:
         ConfigError: A source's reward has no such service.
@@ -109,8 +109,8 @@ def _is_filter(config: Config, service: str, options: DAPOOptions) -> bool:
 
 
 def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: DAPOOptions) -> FutureBatch:
-    """Dynamic sampling (section 3.2): generates and scores rounds of prompts until as many groups as a step has prompts
-    have responses with different scores of the services they are filtered by, and returns those."""
+    """Dynamic sampling (section 3.2): generates and scores rounds of prompts until one group for each prompt of a step
+    has responses with different scores, and returns these groups."""
     wanted, found, rounds = run.config.data.prompts_per_step, 0, []
     services = filtered_by(run.config, options)
     for prompts in step.rounds(options.max_rounds):
@@ -134,7 +134,7 @@ def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: D
 
 
 def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The score of each response [rows], by the first service that scores it; the others' are not a number."""
+    """The score of each response [rows] by the first service that scores it; other services give not a number."""
     scores = columns[0]
     for column in columns[1:]:
         scores = np.where(np.isnan(scores), column, scores)
@@ -142,7 +142,7 @@ def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
-    """Rows of the first groups, at most `most`, in which scores differ; groups are numbered in their order."""
+    """Rows of the first groups, at most `most`, whose scores differ; groups are numbered in their order."""
     rows = np.flatnonzero(differs_within(scores, group))
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
@@ -172,8 +172,8 @@ def dapo_advantage(
         penalty: largest punishment.
 
     Returns:
-        Advantages, and as metrics those of `group_advantage` of the punished scores, but `score/mean`, which is
-        before; and `overlong/mean`, the punishment per response.
+        Advantages, and as metrics those of `group_advantage` of the punished scores, with `score/mean` before the
+        punishment, and `overlong/mean`, the punishment per response.
 
     Raises:
         ValueError: as `group_advantage` and `overlong_penalty`.

@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300): responses to the same prompt are each other's baseline."""
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): the baseline is the mean score of the responses to the same prompt."""
 
 from __future__ import annotations
 

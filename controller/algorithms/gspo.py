@@ -1,5 +1,5 @@
-"""GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO whose probability ratio is that of the whole response, to the power
-of one over its length, as one reward is for the whole response. The clip range is far narrower for it."""
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO with the probability ratio of the whole response, to the power of
+one over its length, since the reward is that of the whole response. Its clip range is far narrower."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def ppo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Columns advantages and returns, from rewards, values and log-probabilities: the only numbers of a batch
-    that the controller reads."""
+    """Columns advantages and returns, from rewards, values and log-probabilities, which are all that the controller
+    reads of a batch."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards")
     made = step.compute(

@@ -1,6 +1,6 @@
-"""Reward models, the second step of RLHF: which of two responses people chose (Bradley and Terry 1952; Ouyang et al.
-2022, arXiv 2203.02155, equation 1), and the cost models of Safe RLHF (Dai et al. 2024, arXiv 2310.12773, equation 6).
-"""
+"""Reward models, the second step of RLHF, trained on pairs of responses of which people chose one (Bradley and Terry
+1952; Ouyang et al. 2022, arXiv 2203.02155, equation 1), and cost models of Safe RLHF (Dai et al. 2024, arXiv
+2310.12773, equation 6)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reward_model(run: Run, options: RewardModelOptions) -> None:
     sign = -1.0 if options.loss == "cost" else 1.0
 
     def measure(heldout: FutureBatch) -> Measured:
-        """By how much the right response of each pair scores higher."""
+        """The margin by which the right response of each pair scores higher."""
         scored = reward.compare_pairs(heldout)
         chosen, rejected = run.fetch(scored, "chosen_scores", "rejected_scores").values()
         return {"margins": sign * (chosen.astype(np.float64) - rejected.astype(np.float64))}, [scored]

@@ -1,6 +1,6 @@
 """Safe-RLHF (Dai et al. 2024, arXiv 2310.12773): PPO for a reward under a limit on a cost, as in Figure 6 of
-HybridFlow. The cost model is a second reward service, its critic a second critic; a Lagrange multiplier weighs one
-against the other, and texts of the pretraining data may be learned beside them."""
+HybridFlow. The cost model is a second reward service with a critic of its own; a Lagrange multiplier weights the cost
+against the reward, and a loss of pretraining texts may be added."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def compute_advantage(
     multiplier: Multiplier,
     options: SafeRLHFOptions,
 ) -> FutureBatch:
-    """Columns advantages, returns and cost_returns; the multiplier moves first, so that the actor feels it."""
+    """Columns advantages, returns and cost_returns; the multiplier is updated first, so that they include it."""
     config = run.config.algorithm
     names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
     columns = run.fetch(batch, *names)

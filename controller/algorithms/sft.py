@@ -1,5 +1,5 @@
 """Supervised fine-tuning, the first step of RLHF (Ouyang et al. 2022, arXiv 2203.02155, section 3.5): the policy learns
-to answer prompts as demonstrations do."""
+demonstrated responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controller.training.run import Run
 
 @algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)
 def sft(run: Run) -> None:
-    """Actor; rows with prompt and response, of which only the responses are learned."""
+    """Actor; rows with prompt and response. Only the response tokens carry loss."""
     actor = run.actor()
 
     def measure(heldout: FutureBatch) -> Measured:

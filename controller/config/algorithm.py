@@ -16,7 +16,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class AlgorithmTable(Strict):
-    """Hyper-parameters that algorithms share; each reads those it has a use for, some with defaults of its own."""
+    """Hyper-parameters that algorithms share; each algorithm reads some of them, and may have defaults of its own."""
 
     epochs: Positive = 1
     """Passes of the actor over a step's rows."""
@@ -39,7 +39,7 @@ class AlgorithmTable(Strict):
     """The probability ratio is clipped at 1 plus this."""
     dual_clip: NotNegative = 3.0
     """Bound of the loss where the advantage is negative (Ye et al. 2020), above 1; 0: off. For surrogate ppo of every
-    algorithm, in whose papers it is not."""
+    algorithm, though their papers have none."""
     value_clip: NotNegative = 0.5
     """New values are clipped to within this range of the old; 0: off."""
     entropy_coefficient: NotNegative = 0.0
@@ -64,26 +64,25 @@ class AlgorithmTable(Strict):
     """Recompute the log-probabilities of the responses with the training engine, instead of taking the
     rollout engine's."""
     rollout_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correction where the training engine finds another probability than the rollout engine sampled with: the loss
-    is weighed by their ratio, which truncate bounds from above; mask drops what has a ratio out of bounds. Not with
-    rollout.top_k or rollout.top_p."""
+    """Correction of the difference between the training engine's probabilities and those that the rollout engine
+    sampled with: the loss is weighted by their ratio, which truncate bounds from above; mask drops ratios out of
+    bounds. Not with rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
-    """Whether that is the ratio of each token or of the whole response."""
+    """Level of that ratio: each token or the whole response."""
     rollout_correction_low: NotNegative = 0.5
     """Smallest ratio that mask keeps."""
     rollout_correction_high: float = Field(default=2.0, gt=0)
-    """Largest ratio that mask keeps, and what truncate bounds it to."""
+    """Largest ratio that mask keeps, and the bound of truncate."""
     max_log_prob_drift: NotNegative = 0.0
-    """The run ends where the training engine finds another log-probability of a token than the rollout engine sampled
-    it with, by more than this; 0: however far they are apart."""
+    """Largest difference between a token's log-probability in the training engine and in the rollout engine; beyond it
+    the run ends. 0: no bound."""
     pretrain_coefficient: NotNegative = 0.0
-    """Weight of the loss of the texts of data.pretrain in the actor's."""
+    """Weight of the loss of the texts of data.pretrain in the actor's loss."""
     on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
-    """Policy for rows that could not be scored: stop ends the run with the cause; retry sends those rows again, and
-    stops where that does not help; drop_group trains without them and the other responses to their prompts. They
-    never count as zero."""
+    """Policy for rows without a score: stop ends the run with the cause; retry sends those rows again, and then
+    stops; drop_group trains without them and the other responses to their prompts. They never count as zero."""
     reward_retries: Positive = 2
-    """How often retry sends a row again."""
+    """Most times that retry sends a row again."""
     options: dict[str, Any] = {}
     """Options of one algorithm; see the tables of the algorithms below."""
 

@@ -38,15 +38,15 @@ class Config(Strict):
 
     @property
     def tokenizer(self) -> Path | None:
-        """Model directory whose tokenizer the controller reads; None where there is none."""
+        """Model directory whose tokenizer the controller reads; None without one."""
         tables = sorted(self.services.values(), key=lambda table: table.role != "actor")
         models = (table.model_directory for table in tables)
         return self.data.tokenizer or next((model for model in models if model), None)
 
     @property
     def also_served(self) -> dict[str, str]:
-        """By name, what the ranks of another service serve too: the reference is the actor without its adapters, where
-        one actor has adapters and no service is the reference."""
+        """By name of a missing service, the service whose ranks serve it too: an actor without its adapters is the
+        reference, where exactly one actor has adapters."""
         adapted = [name for name, table in self.services.items() if table.has_adapters]
         return {"reference": adapted[0]} if len(adapted) == 1 and "reference" not in self.services else {}
 
@@ -55,8 +55,8 @@ class Config(Strict):
         return self.rewards.get(reward, {reward: 1.0})
 
     def recipes(self, reward: str) -> dict[str, dict[str, float]]:
-        """By source, the weight of each service in what an algorithm asks for as `reward`: sources have a reward of
-        their own, but a cost in common."""
+        """By source, the weight of each service in an algorithm's `reward`. Sources have a reward of their own, and all
+        costs in common."""
         return {
             source.label: self.weights_of(source.reward if reward == "reward" else reward)
             for source in self.data.all_sources
@@ -68,12 +68,12 @@ class Config(Strict):
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
     def mini_batches(self, rows: int) -> int:
-        """Optimizer steps in one pass over a batch: it is dealt out whole to as many mini-batches of
-        `algorithm.mini_batch_size` rows as it fills, so that each has at least that many, or to one."""
+        """Number of mini-batches in one pass over a batch of `rows`: as many of `algorithm.mini_batch_size` rows as the
+        batch fills, at least one; further rows are spread over them."""
         return max(1, rows // self.algorithm.mini_batch_size)
 
     def devices(self, service: str) -> frozenset[str]:
-        """Devices of the service's pool, or one name of its own per rank where it has no pool."""
+        """Devices of the service's pool; without a pool, one name per rank."""
         table = self.services[service]
         if table.pool:
             return frozenset(self.pools[table.pool])

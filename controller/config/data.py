@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from settings.strict import Positive, Strict
 
 NOWHERE = Path()
-"""A path that is not given."""
+"""Stands for a path that is not given."""
 
 
 class SourceTable(Strict):
@@ -38,7 +38,7 @@ class SourceTable(Strict):
 
     @property
     def label(self) -> str:
-        """Its name, or else its path."""
+        """The source's name, or else its path."""
         return self.name or str(self.path)
 
     @model_validator(mode="after")
@@ -57,11 +57,11 @@ class DataTable(Strict):
     heldout: Path = NOWHERE
     """Rows to evaluate on, never trained on."""
     sources: tuple[SourceTable, ...] = ()
-    """Instead of train and heldout: several sources with weights, each with a reward of its own."""
+    """Several sources with weights, each with a reward of its own, in place of train and heldout."""
     prompts_per_step: Positive = 128
     """Prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Most tokens of a prompt; 0: what the services take beside `rollout.max_response_tokens`."""
+    """Most tokens of a prompt; 0: the services' limits less `rollout.max_response_tokens`."""
     overlong: Literal["skip", "error"] = "skip"
     """Treatment of a row whose prompt, or whose text in `pretrain`, is longer: skip leaves it out and counts it,
     error ends the run."""
@@ -69,14 +69,13 @@ class DataTable(Strict):
     """Model directory whose chat template renders prompts that are lists of messages, and whose tokenizer counts
     tokens. None: that of the actor, or of the first service with a model."""
     chat: bool = False
-    """Prompts that are plain texts are what a user says, and are put into the chat template too."""
+    """Renders plain-text prompts as a user's message in the chat template too."""
     pretrain: Path | None = None
-    """Texts to go on learning as they are beside the rewards: JSONL rows with `text`. For algorithms that have a use
-    for them."""
+    """Texts to keep training on beside the rewards: JSONL rows with `text`. For algorithms that read them."""
 
     @property
     def all_sources(self) -> tuple[SourceTable, ...]:
-        """The sources; train and heldout are one."""
+        """The sources; train and heldout count as one source."""
         return self.sources or (SourceTable(path=self.train, heldout=self.heldout),)
 
     @model_validator(mode="after")

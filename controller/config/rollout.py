@@ -20,14 +20,14 @@ class RolloutTable(Strict):
     """Keep the k most probable tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this. With top_k or top_p, estimates of KL are biased:
-    they average over the truncated distribution what is meant over the policy's whole one."""
+    they average over the truncated distribution, and not over the policy's."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response too, as `["\\n\\n"]`: with the token that completes one, which stays; the response's
-    text ends before it."""
+    """Texts that end a response too, as `["\\n\\n"]`. The token that completes one stays; the response's text ends
+    before it."""
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the policy's whole distribution."""
+        """Whether tokens are drawn from a truncated distribution."""
         return bool(self.top_k) or self.top_p < 1
 
     @model_validator(mode="after")

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from client.fanout import FanOut
 from client.session import Session, StepContext
 from controller.role_groups.balance import deal
 from controller.role_groups.codec import Codec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.fanout import FanOut
 from controller.role_groups.futures import awaited
 from controller.role_groups.placement import Place
 from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
@@ -89,12 +89,12 @@ class GroupCall:
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
             order, numbers, parts = await self._turn()
-            self.header.sequence, self.header.epoch = ranks.next_sequence, self.callee.description.epoch
+            ranks.address(self.header)
             requests = self._requests(parts, numbers)
             running[call_id] = self.method.name
             started = time.time()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
-            responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place)
+            responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)
             return self._collected(order, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session, StepContext
 from controller.config.config import Config
 from controller.role_groups.admission import GONE_WITHIN_S, check_tables, origin, wait_until_free
 from controller.role_groups.discovery import Discovery, check_vocabularies, reads_tokens
-from controller.role_groups.fanout import FanOut
 from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.loop import Loop
@@ -172,7 +172,14 @@ class Cluster:
             for rank, info in enumerate(description.ranks)
         ]
         kind, devices = GROUPS[description.role], self.config.devices(name)
-        return kind(FanOut(clients), description, devices, self.session, self._placement, self._loop)
+        return kind(
+            FanOut(clients, description.epoch),
+            description,
+            devices,
+            self.session,
+            self._placement,
+            self._loop,
+        )
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
         """The group of a role that the ranks of a service serve beside their own."""

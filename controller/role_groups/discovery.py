@@ -18,7 +18,7 @@ from rlhf.v1 import common_pb2, worker_pb2
 RETRY_S = 0.2
 """Pause between attempts to reach a service."""
 SILENCE_S = 2.0
-"""Longest time that a run waits for services before it says which."""
+"""Time after which the services that are waited for are named."""
 
 Descriptions = Mapping[str, worker_pb2.DescribeResponse]
 """Descriptions of services by name."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec, Codec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.fanout import FanOut
 from controller.role_groups.futures import then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement

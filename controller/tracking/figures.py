@@ -11,15 +11,15 @@ from controller.tracking.metrics import Sample, each_sample, each_step
 from reports.charts import Point
 
 MAX_STRETCHES = 200
-"""Stretches that a curve is cut into: each keeps its lowest and its highest point."""
+"""Number of stretches of a curve; each keeps its lowest and its highest point."""
 UNCHARTED = ("time/", "mem/", "transfer/")
-"""Metrics that a report shows by their mean or their peak."""
+"""Prefixes of metrics that a report shows by their mean or their peak."""
 THROUGHPUT = "time/tokens_per_s"
 
 
 class Curve:
-    """The outline of a metric over the steps: all points while they are few, then of each of equal stretches the
-    lowest, the highest and one that is not finite."""
+    """The outline of a metric over the steps: all points of a short run; of a long one the lowest, the highest and one
+    not finite point of each of equal stretches."""
 
     def __init__(self) -> None:
         self._size = 1
@@ -27,7 +27,7 @@ class Curve:
         self._stretches: list[list[Point]] = []
 
     def add(self, step: float, value: float) -> None:
-        """Add a point; its step is above those before it."""
+        """Adds a point, of a later step than those before it."""
         if self._in_last == 0 or self._in_last == self._size:
             self._stretches.append([])
             self._in_last = 0
@@ -57,7 +57,7 @@ def _value(point: Point) -> float:
 
 @dataclass
 class Mean:
-    """A mean that grows by single values."""
+    """A running mean."""
 
     total: float = 0.0
     count: int = 0
@@ -73,14 +73,14 @@ class Mean:
 
 @dataclass
 class Figures:
-    """Figures of a run as far as it got.
+    """Figures of a run up to its last step.
 
     Attributes:
         last_step: Number of the last line of metrics; None before the first.
         curves: By metric.
         first, last: The first and last value of each metric.
-        means: Of the metrics that begin with `UNCHARTED`, over the training steps that have them.
-        peaks: The highest value of those that begin with mem/.
+        means: By metric that begins with `UNCHARTED`, the mean over the training steps that have it.
+        peaks: By metric that begins with mem/, the highest value.
         steps: Training steps: lines with time/step_s.
         samples: By step, of the first and the last evaluation.
     """
@@ -96,7 +96,7 @@ class Figures:
 
     @staticmethod
     def read(run_dir: Path) -> Figures:
-        """Those of a run directory.
+        """Reads the figures of a run directory.
 
         Raises:
             RlhfError: A file is damaged.
@@ -109,7 +109,7 @@ class Figures:
         return figures
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step."""
+        """Adds the metrics of a step."""
         self.last_step = max(step, self.last_step or 0)
         is_training = "time/step_s" in metrics
         self.steps += is_training
@@ -126,7 +126,7 @@ class Figures:
                 self.peaks[key] = max(value, self.peaks.get(key, 0.0))
 
     def add_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Add samples of a step: those of the first step and of the newest are kept."""
+        """Add samples of a step; samples of the first and the newest step are kept."""
         if step not in self.samples:
             self.samples = dict([*self.samples.items()][:1]) | {step: []}
         self.samples[step] += samples
@@ -136,5 +136,5 @@ class Figures:
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:
-        """The mean of a metric; None where there is none."""
+        """The mean of a metric; None without values."""
         return self.means[key].value if key in self.means else None

@@ -1,4 +1,4 @@
-"""The numbers and the samples of a run, on the disk line by line."""
+"""Metrics and samples of a run, written line by line."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class MetricsWriter:
     are not finite as "NaN", "Infinity" and "-Infinity" (see `json_text`). Two runs with equal numbers write
     equal text; only keys under `time/` and `mem/` may differ between runs of one seed.
 
-    After an error of `log` a writer is of no further use but to close.
+    After an error of `log` a writer can only be closed.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises RlhfError where the files cannot be made."""
+        """Raises RlhfError where the files cannot be created."""
         self._lines = AppendFile(run_dir, METRICS_FILE)
         self._events = EventFile(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the numbers of a step; they are on the disk when this returns.
+        """Writes the numbers of a step; they are on the disk when this returns.
 
         Args:
             step: 0 is before training.
@@ -37,7 +37,7 @@ class MetricsWriter:
 
         Raises:
             ValueError: a negative step, or a metric named "step".
-            RlhfError: the disk refused; one line that names directory and file.
+            RlhfError: the disk failed; one line with directory and file.
         """
         if step < 0 or "step" in metrics:
             raise ValueError(f"step {step} must not be negative, nor a metric be named 'step'")
@@ -50,7 +50,7 @@ class MetricsWriter:
         self._lines.check()
 
     def close(self) -> None:
-        """Close the files; again is allowed. Everything logged is on the disk already."""
+        """Closes the files; may be called again."""
         self._lines.close()
         self._events.close()
 
@@ -63,26 +63,26 @@ class Sample:
     response: str
     ground_truth: str
     reward: float
-    """As the reward service gave it."""
+    """Score of the reward service."""
 
 
 class SamplesWriter:
     """Appends sample responses to `samples.jsonl`, one line each: step and the fields of `Sample`."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises RlhfError where the file cannot be made."""
+        """Raises RlhfError where the file cannot be created."""
         self._lines = AppendFile(run_dir, SAMPLES_FILE)
 
     def log(self, step: int, rows: Sequence[Sample]) -> None:
-        """Write the samples of a step; they are on the disk when this returns.
+        """Writes the samples of a step; they are on the disk when this returns.
 
         Raises:
-            RlhfError: the disk refused; one line that names directory and file.
+            RlhfError: the disk failed; one line with directory and file.
         """
         self._lines.append(b"".join(_line({"step": step, **asdict(row)}) for row in rows))
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Closes the file; may be called again."""
         self._lines.close()
 
 

@@ -33,7 +33,7 @@ class Status:
     first: dict[str, float] = field(default_factory=dict)
     """The first value of every metric of evaluations."""
     running: dict[str, str] = field(default_factory=dict)
-    """Calls under way, "service.method", and how far they are, such as "12/64"; empty where unknown."""
+    """By running call, "service.method", its progress as in "12/64"; empty where unknown."""
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes by service."""
 
@@ -41,17 +41,17 @@ class Status:
 class Progress:
     """Live display on a terminal; elsewhere one plain line per step.
 
-    A context manager: the terminal is as it was after it, whatever ended it. All methods may be called from
-    any thread, also after the end, when only `step` in its plain form and `message` still show.
+    A context manager that restores the terminal, whatever ends it. All methods may be called from any thread, also
+    after the end, when only plain lines of `step` and `message` are shown.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            console: standard output where it is None.
-            clock: seconds, for the time that is left.
+            console: default: standard output.
+            clock: time in seconds, from which the remaining time is estimated.
         """
-        # Left alone, rich takes FORCE_COLOR in a pipe for a terminal.
+        # By default, rich takes a pipe with FORCE_COLOR for a terminal.
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._clock = clock
         self._lock = threading.Lock()
@@ -74,23 +74,23 @@ class Progress:
             self._live.stop()
 
     def begin(self, total_steps: int) -> None:
-        """The run starts now and has this many steps."""
+        """The run starts now, with this number of steps."""
         with self._lock:
             self._status.total_steps = total_steps
             self._began_s = self._clock()
 
     def stage(self, running: Mapping[str, str]) -> None:
-        """The calls that are running now, "service.method", with "done/total" or "" where that is unknown."""
+        """Sets the running calls, "service.method", with "done/total", or "" where unknown."""
         with self._lock:
             self._status.running = dict(running)
 
     def memory(self, service: str, num_bytes: float) -> None:
-        """Memory of a service, summed over its ranks."""
+        """Sets the memory of a service, summed over its ranks."""
         with self._lock:
             self._status.memory[service] = num_bytes
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done (0: the evaluation before training); metrics by the names of `metrics.jsonl`."""
+        """Shows a finished step (0: the evaluation before training), with the metrics of `metrics.jsonl`."""
         with self._lock:
             status = self._status
             status.step = step
@@ -102,7 +102,7 @@ class Progress:
             self._print(line)
 
     def message(self, text: str) -> None:
-        """Show a line of text above the display."""
+        """Shows a line of text above the display."""
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -115,7 +115,7 @@ class Progress:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """A step in one plain line; what was not measured is left out."""
+    """A step in one plain line, with the metrics that it has."""
     parts = [f"step {step}/{total_steps}", *figures(metrics)]
     if "time/step_s" in metrics:
         parts.append(f"{metrics['time/step_s']:.2f} s")
@@ -123,10 +123,10 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = None) -> list[str]:
-    """The figures to watch: reward, KL, what was measured on held-out rows, tokens/s; those that are known.
+    """The known ones of the figures to watch: reward, KL, held-out metrics, tokens/s.
 
     Args:
-        first: The first value of what was measured on held-out rows.
+        first: First values of the held-out metrics.
     """
     texts: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:.3f}",

@@ -1,4 +1,4 @@
-"""Everything a run leaves behind, through one door: metrics, samples, timeline, progress, summary, report."""
+"""Records a run: metrics, samples, timeline, progress, summary, report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REPORT_EVERY_S = 60.0
 
 
 class Recorder:
-    """Writes the files of a run as it goes, and shows its progress. A context manager: however the run ends, its report
-    is written.
+    """Writes the files of a run as it goes, and shows its progress. A context manager, which writes the report at the
+    end, also after an error.
 
     Args:
-        directory: Of the run.
-        progress: Where it is shown.
-        identity: What the run is; see `controller.identity`.
-        report_every_s: Seconds between two reports of a run that goes on.
+        directory: Directory of the run.
+        progress: Display of the run.
+        identity: Identity of the run; see `controller.identity`.
+        report_every_s: Seconds between two reports of a running run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.__exit__(kind, error, trace)
-        # A full disk has been reported by the write that met it; it must not hide that error here.
+        # A full disk is reported by the write that failed; errors here must not hide that one.
         try:
             self._metrics.check()
             self._timeline.close()
@@ -99,7 +99,7 @@ class Recorder:
             thread.join(1)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Numbers of a finished step; step 0 is the evaluation before training."""
+        """Records the metrics of a finished step; step 0 is the evaluation before training."""
         self._metrics.log(step, metrics)
         self._figures.add(step, metrics)
         self.progress.step(step, metrics)
@@ -108,12 +108,12 @@ class Recorder:
             self._reported_s = time.monotonic()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Sample responses of an evaluation."""
+        """Records sample responses of an evaluation."""
         self._samples.log(step, rows)
         self._figures.add_samples(step, rows)
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
-        """Draws calls on the timeline: as the controller saw them, and what each rank did in them."""
+        """Records calls on the timeline: on the controller, and their phases on each rank."""
         for record in records:
             args = {"step": step, "policy_version": record.policy_version}
             track = ("controller", record.service)
@@ -124,7 +124,7 @@ class Recorder:
         self._timeline.flush()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Writes summary.json: these figures, and what the run is."""
+        """Writes summary.json: these figures and the identity of the run."""
         self._metrics.check()
         self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
 

@@ -50,7 +50,7 @@ def render(contents: RunContents) -> str:
 
 
 def headline(contents: RunContents) -> list[tuple[str, str]]:
-    """Titles and texts of the figures on top: from the summary, or as far as the run got."""
+    """Titles and texts of the figures on top: from the summary, or up to the last step."""
     figures = contents.figures
     values: dict[str, Any] = {"steps": figures.last_step, "tokens_per_s": figures.mean(THROUGHPUT)}
     for name in ("accuracy", "reward", "loss"):

@@ -1,4 +1,4 @@
-"""The directory of a run, and the one boundary at which what the disk refuses becomes an error of ours."""
+"""The directory of a run, and the boundary at which errors of the disk become RlhfErrors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_FREE_BYTES = 16 * 2**20
 
 
 class RunDirectory:
-    """A directory of one run's own: made new, never used again."""
+    """The directory of one run: always new."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,12 +29,12 @@ class RunDirectory:
     def create(
         cls, parent: Path, name: str, clock: Callable[[], float] = time.time, algorithm: str = ""
     ) -> RunDirectory:
-        """Make `parent/name-ALGORITHM-YYYYmmdd-HHMMSS`, or the same with -2, -3, ... where that is taken.
+        """Makes `parent/name-ALGORITHM-YYYYmmdd-HHMMSS`, with -2, -3, ... where the name is taken.
 
         Args:
             parent: made too where it is missing.
-            algorithm: its name; empty: the directory's name has none.
-            clock: Unix time in seconds; the name carries it as local time.
+            algorithm: name of the algorithm; empty: left out.
+            clock: Unix time in seconds, in the name as local time.
 
         Raises:
             ConfigError: a name that is not one path component, a parent that cannot be written to, or less
@@ -43,7 +43,7 @@ class RunDirectory:
         if not name or "/" in name or name in (".", ".."):
             raise ConfigError(f"run name {name!r} cannot be part of a directory's name")
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
-        # An algorithm of one's own may be called anything.
+        # The name of a user's own algorithm may have any characters.
         stem = "-".join(part for part in (name, re.sub(r"\W+", "_", algorithm), started) if part)
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class RunDirectory:
             raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
 
     def output(self, service: str) -> Path:
-        """Where a service writes what it trained: an absolute path, since services may run elsewhere."""
+        """Directory of a service's trained model: an absolute path, since services may run in other directories."""
         return self.path.resolve() / service
 
     def remove_if_only(self, names: Set[str]) -> None:
@@ -68,26 +68,26 @@ class RunDirectory:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, name: str, obj: Any) -> Path:
-        """Write `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.
+        """Writes `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.
 
         Raises:
-            RlhfError: the disk refused; one line that names directory and file.
+            RlhfError: the disk failed; one line with directory and file.
         """
         return self.write_text(name, json_text(obj, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a text file, atomically; returns its path. Raises as `write_json`."""
+        """Writes a text file, atomically; returns its path. Raises as `write_json`."""
         return write_atomically(self.path / name, text)
 
 
 class AppendFile:
     """A file of a run that grows record by record; each record is on the disk when `append` returns.
 
-    There is no buffer and no thread between the caller and the file, so a full disk is an error of the
-    very record that did not fit, and `close` has nothing left to lose.
+    There is no buffer and no thread between the caller and the file, so a full disk is an error of the record that did
+    not fit, and `close` writes nothing.
 
     Args:
-        syncs: False: when `append` returns a record is with the operating system, and lost if the machine crashes.
+        syncs: Whether `append` waits for the disk. False: records of the last seconds are lost if the machine crashes.
     """
 
     def __init__(self, run_dir: Path, name: str, *, syncs: bool = True) -> None:
@@ -97,10 +97,10 @@ class AppendFile:
             self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, record: bytes) -> None:
-        """Write and sync one record.
+        """Writes and syncs one record.
 
         Raises:
-            RlhfError: the disk refused, and the record may be there in part; or the file was deleted.
+            RlhfError: the disk failed, and part of the record may be written; or the file was deleted.
         """
         self.check()
         rest = memoryview(record)
@@ -112,7 +112,7 @@ class AppendFile:
                 os.fsync(self._file.fileno())
 
     def check(self) -> None:
-        """Raises RlhfError where the file was deleted: what is written to it would be lost without a word."""
+        """Raises RlhfError where the file was deleted, since further records would be lost silently."""
         try:
             is_there = os.path.samestat(os.stat(self._run_dir / self._name), os.fstat(self._file.fileno()))
         except OSError:
@@ -123,7 +123,7 @@ class AppendFile:
             )
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Closes the file; may be called again."""
         self._file.close()
 
 
@@ -137,10 +137,10 @@ def writing(run_dir: Path, name: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> Path:
-    """Write a file so that it is there whole or, whatever happens, as it was before; returns its path.
+    """Writes a file as a whole or, on any failure, leaves it as it was; returns its path.
 
     Raises:
-        RlhfError: the disk refused; one line that names directory and file.
+        RlhfError: the disk failed; one line with directory and file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path.parent, path.name):
@@ -159,17 +159,16 @@ def write_atomically(path: Path, text: str) -> Path:
 def json_text(obj: Any, indent: int | None = None) -> str:
     """Strict JSON in insertion order, floats as repr: equal objects give equal text.
 
-    JSON has no word for floats that are not finite: they become the strings "NaN", "Infinity" and
-    "-Infinity" (as in the JSON form of protobuf), which `float()` reads back. What JSON cannot say
-    otherwise becomes its `str()`.
+    Floats that are not finite become the strings "NaN", "Infinity" and "-Infinity" (as in the JSON form of protobuf),
+    which `float()` reads back. Other values without a JSON type become their `str()`.
     """
     return json.dumps(_finite(obj), indent=indent, allow_nan=False, default=str)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, one after the other; none where there is no file.
+    """The objects of a JSON lines file, one after the other; none of a missing file.
 
-    A last line that was cut off by a killed writer is left out.
+    A last line without its end, of a writer that was killed, is left out.
 
     Raises:
         RlhfError: another line is not a JSON object, or the file cannot be read.

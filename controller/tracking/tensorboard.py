@@ -1,8 +1,9 @@
 """Scalars as a TensorBoard event file.
 
-The usual writers import torch wherever it is installed and write from a thread of their own, in which a
-full disk goes unseen; the format is small enough to write it here. A file is a sequence of TFRecords
-(length, its checksum, data, its checksum), each of which holds one `tensorflow.Event` message:
+tensorboardX imports torch where that is installed (1,204 modules), which a controller must not, and the usual
+writers write from a thread of their own, in which a full disk goes unseen; the format is small enough to write
+it here. A file is a sequence of TFRecords (length, its checksum, data, its checksum), each of which holds one
+`tensorflow.Event` message:
 
     message Event   { double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5; }
     message Summary { message Value { string tag = 1; float simple_value = 2; } repeated Value value = 1; }
@@ -33,16 +34,16 @@ class EventFile:
         self._file.append(record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2")))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Append the scalars of a step. Raises RlhfError where the disk refuses."""
+        """Appends the scalars of a step. Raises RlhfError where the disk fails."""
         self._file.append(record(scalar_event(time.time(), step, scalars)))
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Closes the file; may be called again."""
         self._file.close()
 
 
 def scalar_event(unix_s: float, step: int, scalars: Mapping[str, float]) -> bytes:
-    """The serialized Event of some scalars, which TensorBoard keeps as float32."""
+    """The serialized Event of scalars, which TensorBoard stores as float32."""
     values = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in scalars.items())
     return _wall_time(unix_s) + _key(2, _VARINT) + _varint(step) + _bytes(5, values)
 

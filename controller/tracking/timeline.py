@@ -1,8 +1,7 @@
-"""Who did what when: a Chrome trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""The timeline of a run: a Chrome trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-It is an array of events, one on each line, written as they come. The format allows that the bracket at its end is
-missing, so the trace of a run that was killed opens too.
-"""
+The file is an array of events, one on each line, written as they come. The format allows a missing bracket at the end,
+so the trace of a run that was killed opens too."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 from controller.tracking.run_directory import AppendFile, json_text
 
 Track = tuple[str, str]
-"""Process and thread, such as ("actor", "rank 0 compute"): a service and one of its ranks or phases."""
+"""Process and thread, for example ("actor", "rank 0 compute"): a service and one of its ranks or phases."""
 
 TIMELINE_FILE = "timeline.json"
 EARLIER_FILE = "timeline-earlier.json"
@@ -39,16 +38,16 @@ class Span:
 class Timeline:
     """Writes events to `timeline.json` of a run, from any thread.
 
-    The file is bounded: at `max_bytes` it becomes `timeline-earlier.json`, in place of an earlier one, and a new one is
-    begun. So the last events of a run are there, as many as fit into two files, and memory holds none.
+    At `max_bytes` the file is renamed to `timeline-earlier.json`, replacing an earlier one, and a new one is begun. So
+    the two files have the last events of a run, and memory holds none.
 
     Args:
         run_dir: Directory of the run.
-        started_unix_s: Times are told from here on.
+        started_unix_s: Time 0 of the trace.
     """
 
     def __init__(self, run_dir: Path, started_unix_s: float, max_bytes: int = MAX_BYTES) -> None:
-        """Raises RlhfError where the file cannot be made."""
+        """Raises RlhfError where the file cannot be created."""
         self._run_dir = run_dir
         self._started_us = round(started_unix_s * 1e6)
         self._max_bytes = max_bytes
@@ -64,14 +63,13 @@ class Timeline:
         end_unix_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an event, which `flush` writes.
+        """Adds an event, which `flush` writes.
 
         Args:
-            track: Process and thread to draw it on; both are made as they come. Events that overlap share
-                a track as long as one contains the other; else they spread over lanes `thread`,
-                `thread (2)`, ...
-            end_unix_s: One before the start, from a clock that was set back, counts as the start.
-            args: Shown with the event.
+            track: Process and thread of the event, created with their first event. Overlapping events are in one thread
+                where one contains the other, else in lanes `thread`, `thread (2)`, ...
+            end_unix_s: An end before the start, from a clock that was set back, counts as the start.
+            args: Values shown with the event.
         """
         start_us, end_us = round(start_unix_s * 1e6), round(end_unix_s * 1e6)
         span = Span(track, name, start_us, max(start_us, end_us), dict(args or {}))
@@ -79,10 +77,10 @@ class Timeline:
             self._added.append(span)
 
     def flush(self) -> None:
-        """Write what was added: best together what was under way at the same time.
+        """Writes the events that were added. Lanes are assigned best where overlapping events are flushed together.
 
         Raises:
-            RlhfError: The disk refused; one line that names directory and file.
+            RlhfError: The disk failed; one line with directory and file.
         """
         with self._lock:
             added, self._added = self._added, []
@@ -95,7 +93,7 @@ class Timeline:
                 self._write("".join(f",\n{json_text(event)}" for event in events))
 
     def close(self) -> None:
-        """Write what was added and end the file. Raises as `flush`."""
+        """Writes the events that were added and ends the file. Raises as `flush`."""
         self.flush()
         self._end()
 
@@ -132,10 +130,10 @@ class Timeline:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a timeline file; of one whose writer was killed, those that are there whole.
+    """The complete events of a timeline file, whose writer may have been killed.
 
     Raises:
-        ValueError: It is no such file.
+        ValueError: The file is no timeline.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     if lines[0] != "[":
@@ -153,7 +151,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class _Tracks:
-    """Numbers of processes and threads, from 1 in the order in which they come."""
+    """Numbers of processes and threads, from 1 in the order of their first events."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -163,9 +161,8 @@ class _Tracks:
     def place(self, span: Span) -> tuple[tuple[int, int], list[dict[str, Any]]]:
         """Process and thread of a span, and the events that name them where they are new.
 
-        Viewers drop or misdraw events of one thread that overlap in part, so each goes into the first lane of its track
-        in which it overlaps none so.
-        """
+        Viewers drop or misdraw events of one thread that overlap in part, so a span goes into the first lane of its
+        track without an event that it overlaps in part."""
         process, thread = span.track
         names: list[dict[str, Any]] = []
         if process not in self._pids:
@@ -187,11 +184,11 @@ class _Tracks:
 
 @dataclass
 class _Lane:
-    """Spans of one thread, of which any two are apart or one contains the other."""
+    """Spans of one thread; any two of them are disjoint or nested."""
 
     tid: int
     settled_us: int = -(1 << 62)
-    """End of the spans that no later one may overlap: they are not compared any more."""
+    """End of the spans that later ones are no longer compared with."""
     open: list[Span] = field(default_factory=list)
 
     def has_room_for(self, span: Span) -> bool:

@@ -12,10 +12,9 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
     """Totals over all ranks and calls.
 
     Returns:
-        `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is each
-        transport that moved something, and SERVICE.METHOD of each method whose ranks fetched something: every call of
-        a method is planned alike. Seconds are added up over ranks, and so the rate is that of a rank. Of transports
-        also `transfer/NAME/transfers`.
+        `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is a
+        transport, or SERVICE.METHOD of a method, whose ranks fetched bytes: every call of a method has the same plan.
+        Seconds are summed over ranks, so the rate is that of one rank. For transports also `transfer/NAME/transfers`.
     """
     by_transport: dict[str, Traffic] = {}
     by_method: dict[str, Traffic] = {}

@@ -25,7 +25,7 @@ class Stage:
     Attributes:
         algorithm: Name of the algorithm, of its config beside this file, and of the stage's directory.
         trained: Service whose weights the later stages begin with.
-        models: By service, what it begins with: an earlier stage, or "" for the model with random weights.
+        models: By service, the stage whose model it begins with; "" is the model with random weights.
         rows: Stem of the names of its data.
     """
 
@@ -53,7 +53,7 @@ class Pipeline:
 
     Attributes:
         directory: Where everything goes.
-        settings: Of each stage, put into its config, as KEY=VALUE.
+        settings: By stage, KEY=VALUE settings of its config.
         runs: Run directory of each stage that is done.
     """
 
@@ -165,7 +165,7 @@ def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _run(*arguments: str) -> None:
-    """A Python module as a process, which says on the terminal what it does."""
+    """Runs a Python module as a process that writes to this terminal."""
     ended: Any = subprocess.run([sys.executable, *arguments], check=False)
     if ended.returncode:
         raise click.exceptions.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)

@@ -20,7 +20,7 @@ class Pair:
 
     Attributes:
         prompt: The dialogue up to where the assistant speaks last.
-        chosen, rejected: What it says there; people preferred the chosen one.
+        chosen, rejected: Its two answers there; people preferred the chosen one.
     """
 
     prompt: str
@@ -54,7 +54,7 @@ def _last_answer(dialogue: str) -> tuple[str, str]:
 
 
 def is_heldout(pair: Pair, percent: int) -> bool:
-    """Whether a pair is for evaluation only: by what the human says first, so that no opening is on both sides."""
+    """Whether a pair is for evaluation only: by a hash of the human's first turn, so no opening is on both sides."""
     digest = hashlib.sha256(pair.opening.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 
@@ -72,7 +72,7 @@ def shortened(prompt: str, count: Count, most: int) -> str:
 
 
 def answers(pair: Pair) -> Iterable[tuple[str, str]]:
-    """Every answer of the assistant in a dialogue, the chosen one last, each with what stands before it."""
+    """Every answer of the assistant in a dialogue, the chosen one last, each with the dialogue before it."""
     dialogue = pair.prompt + pair.chosen
     end = dialogue.find(ASSISTANT)
     while end >= 0:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reports.page import card, code, escape, page, table
+
 KL = "kl/sequence_mean"
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/><title>{title}</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 0 auto; padding: 32px 20px; }}
-table {{ border-collapse: collapse; width: 100%; margin-bottom: 28px; font-size: 14px; }}
-th, td {{ text-align: left; vertical-align: top; padding: 8px 14px 8px 0; border-bottom: 1px solid #8886; }}
-td.text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-</style></head><body>
-<h1>{title}</h1>
-<h2>Bars</h2><table><tr><th>bar</th><th>measured</th><th></th></tr>{bars}</table>
-<h2>Steps</h2><table><tr><th>step</th><th>figures</th><th>report</th></tr>{stages}</table>
-<h2>Held-out prompts, before and after PPO</h2>
-<table><tr><th>prompt</th><th>SFT policy</th><th>after PPO</th></tr>{samples}</table>
-</body></html>
-"""
 
 
 def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
@@ -76,20 +62,27 @@ def check(summary: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
 
 
 def render(directory: Path, runs: Mapping[str, Path], summary: Mapping[str, Any]) -> str:
-    """The page."""
-    bars = "".join(
-        _row(name, text, "met" if held else "MISSED") for name, (held, text) in check(summary).items()
-    )
-    stages = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_figures(summary[name]))}</td>"
-        f'<td><a href="{html.escape(os.path.relpath(path / "report.html", directory))}">report</a></td></tr>'
+    """The page: bars, figures and reports of the steps, and responses before and after PPO."""
+    bars = [
+        [escape(name), escape(text), "met" if held else "MISSED"]
+        for name, (held, text) in check(summary).items()
+    ]
+    steps = [
+        [escape(name), escape(_figures(summary[name])), _link(path / "report.html", directory)]
         for name, path in runs.items()
-    )
-    samples = "".join(
-        "<tr>" + "".join(f'<td class="text">{html.escape(text)}</td>' for text in texts) + "</tr>"
-        for texts in before_and_after(runs["ppo"])
-    )
-    return PAGE.format(title=html.escape(directory.name), bars=bars, stages=stages, samples=samples)
+    ]
+    samples = [[code(text) for text in texts] for texts in before_and_after(runs["ppo"])]
+    sections = [
+        f"<header><h1>{escape(directory.name)}</h1></header>",
+        card("Bars", table(["bar", "measured", ""], bars), is_wide=True),
+        card("Steps", table(["step", "figures", "report"], steps), is_wide=True),
+        card(
+            "Held-out prompts, before and after PPO",
+            table(["prompt", "SFT policy", "after PPO"], samples),
+            is_wide=True,
+        ),
+    ]
+    return page(directory.name, sections)
 
 
 def before_and_after(run: Path) -> list[tuple[str, str, str]]:
@@ -112,8 +105,8 @@ def _figures(figures: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
 
 
-def _row(*texts: str) -> str:
-    return f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
+def _link(report: Path, directory: Path) -> str:
+    return f'<a href="{escape(os.path.relpath(report, directory))}">report</a>'
 
 
 def _read(path: Path) -> dict[str, Any]:

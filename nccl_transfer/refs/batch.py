@@ -1,9 +1,9 @@
-"""Batches: rows x named columns, mostly by reference. All algebra edits references and moves no byte.
+"""Batches: rows x named columns, mostly by reference. Operations edit references and copy no remote byte.
 
 A column is one of
 
 - `RemoteColumn`: rows in the arenas of other ranks, fixed or jagged;
-- `LocalColumn`: rows held here, as a numpy array, a `Jagged` one, or a list of strings.
+- `LocalColumn`: rows in this process, as a numpy array, a `Jagged` array, or a list of strings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalColumn:
         """The rows of a text column.
 
         Raises:
-            InvalidRequest: It is not one.
+            InvalidRequest: The column holds numbers.
         """
         if not isinstance(self.values, list):
             raise InvalidRequest("the column holds numbers, not text")
@@ -62,14 +62,14 @@ Column = RemoteColumn | LocalColumn
 
 
 def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
-    """Rows that follow each other as a slice, which numpy takes without a copy."""
+    """Converts consecutive row numbers to a slice, which numpy indexes without a copy."""
     if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (rows[1:] - rows[:-1] != 1).any():
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[np.ndarray]:
-    """Rows of a jagged array, in the order given."""
+    """Selects rows of a jagged array, in the order given."""
     lengths = jagged.lengths[rows]
     if isinstance(rows, slice):
         first = int(jagged.lengths[: rows.start].sum())
@@ -79,7 +79,7 @@ def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """One column of the rows of all, in order.
+    """Concatenates the rows of columns.
 
     Raises:
         InvalidRequest: The columns differ in kind, dtype, row shape or jaggedness.
@@ -144,7 +144,7 @@ class Batch:
 
     @staticmethod
     def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> Batch:
-        """A batch of columns held here; at least one."""
+        """A batch of at least one local column."""
         columns = {name: LocalColumn(value) for name, value in values.items()}
         return Batch(next(iter(columns.values())).rows, columns)
 
@@ -154,17 +154,17 @@ class Batch:
         return self.columns[name]
 
     def __or__(self, other: Batch) -> Batch:
-        """The columns of both; where both have a name, the right one's."""
+        """The columns of both batches; the right batch wins where names are equal."""
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         return Batch(self.rows, {**self.columns, **other.columns})
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Only these columns."""
+        """Selects columns by name."""
         return Batch(self.rows, {name: self[name] for name in names})
 
     def take(self, rows: np.ndarray) -> Batch:
-        """These rows in this order; a row may be taken several times."""
+        """Selects rows, in the order given; a row may occur several times."""
         taken, spans = _as_slice(rows), dict[int, JaggedSpan]()
 
         def take(column: Column) -> Column:
@@ -172,7 +172,7 @@ class Batch:
                 return column.take(taken)
             if isinstance(column.place, Scattered) or not isinstance(taken, slice):
                 return column.take(taken)
-            key = id(column.lengths)  # most columns of a batch that was just made have the same lengths
+            key = id(column.lengths)  # most columns of a fresh batch share their lengths
             if key not in spans:
                 spans[key] = JaggedSpan.of(column.lengths, *taken.indices(self.rows)[:2])
             return column.take(taken, spans[key])
@@ -180,21 +180,21 @@ class Batch:
         return Batch(len(rows), {name: take(column) for name, column in self.columns.items()})
 
     def repeat(self, times: int) -> Batch:
-        """Every row `times` times, side by side."""
+        """Repeats every row `times` times, copies adjacent."""
         return self.take(np.repeat(np.arange(self.rows), times))
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` batches of consecutive rows, whose sizes differ by at most one."""
+        """Splits into `parts` batches of consecutive rows whose sizes differ by at most one."""
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), parts)]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all batches in order; only the columns that all of them have."""
+        """Concatenates the rows of batches; keeps the columns that all of them have."""
         names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
         columns = {name: concat_columns([batch[name] for batch in batches]) for name in names}
         return Batch(sum(batch.rows for batch in batches), columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns, wherever they are."""
+        """Total bytes of all columns, local and remote."""
         return sum(column.nbytes for column in self.columns.values())

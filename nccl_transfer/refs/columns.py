@@ -22,7 +22,7 @@ A = TypeVar("A", bound=_Array)
 
 @dataclass(frozen=True, eq=False)
 class Jagged(Generic[A]):
-    """Rows of different lengths: `values` [sum(lengths), ...] holds them end to end, `lengths` cuts them.
+    """Rows of different lengths: `values` [sum(lengths), ...] is their concatenation.
 
     `values` is a numpy array or a tensor, `lengths` [rows] always numpy int64. A row may be empty.
 
@@ -50,7 +50,7 @@ class Jagged(Generic[A]):
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """Where rows begin and end, [rows + 1] int64, read-only: row i is `values[offsets[i]:offsets[i + 1]]`."""
+        """Row boundaries, [rows + 1] int64, read-only: row i is `values[offsets[i]:offsets[i + 1]]`."""
         offsets = np.concatenate(([0], np.cumsum(self.lengths)))
         offsets.flags.writeable = False
         return offsets
@@ -61,13 +61,13 @@ class Jagged(Generic[A]):
 
 
 def encode_texts(texts: Sequence[str]) -> Jagged[np.ndarray]:
-    """Texts as jagged bytes of UTF-8, uint8."""
+    """Encodes texts as jagged UTF-8 bytes, uint8."""
     encoded = [text.encode() for text in texts]
     return Jagged(np.frombuffer(b"".join(encoded), np.uint8), np.array([*map(len, encoded)], np.int64))
 
 
 def decode_texts(column: Jagged[np.ndarray]) -> list[str]:
-    """The texts of `encode_texts`.
+    """Decodes the result of `encode_texts`.
 
     Raises:
         UnicodeDecodeError: The bytes of a row are not UTF-8.

@@ -1,4 +1,4 @@
-"""Which rank stands where: the training mesh p-t-d, and the generation mesh pg-tg-dg-d on the same ranks."""
+"""Positions of ranks in the training mesh p-t-d and in the generation mesh pg-tg-dg-d on the same ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Mesh:
     (HybridFlow, section 5).
 
     A generation shard is the union of p/pg by t/tg training shards, those of a micro-DP group. The ranks of a
-    generation replica are neighbours, tensor ranks the closest, as inference engines want them; where the two
-    meshes are the same this is the usual order of Megatron: tensor index r % t, stage r // t % p.
+    generation replica are contiguous, tensor ranks innermost, as inference engines require; where the two meshes are
+    equal this is the usual order of Megatron: tensor index r % t, stage r // t % p.
 
     Args:
         pipeline, tensor, data: p, t and d.
         generation_pipeline, generation_tensor: pg and tg; 0 stands for p and t.
-        usual_order: Number the ranks in training in the usual order whatever the generation mesh is, so that shards
-            do not nest (HybridFlow-V, section 5.4). `micro_data_group` means nothing then.
+        usual_order: Numbers the training ranks in the usual order whatever the generation mesh is, so that shards
+            do not nest (HybridFlow-V, section 5.4). `micro_data_group` is undefined then.
 
     Raises:
         ConfigError: A size is below 1, or pg does not divide p, or tg does not divide t.
@@ -95,20 +95,20 @@ class Mesh:
         return *divmod(within, self.generation_tensor), replica
 
     def micro_data_group(self, rank: int) -> list[int]:
-        """The ranks that hold the training shards of this rank's generation shard, in rank order: those among
-        which the weights are all-gathered for generation."""
+        """The ranks that hold the training shards of this rank's generation shard, in rank order: the group that
+        all-gathers the weights for generation."""
         within = rank % self.replica_size
         first = rank // (self.micro_data * self.replica_size) * self.micro_data
         return [(first + replica) * self.replica_size + within for replica in range(self.micro_data)]
 
     @property
     def pipeline_ratio(self) -> int:
-        """p / pg: training stages in a generation stage."""
+        """p / pg: training stages per generation stage."""
         return self.pipeline // self.generation_pipeline
 
     @property
     def tensor_ratio(self) -> int:
-        """t / tg: parts of a tensor in training in one of generation."""
+        """t / tg: training tensor shards per generation tensor shard."""
         return self.tensor // self.generation_tensor
 
     def __str__(self) -> str:

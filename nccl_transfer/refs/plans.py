@@ -1,11 +1,10 @@
-"""Transfer plans: which bytes move between which ranks. Pure functions of what ranks hold and what they need.
+"""Transfer plans: which bytes move between which ranks. Pure functions of the bytes that ranks hold and need.
 
-Rows: the transfer protocol cuts a call's rows into parts, and every rank of a part needs the same bytes. Where several
-ranks of a part run on one host, one of them reads what a rank on another host holds, and the others take it from its
-memory: the bytes of a part cross to a host once.
+Rows: the transfer protocol splits a call's rows into parts, and every rank of a part needs the same bytes. Where
+several ranks of a part run on one host, one of them reads the bytes of a rank on another host, and the others map them
+in its memory: the bytes of a part cross to a host once.
 
-Slices: rectangular pieces of a tensor that ranks hold, against those that ranks need; what plans for weights
-are made of.
+Slices: rectangular pieces of a tensor that ranks hold and need, the elements of plans for weights.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from nccl_transfer.refs.shards import Endpoint, ShardRun
 from rlhf.errors import TransferError
 
 Ranges = Mapping[Endpoint, Sequence[ByteRange]]
-"""Bytes by the rank that holds them; each byte once, in the order of shards and of bytes."""
+"""Byte ranges by the rank that holds them; each byte once, ordered by shard and position."""
 
 
 def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
-    """The bytes that the rows of a batch are made of, by the rank that holds them, each of them once; whole blocks
-    where they are to be verified."""
+    """Byte ranges of the rows of a batch, by the rank that holds them, each byte once; widened to whole blocks where
+    shards have checksums."""
     wanted: dict[Endpoint, list[ByteRange]] = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
@@ -39,15 +38,15 @@ def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
 
 
 def sources_of(batch: Batch) -> list[Endpoint]:
-    """The ranks that hold bytes of a batch's rows, each once, in an order that depends on the batch alone."""
+    """The ranks that hold bytes of a batch's rows, without duplicates, in an order that depends on the batch alone."""
     columns = [column for column in batch.columns.values() if isinstance(column, RemoteColumn)]
     return list(dict.fromkeys(holder for column in columns for holder in column.holders))
 
 
 def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """The same bytes of one rank's shards, each of them once: ranges that overlap or touch become one.
+    """Merges byte ranges of one rank's shards that overlap or touch.
 
-    So rows that are repeated travel once, and rows that were shuffled travel in one piece.
+    So repeated rows travel once, and shuffled rows travel in one range.
     """
     merged: list[ByteRange] = []
     for r in sorted(ranges, key=position):
@@ -61,27 +60,27 @@ def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 def position(r: ByteRange | ShardRun) -> tuple[int, int]:
-    """The order of ranges within a rank."""
+    """Sort key of ranges within a rank."""
     return r.shard.id, r.start
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """`reader` reads all bytes of a part that `source` holds, and keeps them for the other ranks of its host."""
+    """`reader` reads all bytes of a part that `source` holds, and keeps them for other ranks of its own host."""
 
     source: Endpoint
     reader: Endpoint
 
 
 def plan_relays(part: Batch, ranks: Sequence[Endpoint]) -> list[Relay]:
-    """Chooses, for the ranks of one part, who reads across hosts.
+    """Assigns the ranks of one part that read across hosts.
 
-    On every host with several of the ranks, each rank elsewhere that holds bytes of the part gets one reader, in turn.
-    Ranks that hold bytes on the host itself share their memory with all of it, and need no relay.
+    On every host with several of the ranks, each rank elsewhere that holds bytes of the part is assigned one reader,
+    round-robin. Sources on the host itself share their memory with its ranks and need no relay.
 
     Args:
         part: The rows that all of `ranks` need.
-        ranks: Where they serve. A rank with an empty host id shares memory with nobody.
+        ranks: Their endpoints. A rank with an empty host id shares memory with no other rank.
     """
     hosts: dict[str, list[Endpoint]] = {}
     for rank in ranks:
@@ -103,7 +102,7 @@ class Slice:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Slice:
-        """All of a tensor."""
+        """The whole tensor."""
         return Slice((0,) * len(shape), tuple(shape))
 
     @staticmethod
@@ -111,7 +110,7 @@ class Slice:
         """Part `index` of `parts` equal parts along an axis.
 
         Raises:
-            TransferError: The axis does not divide.
+            TransferError: The axis is not divisible by `parts`.
         """
         if shape[axis] % parts:
             raise TransferError(f"axis {axis} of {tuple(shape)} does not divide into {parts} parts")
@@ -129,13 +128,13 @@ class Slice:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def intersect(self, other: Slice) -> Slice | None:
-        """Intersection of two boxes; None if it is empty."""
+        """Intersection with another slice; None if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Slice(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
 
     def without(self, other: Slice) -> list[Slice]:
-        """Difference of two boxes, as disjoint boxes: along each axis, the parts before and behind."""
+        """Difference from another slice, as disjoint slices: before and behind it along each axis."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -151,7 +150,7 @@ class Slice:
         return rest
 
     def within(self, outer: Slice) -> tuple[slice, ...]:
-        """The index of this piece in an array that holds `outer`."""
+        """Index of this slice in an array that holds `outer`."""
         return tuple(
             slice(a - base, b - base)
             for a, b, base in zip(self.starts, self.stops, outer.starts, strict=True)
@@ -160,7 +159,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class SliceMove:
-    """A piece of a tensor that rank `source` holds and rank `destination` needs; they may be the same rank."""
+    """Rank `source` sends a piece of a tensor to rank `destination`; both may be the same rank."""
 
     source: int
     destination: int
@@ -170,16 +169,16 @@ class SliceMove:
 def plan_slices(
     held: Mapping[int, Slice], wanted: Mapping[int, Slice], hosts: Mapping[int, str] | None = None
 ) -> list[SliceMove]:
-    """Every element that is wanted, from one rank that holds it: the rank itself, else one on its host, else the
-    one that has been given the fewest elements to send.
+    """Assigns a source to every element that ranks need: the rank itself if it holds the element, else a rank on its
+    host, else the rank with the fewest elements to send so far.
 
     Args:
-        held: What each rank holds of the tensor; ranks may hold the same (replicas).
-        wanted: What each rank needs of it.
-        hosts: Host of each rank; None: all on one.
+        held: Slice of the tensor that each rank holds; ranks may hold equal slices (replicas).
+        wanted: Slice of the tensor that each rank needs.
+        hosts: Host of each rank; None: all ranks share one host.
 
     Raises:
-        TransferError: Nobody holds some of what is wanted; the text names the rank and the piece.
+        TransferError: No rank holds some of the elements; the text names the rank and the piece.
     """
     sent = dict.fromkeys(held, 0)
     moves = []

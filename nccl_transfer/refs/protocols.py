@@ -1,6 +1,6 @@
 """Named transfer protocols (HybridFlow, Table 3): pure functions of the number of rows and the mesh.
 
-A protocol says which rows each rank gets (`distribute`) and whose outputs make the result (`collect`).
+A protocol assigns rows to ranks (`distribute`) and selects the ranks whose outputs form the result (`collect`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import ConfigError, InvalidRequest
 
 ENTRY_POINTS = "rlhf_cluster.protocols"
-"""Group of entry points by which installed packages bring protocols: instances or classes of them."""
+"""Group of entry points by which installed packages provide protocols, as instances or classes."""
 
 
 class TransferProtocol(ABC):
-    """How the rows of a call reach the ranks of a group, and whose rows come back. Parts are consecutive rows, in
-    sizes that differ by at most one, the larger ones first.
+    """Distributes the rows of a call over the ranks of a group, and collects their outputs. Parts are consecutive rows,
+    in sizes that differ by at most one, the larger parts first.
 
-    A protocol of one's own says into how many parts the rows are cut, which part each rank gets, and which ranks
-    answer; then `register_protocol(MyProtocol())`, or an entry point in the group `rlhf_cluster.protocols`.
+    A subclass defines the number of parts, the part of each rank, and the ranks whose outputs are collected; it is
+    registered by `register_protocol(MyProtocol())` or by an entry point in the group `rlhf_cluster.protocols`.
 
     Attributes:
         name: The name in method options and `@register`.
-        splits: Whether the ranks' outputs, put end to end in `collect` order, are the rows of the call.
-            If not, the result is one batch per collected rank.
-        pads: Whether all parts have the same number of rows: where they do not divide, the first rows are dealt
-            out once more at the end, and `restore` drops what came back for them. A method then returns one row
-            for each row it was given.
+        splits: Whether the ranks' outputs, concatenated in `collect` order, are the rows of the call. If not, the
+            result is one batch per collected rank.
+        pads: Whether all parts have the same number of rows: the first rows are repeated at the end if the number of
+            rows is not divisible, and `restore` drops their second outputs. A method then returns one row for each
+            input row.
     """
 
     name: ClassVar[str]
@@ -41,18 +41,18 @@ class TransferProtocol(ABC):
 
     @abstractmethod
     def parts(self, mesh: Mesh) -> int:
-        """Into how many parts the rows are cut; 1: every rank gets all."""
+        """Number of parts; 1: every rank gets all rows."""
 
     @abstractmethod
     def part(self, rank: int, mesh: Mesh) -> int:
-        """Which part a rank gets; ranks with the same one get the same rows."""
+        """The part of a rank; ranks of one part get the same rows."""
 
     @abstractmethod
     def collect(self, mesh: Mesh) -> list[int]:
-        """Ranks whose outputs make the result, in order."""
+        """Ranks whose outputs form the result, in order."""
 
     def distribute(self, rows: int, mesh: Mesh) -> list[np.ndarray]:
-        """Row numbers that each rank gets, one [n] int64 array per rank of the mesh."""
+        """Row numbers of each rank, one [n] int64 array per rank of the mesh."""
         numbers = np.arange(rows, dtype=np.int64)
         if self.pads:
             numbers = padded_rows(rows, self.parts(mesh))
@@ -60,16 +60,16 @@ class TransferProtocol(ABC):
         return [parts[self.part(rank, mesh)] for rank in range(mesh.size)]
 
     def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
-        """Results for the rows of the call, in their order, each row once.
+        """Outputs for the rows of the call, in their order, each row once.
 
         Args:
-            outputs: Outputs of the collected ranks put end to end.
+            outputs: Concatenated outputs of the collected ranks.
             rows: Number of rows of the call.
-            mesh: The mesh they were dealt to.
+            mesh: The mesh that the rows were distributed over.
 
         Raises:
-            InvalidRequest: Rows were dealt in another order, or some twice, and not one came back for each: which are
-                whose cannot be told.
+            InvalidRequest: Rows were reordered or repeated, and the number of outputs differs, so outputs cannot be
+                matched to rows.
         """
         parts = self.distribute(rows, mesh)
         order = np.concatenate([parts[rank] for rank in self.collect(mesh)])
@@ -84,7 +84,7 @@ class TransferProtocol(ABC):
 
 
 def padded_rows(rows: int, parts: int) -> np.ndarray:
-    """Row numbers of a batch that `parts` divides: all rows, then the first ones again, as often as it takes."""
+    """Row numbers of a batch padded to a multiple of `parts`: all rows, then the first rows again, cyclically."""
     padded = -(-rows // parts) * parts
     return np.arange(padded, dtype=np.int64) % max(rows, 1)
 
@@ -120,7 +120,7 @@ class DataParallel(TransferProtocol):
 
 
 class DataParallelMetric(DataParallel):
-    """Split over all ranks as data ranks; one result per rank, not concatenated: for metrics."""
+    """Split over all ranks as data ranks; one result per rank, not concatenated. For metrics."""
 
     name, splits = "DP_METRIC", False
 
@@ -158,8 +158,8 @@ class ThreeDAllMicroDP(TransferProtocol):
 
 
 class ThreeDPPOnly(OneToAll):
-    """Broadcast to all ranks; one result per pipeline stage, from its tensor index 0, data index 0. For what is
-    equal over tensor and data ranks, such as weight names."""
+    """Broadcast to all ranks; one result per pipeline stage, from its tensor index 0, data index 0. For values equal
+    over tensor and data ranks, such as weight names."""
 
     name, splits = "3D_PP_ONLY", False
 
@@ -170,7 +170,7 @@ class ThreeDPPOnly(OneToAll):
 class ThreeDPPAsDP(TransferProtocol):
     """Split over data ranks and, within each, over its pipeline stages, which serve as further data ranks;
     broadcast within tensor groups; concatenate from tensor index 0 of every stage. The paper counts eight
-    protocols and names six; this one and DP_METRIC are those that verl has beside them."""
+    protocols and names six; this one and DP_METRIC are verl's other two."""
 
     name, splits = "3D_PP_AS_DP", True
 
@@ -186,8 +186,7 @@ class ThreeDPPAsDP(TransferProtocol):
 
 
 class AllToAll(DataParallel):
-    """Every rank gets the rows the caller gave it: the batch is cut evenly in rank order, and the caller
-    stacks it so; gather from all ranks. For debugging."""
+    """Split evenly in rank order, as the caller stacked the rows; gather from all ranks. For debugging."""
 
     name, splits = "ALL_TO_ALL", False
 
@@ -203,7 +202,11 @@ _REGISTRY: dict[str, TransferProtocol] = {}
 
 
 def register_protocol(protocol: TransferProtocol) -> None:
-    """Makes a protocol known by its name; a name can be taken once."""
+    """Registers a protocol by its name.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
     if protocol.name in _REGISTRY:
         raise ConfigError(f"a transfer protocol named {protocol.name!r} exists already")
     _REGISTRY[protocol.name] = protocol
@@ -217,11 +220,11 @@ for _protocol in (
 
 
 def get_protocol(name: str) -> TransferProtocol:
-    """The protocol of a name: built in, registered, or brought by an installed package.
+    """The protocol of a name: built in, registered, or provided by an installed package.
 
     Raises:
-        ConfigError: The name is unknown, and the text lists the known ones; or the package that brings it cannot
-            be imported.
+        ConfigError: The name is unknown (the text lists the known names), or the package that provides it cannot be
+            imported.
     """
     if name not in _REGISTRY:
         for entry in entry_points(group=ENTRY_POINTS, name=name):

@@ -1,4 +1,4 @@
-"""Bytes of shards, as transfers name them."""
+"""Byte ranges of shards, and their cut into chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf.errors import TransferError
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`nbytes` bytes of a shard, from byte `start` of the shard on; of which column, element type and row shape, for
-    messages and manifests: empty where they are not known.
+    """`nbytes` bytes of a shard, from byte `start` of the shard on. `column`, `dtype` and `row_shape` are for messages
+    and manifests; empty where unknown.
 
     Raises:
         TransferError: The range reaches beyond the shard.
@@ -38,14 +38,14 @@ class ByteRange:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(elements, *row_shape) where the range is known to hold whole elements, else empty."""
+        """(elements, *row_shape) if the range holds whole elements of known type, else empty."""
         size = ELEMENT_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
         if not size or self.start % size or self.nbytes % size:
             return ()
         return (self.nbytes // size, *self.row_shape)
 
     def whole_blocks(self) -> ByteRange:
-        """The range that can be verified: widened to whole blocks where the shard has checksums."""
+        """Widens the range to whole blocks if the shard has checksums."""
         if not self.shard.checksums or not self.nbytes:
             return self
         start, nbytes = checksums.whole_blocks(self.start, self.nbytes, self.shard.nbytes)
@@ -53,7 +53,7 @@ class ByteRange:
 
 
 class Piece(NamedTuple):
-    """`nbytes` bytes from byte `start` on of item `item` of a sequence."""
+    """`nbytes` bytes of item number `item`, from its byte `start` on."""
 
     item: int
     start: int
@@ -63,12 +63,12 @@ class Piece(NamedTuple):
 def cut_chunks(
     sizes: Iterable[int], chunk_bytes: int, max_pieces: int | None = None
 ) -> Iterator[list[Piece]]:
-    """Cuts items of these sizes, put end to end, into chunks: `chunk_bytes` each, but for the last.
+    """Cuts the concatenation of items into chunks of `chunk_bytes` bytes; the last chunk may be shorter.
 
     Args:
-        sizes: Bytes of each item; empty items are in no chunk.
+        sizes: Bytes of each item; empty items yield no piece.
         chunk_bytes: Bytes of a chunk, at least 1.
-        max_pieces: Most pieces of a chunk, which is then shorter.
+        max_pieces: Most pieces of a chunk; a chunk of so many pieces may be shorter.
     """
     pieces: list[Piece] = []
     room = chunk_bytes

@@ -15,8 +15,8 @@ from nccl_transfer.refs.shards import Endpoint, Scattered, Shard, ShardRun
 
 
 class JaggedSpan(NamedTuple):
-    """Consecutive rows of a jagged column: `lengths` [rows] int64 of them, `before` entries before them, and
-    `entries` in them."""
+    """Consecutive rows of a jagged column: their `lengths` [rows] int64, the number of entries `before` them, and their
+    own number of `entries`."""
 
     lengths: np.ndarray
     before: int
@@ -36,7 +36,7 @@ class RemoteColumn:
         dtype: Name of the element type.
         row_shape: Shape of a row where fixed, of one entry of a row where jagged.
         lengths: Entries per row [rows] int64 where jagged, else None.
-        place: Where the rows are: all side by side, as they mostly are, or anywhere.
+        place: One contiguous run, the usual case, or a place per row.
     """
 
     dtype: str
@@ -59,7 +59,7 @@ class RemoteColumn:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all rows."""
+        """Total elements of all rows."""
         if self.lengths is None:
             return self.rows
         if isinstance(self.place, ShardRun) and self.element_bytes:
@@ -68,16 +68,16 @@ class RemoteColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Total bytes of all rows."""
         return self.num_elements * self.element_bytes
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards the rows are in."""
+        """The shards that hold the rows."""
         return (self.place.shard,) if isinstance(self.place, ShardRun) else self.place.shards
 
     def take(self, rows: np.ndarray | slice, span: JaggedSpan | None = None) -> RemoteColumn:
-        """These rows in this order; `span`, where it is known, of consecutive rows of a jagged column."""
+        """Selects rows, in the order given. `span` may pass the known span of consecutive rows of a jagged column."""
         if isinstance(rows, slice) and isinstance(self.place, ShardRun):
             start, stop, step = rows.indices(self.rows)
             if step == 1 and start <= stop:
@@ -98,7 +98,7 @@ class RemoteColumn:
 
     @functools.cached_property
     def scattered(self) -> Scattered:
-        """Where each row is."""
+        """The place of each row."""
         if isinstance(self.place, Scattered):
             return self.place
         elements, first = self.elements, self.place.start // max(self.element_bytes, 1)
@@ -107,7 +107,7 @@ class RemoteColumn:
 
     @property
     def runs(self) -> tuple[ShardRun, ...]:
-        """Maximal runs, in row order. Empty rows join the run they stand in."""
+        """Maximal runs, in row order. An empty row joins the run around it."""
         if self.rows == 0:
             return ()
         return (self.place,) if isinstance(self.place, ShardRun) else self._found_runs
@@ -124,7 +124,7 @@ class RemoteColumn:
 
     @functools.cached_property
     def _run_starts(self) -> np.ndarray:
-        """The first row of each run, of a column that has rows."""
+        """First row of each run; the column must have rows."""
         place = self.scattered
         parts = place.element[1:] != (place.element + self.elements)[:-1]
         if len(place.shards) > 1:
@@ -133,7 +133,7 @@ class RemoteColumn:
 
     @property
     def run_places(self) -> list[tuple[int, int, int]]:
-        """Maximal runs, in row order, as `of_runs` takes them: index into `shards`, rows, first element of each."""
+        """Maximal runs, in row order, as arguments of `of_runs`: index into `shards`, rows, first element."""
         if self.rows == 0:
             return []
         if isinstance(self.place, ShardRun):
@@ -145,7 +145,7 @@ class RemoteColumn:
 
     @property
     def holders(self) -> list[Endpoint]:
-        """The ranks that hold bytes of the rows."""
+        """Endpoints of the ranks that hold bytes of the rows."""
         if not self.nbytes:
             return []
         if isinstance(self.place, ShardRun):
@@ -163,7 +163,7 @@ class RemoteColumn:
         first_element: int = 0,
         elements: int | None = None,
     ) -> RemoteColumn:
-        """A column whose rows lie side by side; `elements`, where it is known, is how many they have together."""
+        """A column of contiguous rows; `elements` may pass their known total number of elements."""
         size = ELEMENT_BYTES[dtype] * math.prod(row_shape)
         if elements is None:
             elements = rows if lengths is None else int(lengths.sum())
@@ -179,7 +179,7 @@ class RemoteColumn:
         shards: tuple[Shard, ...],
         runs: Sequence[tuple[int, int, int]],
     ) -> RemoteColumn:
-        """A column by its runs: index into `shards`, rows (at least 1), and first element of each."""
+        """A column from its runs: index into `shards`, rows (at least 1) and first element of each."""
         shard, rows, first = np.array(runs, np.int64).reshape(-1, 3).T
         before = np.arange(rows.sum()) if lengths is None else lengths.cumsum() - lengths
         offset = first - before[rows.cumsum() - rows]
@@ -190,7 +190,7 @@ class RemoteColumn:
     def of_shard(
         dtype: str, row_shape: tuple[int, ...], lengths_or_rows: np.ndarray | int, shard: Shard
     ) -> RemoteColumn:
-        """A column whose rows fill one shard: jagged where lengths are given, else that many fixed rows."""
+        """A column whose rows fill one shard: jagged from an array of lengths, fixed from a number of rows."""
         if isinstance(lengths_or_rows, np.ndarray):
             lengths = lengths_or_rows.astype(np.int64)
             return RemoteColumn.of_run(dtype, row_shape, lengths, shard, len(lengths))

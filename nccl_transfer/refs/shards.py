@@ -1,4 +1,4 @@
-"""Ranks, the shards in their arenas, and where in shards the rows of a column are."""
+"""Endpoints of ranks, shards in their arenas, and the places of rows in shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a rank serves, and how its memory is reached; as in rlhf.v1.Endpoint."""
+    """Address of a rank, and the ways to reach its memory; fields as in rlhf.v1.Endpoint."""
 
     address: str
     host_id: str = field(default="", hash=False)
@@ -29,7 +29,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one column in the arena of one rank: `nbytes` bytes from byte `offset` on, and their checksums where
+    """Rows of one column in the arena of one rank: `nbytes` bytes from byte `offset` on. `checksums` is empty unless
     the rank computes them (see `nccl_transfer.refs.checksums`)."""
 
     endpoint: Endpoint
@@ -40,7 +40,7 @@ class Shard:
 
 
 class ShardRun(NamedTuple):
-    """`rows` consecutive rows that lie side by side in `shard`: `nbytes` bytes from byte `start` of the shard on."""
+    """`rows` contiguous rows in `shard`: `nbytes` bytes from byte `start` of the shard on."""
 
     shard: Shard
     rows: int
@@ -49,10 +49,10 @@ class ShardRun(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """Rows that lie anywhere.
+    """Rows at arbitrary places.
 
     Attributes:
-        shards: The shards the rows are in.
+        shards: The shards that hold the rows.
         shard: Index into `shards` per row [rows] int64.
         element: Index within the shard of the row's first element [rows] int64; an element is a row where
             fixed, an entry where jagged.

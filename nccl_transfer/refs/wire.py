@@ -26,36 +26,36 @@ ELEMENT_TYPES: dict[str, Any] = {
 """rlhf.v1.ElementType by dtype name."""
 
 MAX_ROWS = 1 << 24
-"""Most rows of a batch, of a part of it as of the whole batch of a call: row numbers are below it."""
+"""Most rows of a batch, and of the whole batch of a call: row numbers are below it."""
 MAX_RANK = 8
 """Most dimensions of a row."""
 
 DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
-"""The other way round."""
+"""Dtype name by rlhf.v1.ElementType."""
 
 
 _known_endpoint = functools.lru_cache(maxsize=1024)(endpoint_to_proto)
-"""To be copied, not changed."""
+"""Cached messages, shared: callers copy them and do not modify them."""
 
 
 def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequence[Relay] = ()) -> pb.Batch:
-    """The batch as a message; only the shards its rows are in are named.
+    """Encodes a batch. The message contains only shards that hold its rows.
 
     Args:
         batch: The rows of one part.
         row_numbers: Their numbers in the whole batch of the call, [rows] int64.
-        relays: Which ranks of the part read for others, of sources that hold bytes of the batch.
+        relays: Relays of the part; their sources hold bytes of the batch.
     """
     message = pb.Batch(rows=batch.rows)
     endpoints: dict[Endpoint, int] = {}
     shards: dict[Shard, int] = {}
-    said: dict[int, np.ndarray] = {}
+    known: dict[int, np.ndarray] = {}
     for number, (name, column) in enumerate(batch.columns.items(), start=1):
         encoded = message.columns.add(name=name)
         lengths = _encode(encoded, column, shards)
         if lengths is not None:
             encoded.jagged = True
-            _encode_lengths(encoded, number, lengths, said)
+            _encode_lengths(encoded, number, lengths, known)
     for shard in shards:
         number = endpoints.setdefault(shard.endpoint, len(endpoints))
         message.shards.add(
@@ -79,7 +79,7 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
 
 
 def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
-    """Writes all of a column but its lengths, and returns these."""
+    """Encodes a column without its lengths; returns the lengths, None where fixed."""
     if isinstance(column, RemoteColumn):
         message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
@@ -108,30 +108,30 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
 
 
 def _encode_lengths(
-    message: pb.Column, number: int, lengths: np.ndarray, said: dict[int, np.ndarray]
+    message: pb.Column, number: int, lengths: np.ndarray, known: dict[int, np.ndarray]
 ) -> None:
-    """Of the many columns of a batch most are of the same tokens: their lengths are said once."""
-    for other, theirs in said.items():
+    """Encodes lengths once per batch: most columns share them, and later ones refer to the first."""
+    for other, theirs in known.items():
         if theirs is lengths or (theirs == lengths).all():
             message.lengths_of = other
             return
-    said[number] = lengths
+    known[number] = lengths
     message.lengths.extend(lengths.tolist())
 
 
-_MOST = 1 << 47
-"""More elements or bytes than any column has, and few enough that sums of int64 do not overflow."""
+_MAX_SIZE = 1 << 47
+"""Upper bound of the elements and bytes of a column; sums of such numbers do not overflow int64."""
 
 
-class _Said(NamedTuple):
-    """Claimed sizes of a column: entries of each row, and in total."""
+class _Lengths(NamedTuple):
+    """Sizes of a jagged column: entries of each row [rows] int64, and in total."""
 
     lengths: np.ndarray
     entries: int
 
 
 def from_proto(message: pb.Batch) -> Batch:
-    """The batch of a message.
+    """Decodes a batch.
 
     Raises:
         InvalidRequest: The message contradicts itself; the text says where.
@@ -140,17 +140,17 @@ def from_proto(message: pb.Batch) -> Batch:
         raise InvalidRequest(f"a batch has {message.rows} rows; at most {MAX_ROWS} are allowed")
     shards = tuple(_places(message)[1])
     columns: dict[str, Column] = {}
-    said: dict[int, _Said] = {}
+    known: dict[int, _Lengths] = {}
     for number, column in enumerate(message.columns, start=1):
         if column.name in columns:
             raise InvalidRequest(f"column {column.name!r} is given twice")
-        jagged = _decode_lengths(column, number, message.rows, said) if column.jagged else None
+        jagged = _decode_lengths(column, number, message.rows, known) if column.jagged else None
         columns[column.name] = _decode(column, message.rows, shards, jagged)
     return Batch(message.rows, columns)
 
 
 def relays_from_proto(message: pb.Batch) -> list[Relay]:
-    """Which ranks read for others, of all hosts.
+    """Decodes the relays of a batch, those of all hosts.
 
     Raises:
         InvalidRequest: A relay names an endpoint that the message does not have.
@@ -184,11 +184,11 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given.
 
     Raises:
-        InvalidRequest: The message has another number of them than of rows, or one of MAX_ROWS or beyond.
+        InvalidRequest: The number of row numbers is not that of rows, or a row number is MAX_ROWS or more.
     """
     if not message.row_numbers:
         return np.arange(message.rows, dtype=np.int64)
-    # Counted first: a few bytes can name more rows than there is memory for.
+    # Counted before they are built: a message of a few bytes can name more rows than fit into memory.
     if any(r.start > r.stop for r in message.row_numbers):
         raise InvalidRequest("a range of row numbers stops before it starts")
     count = sum(r.stop - r.start for r in message.row_numbers)
@@ -199,23 +199,23 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     return np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in message.row_numbers])
 
 
-def _decode_lengths(message: pb.Column, number: int, rows: int, said: dict[int, _Said]) -> _Said:
+def _decode_lengths(message: pb.Column, number: int, rows: int, known: dict[int, _Lengths]) -> _Lengths:
     if message.lengths_of:
-        if message.lengths_of not in said:
+        if message.lengths_of not in known:
             raise InvalidRequest(
                 f"column {message.name!r} has the lengths of column {message.lengths_of}, which says none before it"
             )
-        return said[message.lengths_of]
+        return known[message.lengths_of]
     if len(message.lengths) != rows:
         raise InvalidRequest(f"column {message.name!r} has {len(message.lengths)} lengths for {rows} rows")
-    if sum(message.lengths) > _MOST:
-        raise InvalidRequest(f"column {message.name!r} has lengths beyond {_MOST} in all")
+    if sum(message.lengths) > _MAX_SIZE:
+        raise InvalidRequest(f"column {message.name!r} has lengths beyond {_MAX_SIZE} in all")
     lengths = np.fromiter(message.lengths, np.int64, len(message.lengths))
-    said[number] = _Said(lengths, int(lengths.sum()))
-    return said[number]
+    known[number] = _Lengths(lengths, int(lengths.sum()))
+    return known[number]
 
 
-def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _Said | None) -> Column:
+def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _Lengths | None) -> Column:
     content = message.WhichOneof("content")
     if content == "text":
         if len(message.text.rows) != rows:
@@ -227,7 +227,7 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _S
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
     dtype, row_shape = DTYPES[message.dtype], tuple(message.row_shape)
     lengths, elements = jagged or (None, rows)
-    if len(row_shape) > MAX_RANK or elements * math.prod(row_shape) * ELEMENT_BYTES[dtype] > _MOST:
+    if len(row_shape) > MAX_RANK or elements * math.prod(row_shape) * ELEMENT_BYTES[dtype] > _MAX_SIZE:
         raise InvalidRequest(
             f"column {message.name!r} has rows of shape {list(row_shape)}, more than there can be"
         )
@@ -241,9 +241,9 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _S
         if run.shard >= len(shards) or stop > rows:
             raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {len(shards)}, "
                                  f"or row {stop} of {rows}")  # fmt: skip
-        if run.first_element > _MOST:
+        if run.first_element > _MAX_SIZE:
             raise InvalidRequest(
-                f"column {message.name!r}: a run begins at element {run.first_element}, beyond {_MOST}"
+                f"column {message.name!r}: a run begins at element {run.first_element}, beyond {_MAX_SIZE}"
             )
         if run.rows:
             runs.append((run.shard, run.rows, run.first_element))

@@ -50,7 +50,7 @@ def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
 
 
 def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
-    """A size that a service does not say is 1."""
+    """Decodes a mesh; unset sizes are 1."""
     return Mesh(
         shape.pipeline or 1,
         shape.tensor or 1,

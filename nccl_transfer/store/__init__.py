@@ -1,1 +1,1 @@
-"""The tensor store of a rank: an arena of shared memory, shards in it, and tensors from and to them."""
+"""The tensor store of a rank: shards in an arena of shared memory, and their conversion from and to tensors."""

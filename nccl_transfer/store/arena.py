@@ -1,7 +1,7 @@
 """The memory of one rank's store: a sealed memfd that other processes of the host can map.
 
-Every allocation is preceded by a header that is zeroed when it is freed. A reader compares the header before it
-hands bytes out and again when it is done with them, so a reference to freed bytes is an error, never garbage.
+Every allocation is preceded by a header that is zeroed when the allocation is freed. A reader checks the header before
+it returns bytes and again after their use, so a reference to freed bytes is an error, never garbage.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nccl_transfer.refs.shards import Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64
-"""Bytes; data and headers begin at multiples of it."""
+"""Bytes; data and headers begin at multiples of ALIGNMENT."""
 
 COPIED_BYTES = 2 << 20
-"""Up to so many bytes of a read are copied for who wants to write: sooner done than mapping and faulting them in."""
+"""Writable reads of up to so many bytes are copied, which is faster than mapping and faulting them in."""
 
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where corrupt
@@ -41,14 +41,15 @@ def align(nbytes: int) -> int:
 
 
 def mib(nbytes: int) -> str:
-    """A size for messages."""
+    """Formats a size for messages."""
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 class FreeList:
-    """First-fit allocator of a span of bytes. Low offsets go first, so that pages that are warm are used again.
+    """First-fit allocator of a span of bytes. Prefers low offsets, so that warm pages are reused. Not thread-safe.
 
-    Not thread-safe. Sizes and offsets are multiples of what the caller allocates in.
+    Args:
+        nbytes: Size of the span.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -56,7 +57,7 @@ class FreeList:
         self._sizes = [nbytes]
 
     def allocate(self, nbytes: int) -> int | None:
-        """Offset of `nbytes` (at least 1) bytes, or None where no gap is large enough."""
+        """Allocates `nbytes` (at least 1) bytes; returns their offset, or None if no gap is large enough."""
         for index, size in enumerate(self._sizes):
             if size >= nbytes:
                 offset = self._offsets[index]
@@ -69,7 +70,7 @@ class FreeList:
         return None
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate(nbytes)` returned; joins it with the gaps beside it."""
+        """Frees the result of `allocate(nbytes)`, and merges it with adjacent gaps."""
         index = bisect.bisect(self._offsets, offset)
         if index < len(self._offsets) and offset + nbytes == self._offsets[index]:
             nbytes += self._sizes[index]
@@ -87,13 +88,12 @@ class FreeList:
 
 
 class ArenaReader:
-    """Reads an arena through its descriptor, in the process that owns it and in every other.
+    """Reads an arena through its descriptor, in the owning process or another one.
 
     Args:
-        fd: Descriptor of the memfd; owned from now on, and closed by `close` or with the last reference to this
-            reader.
+        fd: Descriptor of the memfd; the reader owns it, and closes it in `close` or with its last reference.
         nbytes: Size of the arena.
-        nonce: The arena's random name, which every header of it repeats.
+        nonce: Random name of the arena, repeated in each of its headers.
     """
 
     def __init__(self, fd: int, nbytes: int, nonce: bytes) -> None:
@@ -104,10 +104,10 @@ class ArenaReader:
 
     @staticmethod
     def of_peer(fd: int, nbytes: int, nonce: bytes) -> ArenaReader:
-        """A reader of an arena that another process handed out; arguments as above.
+        """A reader of another process's arena; arguments as in the constructor.
 
         Raises:
-            TransferError: The descriptor is no sealed memfd of at least `nbytes` bytes: its owner could truncate it,
+            TransferError: The descriptor is not a sealed memfd of at least `nbytes` bytes: its owner could truncate it,
                 and a read beyond its end would kill this process (SIGBUS).
         """
         if reason := _why_unsafe(fd, nbytes):
@@ -116,19 +116,19 @@ class ArenaReader:
         return ArenaReader(fd, nbytes, nonce)
 
     def close(self) -> None:
-        """Lets go of descriptor and mapping; views handed out stay good, but nobody can verify them any more."""
+        """Closes descriptor and mapping. Returned views stay valid, but can no longer be verified."""
         self._close_fd()
         self.__dict__.pop("_memory", None)
 
     @functools.cached_property
     def _memory(self) -> memoryview:
-        """The whole arena, mapped once and for good: a page that was read is there the next time."""
+        """The whole arena, mapped once, so that pages are faulted in once."""
         if not self._close_fd.alive:
             raise Refused("the arena was closed")
         return memoryview(mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def check(self, shards: Iterable[Shard]) -> None:
-        """Looks at the headers in the arena as it is now.
+        """Checks the current headers of shards.
 
         Raises:
             Refused: A shard was released.
@@ -145,16 +145,15 @@ class ArenaReader:
             raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The bytes of each range, without a copy, to be read only."""
+        """The bytes of each range, read-only and without a copy."""
         memory = self._memory
         return [memory[(begin := r.shard.offset + r.start) : begin + r.nbytes] for r in ranges]
 
     def private_views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The bytes of each range, writable: what the caller writes into its views reaches neither the owner nor any
-        other view, earlier or later.
+        """The bytes of each range, writable and private: writes reach neither the owner nor any other view.
 
-        More than COPIED_BYTES are not copied but mapped copy-on-write. Every call maps anew, and every page is faulted
-        in anew; the mapping lives as long as the last of its views.
+        More than COPIED_BYTES bytes are mapped copy-on-write instead of copied. Every call maps and faults in anew; the
+        mapping lives as long as the last of its views.
         """
         if sum(r.nbytes for r in ranges) <= COPIED_BYTES:
             return [memoryview(bytearray(view)) for view in self.views(ranges)]
@@ -167,7 +166,7 @@ class ArenaReader:
 
 
 def _why_unsafe(fd: int, nbytes: int) -> str | None:
-    """Reason why an arena's descriptor cannot be mapped; None where it can."""
+    """Why mapping the descriptor of an arena is unsafe; None if it is safe."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -179,11 +178,11 @@ def _why_unsafe(fd: int, nbytes: int) -> str | None:
 
 
 class Arena:
-    """The owner's side: the only writable mapping, and the headers.
+    """An arena in its owning process: the only writable mapping, and the headers.
 
-    The whole size is reserved at once, so that running out of memory is an error here and not a SIGBUS later. Its
-    pages are faulted in as they are first written: doing it at the start costs as much (0.3 to 0.7 GB/s
-    where measured) and pays for pages that may never be used.
+    The constructor reserves the whole size, so that running out of memory is an error there and not a SIGBUS later.
+    Pages are faulted in at their first write: faulting in advance costs as much (0.3 to 0.7 GB/s where measured), also
+    for pages that are never used.
 
     Raises:
         OutOfSpace: The host has less memory than `nbytes` available.
@@ -194,7 +193,7 @@ class Arena:
         fd = _reserve(nbytes)
         self.reader = ArenaReader(fd, nbytes, secrets.token_bytes(NONCE_BYTES))
         self.memory = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED))
-        self.reader._memory = self.memory.toreadonly()  # what is mapped already need not be again
+        self.reader._memory = self.memory.toreadonly()  # reuses the mapping
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
@@ -203,11 +202,11 @@ class Arena:
         return self.reader.nbytes
 
     def write_header(self, offset: int, shard_id: int, nbytes: int, is_corrupt: bool = False) -> None:
-        """Declares `nbytes` bytes from `offset` on to be shard `shard_id`, good or corrupt."""
+        """Writes the header of shard `shard_id`: `nbytes` bytes from `offset` on."""
         _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, is_corrupt)
 
     def close(self) -> None:
-        """Lets go of mapping and descriptor; views handed out stay good."""
+        """Closes mapping and descriptor; returned views stay valid."""
         self.memory.release()
         self.reader.close()
 

@@ -1,4 +1,4 @@
-"""The tensors a rank keeps for others: shards in one arena, each kept by a lease."""
+"""The tensor store of a rank: shards in one arena, each kept by a lease."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 T = TypeVar("T")
 
 REMEMBERED_SESSIONS = 64
-"""Ended sessions that are still known as such; more than can have calls under way."""
+"""Most ended sessions that the store remembers; more than can have running calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Why a shard is kept: a step of a controller's session. Released with that step or that session."""
+    """A step of a controller's session. Its shards are released with the step or the session."""
 
     session: str
     step: int
@@ -36,7 +36,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoreStat:
-    """Contents of a store. Bytes in use include headers and padding of shards."""
+    """Sizes of a store, in bytes. Used bytes include headers and padding of shards."""
 
     arena_bytes: int
     used_bytes: int
@@ -54,7 +54,7 @@ class _Allocation:
 
     @property
     def block(self) -> tuple[int, int]:
-        """(offset, bytes) with the header."""
+        """(offset, bytes) of shard and header."""
         return self.shard.offset - ALIGNMENT, ALIGNMENT + align(self.shard.nbytes)
 
 
@@ -63,10 +63,10 @@ class TensorStore:
 
     Args:
         arena_bytes: Size of the arena, rounded up to pages; the config key is `arena_mb`.
-        checksums: Whether the shards it returns carry checksums; the config key is `checksums`.
+        checksums: Whether to compute checksums of shards; the config key is `checksums`.
 
     Attributes:
-        endpoint: Where this rank serves. Set it before the first `put`: every shard carries it.
+        endpoint: Endpoint of this rank, part of every shard; set before the first `put`.
 
     Raises:
         OutOfSpace: The host has less memory available.
@@ -85,15 +85,16 @@ class TensorStore:
 
     @property
     def reader(self) -> ArenaReader:
-        """How this process and others read the arena."""
+        """Reader of the arena."""
         return self._arena.reader
 
     def put(self, array: np.ndarray, lease: Lease) -> Shard:
-        """Copies an array of numbers, contiguous or not, row-major and little-endian into a shard of its own.
+        """Copies an array of numbers, contiguous or not, row-major and little-endian, into a new shard.
 
         Raises:
-            OutOfSpace: No gap is large enough; nothing has changed.
-            Refused: The lease was released during the copy.
+            OutOfSpace: No gap is large enough; the store is unchanged.
+            Refused: The lease was released during the copy, or its session has ended.
+            InvalidRequest: The dtype is not numeric.
         """
         if array.dtype.kind not in "biuf":
             raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
@@ -105,10 +106,10 @@ class TensorStore:
         return self.fill(array.nbytes, lease, write)
 
     def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
-        """A shard of `nbytes` bytes that `write` puts there.
+        """Creates a shard of `nbytes` bytes, filled by `write`.
 
         Raises:
-            OutOfSpace: No gap is large enough; nothing has changed.
+            OutOfSpace: No gap is large enough; the store is unchanged.
             Refused: The lease was released while `write` ran, or its session has ended.
         """
         allocation = self._allocate(nbytes, lease)
@@ -130,7 +131,7 @@ class TensorStore:
         return shard
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
-        """Copies a column into a shard and returns the reference to it; `dtype` names the element type that
+        """Copies a column into a shard and returns the reference; `dtype` names the element type that
         `values` carries (see `nccl_transfer.refs.dtypes.CARRIERS`). Errors as in `put`."""
         if isinstance(values, Jagged):
             shard = self.put(values.values, lease)
@@ -138,7 +139,7 @@ class TensorStore:
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
     def put_batch(self, batch: Batch, lease: Lease) -> Batch:
-        """Copies the columns that are held here into shards; the same rows, all by reference. Errors as in `put`."""
+        """Copies local columns into shards; returns the same rows, all by reference. Errors as in `put`."""
         columns: dict[str, Column] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
@@ -151,7 +152,7 @@ class TensorStore:
         return Batch(batch.rows, columns)
 
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
-        """A copy of bytes of a shard, taken while it was certainly there.
+        """Copies bytes of a shard; the shard is valid until the copy is complete.
 
         Raises:
             Refused: The shard was released.
@@ -160,29 +161,29 @@ class TensorStore:
         return self.copy(shard_id, start, nbytes, bytes)
 
     def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
-        """Calls `copy` with bytes of a shard that is pinned until it returns. Errors as in `read_bytes`."""
+        """Returns `copy(bytes of a shard)` and verifies that the shard was valid. Errors as in `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)
         return copied
 
     def view(self, shard_id: int, start: int, nbytes: int) -> memoryview:
-        """The store's own memory, to be read by this process at once; `check` tells whether it held. Errors as in
+        """Bytes of a shard in place, for immediate use by this process; verify afterwards with `check`. Errors as in
         `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         return self._memory(wanted.shard)[start : start + nbytes]
 
     def check(self, shard_ids: Iterable[int]) -> None:
-        """Raises Refused where one of the shards was released, TransferError where one was marked corrupt."""
+        """Raises Refused if a shard was released, TransferError if one was marked corrupt."""
         for shard_id in shard_ids:
             self._shard(shard_id)
 
     def check_range(self, shard_id: int, start: int, nbytes: int) -> None:
-        """Raises as `read_bytes` where a range cannot be read now."""
+        """Raises as `read_bytes` if the range cannot be read."""
         ByteRange(self._shard(shard_id), start, nbytes)
 
     def mark_corrupt(self, shard_id: int) -> bool:
-        """Makes every later read of a shard an error, here and elsewhere; False where it was released already."""
+        """Makes every later read of a shard an error, in every process; False if the shard was released before."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:
@@ -193,7 +194,7 @@ class TensorStore:
             return True
 
     def release(self, session: str, steps: Collection[int] | None = None) -> int:
-        """Frees the shards of a session, of all its steps or of these.
+        """Frees the shards of a session, of all its steps or of `steps`.
 
         Returns:
             Bytes freed, headers and padding included.
@@ -207,7 +208,7 @@ class TensorStore:
             return before - self._used
 
     def end(self, session: str) -> None:
-        """Frees the shards of a session and keeps no more for it: what its last calls still make has no reader."""
+        """Frees the shards of a session and refuses later ones: outputs of its last calls have no reader."""
         with self._lock:
             self._ended[session] = None
             while len(self._ended) > REMEMBERED_SESSIONS:
@@ -219,7 +220,7 @@ class TensorStore:
             return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
 
     def close(self) -> None:
-        """Releases every shard. The memory goes back once nobody, here or in another process, has a view of it."""
+        """Releases every shard. The kernel frees the memory with the last view of it, in any process."""
         with self._lock:
             for allocation in list(self._allocations.values()):
                 self._release(allocation)
@@ -247,7 +248,7 @@ class TensorStore:
         return allocation
 
     def _release(self, allocation: _Allocation) -> None:
-        """Makes the shard stale; its bytes are reclaimed at once, or by its writer where one is at work."""
+        """Invalidates a shard; its bytes are reclaimed at once, or by its writer if it is being written."""
         del self._allocations[allocation.shard.id]
         self._arena.clear_header(allocation.shard.offset)
         allocation.released = True

@@ -1,4 +1,4 @@
-"""Between the arrays the data plane carries and torch tensors, without a copy."""
+"""Conversion between arrays of the data plane and torch tensors, without a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CARRIED_AS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-"""Carriers of the types that numpy lacks: unsigned integers of the same size."""
+"""Carriers of element types that numpy lacks: unsigned integers of the same size."""
 
 
 @overload
@@ -28,7 +28,7 @@ def to_torch(values: Jagged[np.ndarray], dtype: str) -> Jagged[torch.Tensor]: ..
 
 
 def to_torch(values: np.ndarray | Jagged[np.ndarray], dtype: str) -> torch.Tensor | Jagged[torch.Tensor]:
-    """The tensor of an array of carriers; it shares the array's memory, unless that is read-only.
+    """Converts an array of carriers to a tensor that shares its memory; a read-only array is copied.
 
     Args:
         values: [...] or jagged, in the carrier of `dtype` (see `nccl_transfer.refs.dtypes.CARRIERS`).
@@ -51,11 +51,11 @@ def to_numpy_carrier(values: Jagged[torch.Tensor]) -> tuple[Jagged[np.ndarray], 
 def to_numpy_carrier(
     values: torch.Tensor | Jagged[torch.Tensor],
 ) -> tuple[np.ndarray | Jagged[np.ndarray], str]:
-    """The array that carries a tensor, strided as it is, and the name of its element type. On CPU both share
-    their memory; from a device the bytes are copied.
+    """Converts a tensor to the array that carries it, with equal strides, and the name of its element type. On CPU the
+    array shares the tensor's memory; from a device the bytes are copied.
 
     Raises:
-        InvalidRequest: The element type is none that columns can have.
+        InvalidRequest: Columns cannot have the element type.
     """
     if isinstance(values, Jagged):
         array, dtype = to_numpy_carrier(values.values)

@@ -1,4 +1,4 @@
-"""An NCCL whose groups can be made to fail."""
+"""NCCL with a hook before every group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nccl_transfer.transports.gpu.device import Event
 
 
 class HookedNccl(Nccl):
-    """The reader's NCCL, whose next group can be made to go wrong.
+    """An NCCL whose groups can be made to fail.
 
     Attributes:
-        enter: Called before every group; whether to enter it.
-        joined: How many communicators it has made.
+        enter: Called before every group; returns whether to enter it.
+        joined: Number of communicators created.
     """
 
     def __init__(self, nccl: Nccl) -> None:

@@ -1,5 +1,5 @@
-"""TransferService by itself, without the service around it: what checks and tests serve. A service of the cluster
-adds the same handlers to its own server, behind its own boundary of errors."""
+"""TransferService alone, for checks and tests. A service of the cluster adds the same handlers to its own server, with
+its own conversion of errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Handler = Callable[[Any, Any], Any]
 
 
 def add_transfer_service(server: grpc.aio.Server, handlers: Mapping[str, Handler]) -> None:
-    """Adds handlers, by method name, to a server; errors of ours become statuses."""
+    """Adds handlers, by method name, to a server; converts RlhfError to statuses."""
     methods, table = SERVICES["transfer"], {}
     for name, handler in handlers.items():
         method = methods[name]

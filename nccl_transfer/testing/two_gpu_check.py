@@ -4,11 +4,11 @@ One process holds rows and serves them, another fetches them:
 
 - sizes from 1 byte to 1 GiB, every element type, and several threads at once, bit by bit;
 - rows of another epoch are refused;
-- a transfer in which one side does not enter the group, and one whose source is stopped, end at their deadline, and the
-  next succeeds under the next communicator;
+- a transfer in which one side does not enter the group, and one whose source is stopped, fail at their deadline, and
+  the next transfer succeeds with the next communicator;
 - a source that is killed in the middle of a transfer is reported as lost.
 
-Prints a line per check with its time, and ends with 1 at the first that fails.
+Prints a line with the time of each check, and exits with 1 at the first failure.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from rlhf.v1 import common_pb2
 
 SIZES = (1, 4096, 1 << 20, 64 << 20, 1 << 30)
 TIMEOUT_S = 120.0
-"""For what should succeed."""
+"""Deadline of transfers that should succeed."""
 
 FAILING_S = 2.0
-"""Deadline of what should not."""
+"""Deadline of transfers that should fail."""
 
 LATE_S = 1.0
-"""How long after its deadline a failure may be told."""
+"""Most seconds between a deadline and its error."""
 
 
 class CheckFailed(Exception):
-    """A check that failed, described in one line."""
+    """A check failed; the text is one line."""
 
 
 def gpus(number: int) -> tuple[Nccl, Cuda]:
-    """Those of this machine. To be called before anything else of CUDA is used."""
+    """NCCL and a GPU of this machine. Has to precede any other use of CUDA."""
     reason = why_no_nccl()
     if reason is not None:
         raise CheckFailed(reason)
@@ -65,12 +65,12 @@ def gpus(number: int) -> tuple[Nccl, Cuda]:
 
 
 class Check:
-    """The reader: on GPU 0.
+    """The reader, on GPU 0.
 
     Args:
-        nccl, cuda: Its NCCL and its GPU.
+        nccl, cuda: The reader's NCCL and GPU.
         batch: The row of the source, by reference.
-        sizes: Of its columns of bytes, in ascending order.
+        sizes: Sizes of its columns of bytes, in ascending order.
         source: The process of the source.
     """
 
@@ -85,11 +85,11 @@ class Check:
         self._source = source.pid
 
     def run(self) -> None:
-        """All checks; the source does not survive the last.
+        """Runs all checks; the last one kills the source.
 
         Raises:
-            CheckFailed: One failed.
-            RlhfError: A transfer failed that should not have.
+            CheckFailed: A check failed.
+            RlhfError: A transfer failed that should have succeeded.
         """
         for name in names(self._sizes):
             self._arrives(name)
@@ -157,7 +157,7 @@ class Check:
 
 
 def of_epoch(batch: Batch, epoch: int) -> Batch:
-    """The same rows as another epoch of the service would have named them."""
+    """The same rows, with endpoints of another epoch."""
     message = to_proto(batch)
     for endpoint in message.endpoints:
         endpoint.epoch = epoch
@@ -165,10 +165,10 @@ def of_epoch(batch: Batch, epoch: int) -> Batch:
 
 
 def receive(source: BaseProcess, connection: Connection) -> Batch:
-    """Waits until the source serves; returns its description.
+    """Waits until the source serves; returns its batch.
 
     Raises:
-        CheckFailed: It died, or took too long.
+        CheckFailed: The source died, or did not serve within TIMEOUT_S.
     """
     if not connection.poll(TIMEOUT_S):
         raise CheckFailed(f"the source does not serve after {TIMEOUT_S} s")
@@ -184,19 +184,19 @@ def say(line: str) -> None:
 
 
 def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
-    """Runs all checks; the exit code."""
+    """Runs all checks; returns the exit code."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     source = context.Process(target=serve, args=(devices, sizes, there), daemon=True)
     try:
         nccl, cuda = devices(0)
         source.start()
-        there.close()  # the last other end is the source's, so that its death is heard
+        there.close()  # the source has the only other end, so its death ends the pipe
         Check(nccl, cuda, receive(source, here), sizes, source).run()
     except (CheckFailed, RlhfError) as error:
         say(f"failed: {error}")
         return 1
-    except Exception as error:  # noqa: BLE001 - whatever CUDA and NCCL raise ends the check in the same way
+    except Exception as error:  # noqa: BLE001 - any error of CUDA or NCCL fails the check
         traceback.print_exc()
         say(f"failed: {type(error).__name__}: {error}")
         return 1
@@ -208,4 +208,4 @@ def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # NCCL's threads need not be waited for
+    os._exit(main())  # does not wait for NCCL's threads

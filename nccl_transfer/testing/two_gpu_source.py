@@ -24,21 +24,21 @@ from rlhf.channels import listen
 from rlhf.contract import CHANNEL_OPTIONS
 
 TYPED_SHAPE = (257, 3)
-"""Of the one row that there is of every element type."""
+"""Shape of the row of each element type."""
 
 EPOCH = 2
 
 Devices = Callable[[int], tuple[Nccl, Cuda]]
-"""NCCL and the GPU of this number, which becomes that of the calling process; can be pickled."""
+"""Returns NCCL and the GPU of a number, and makes it the GPU of the calling process; picklable."""
 
 
 def names(sizes: Sequence[int]) -> list[str]:
-    """The columns: one of bytes per size, one per element type."""
+    """Names of the columns: one of bytes per size, one per element type."""
     return [*map(str, sizes), *ITEM_BYTES]
 
 
 def expected(name: str) -> np.ndarray:
-    """The row of a column: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type; random bits."""
+    """The row of a column, of random bits: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type."""
     shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
     dtype = np.dtype(CARRIERS[dtype_of(name)])
     data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
@@ -52,9 +52,9 @@ def dtype_of(name: str) -> str:
 
 
 def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """The source: on GPU 1, until it is killed or the reader has gone. Sends the reader its batch, as a message."""
+    """Serves on GPU 1 until the reader ends or kills this process. Sends the reader its batch as a message."""
     asyncio.run(_serve(*devices(1), sizes, reader))
-    os._exit(0)  # NCCL's threads need not be waited for
+    os._exit(0)  # does not wait for NCCL's threads
 
 
 async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
@@ -75,5 +75,5 @@ async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connectio
     lease = Lease("check", 1)
     columns = {name: store.put_column(row, dtype_of(name), lease) for name, row in rows.items()}
     reader.send_bytes(to_proto(Batch(1, columns)).SerializeToString())
-    await asyncio.to_thread(reader.poll, None)  # until its end: it says nothing
+    await asyncio.to_thread(reader.poll, None)  # until its end: the reader sends nothing
     await server.stop(None)

@@ -1,5 +1,5 @@
-"""Ways to move bytes from the arena of one rank into another process. Which one is used for a pair of ranks is
-decided by where the two are: see `nccl_transfer.fetch.Fetcher`. docs/transports.md describes each of them."""
+"""Transports move bytes from the arena of one rank into another process. `nccl_transfer.fetch.Fetcher` chooses one for
+each pair of ranks; docs/transports.md describes them."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 
 ATTEMPTS = 3
-"""How often a broken stream is taken up, the first time included."""
+"""Attempts at a stream that breaks, the first included."""
 
 
 def _copied() -> None:
-    """Nothing to verify: the bytes were copied while their shards were there."""
+    """Verifies nothing: the bytes were copied while their shards were valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Reading:
     """Result of a read.
 
     Attributes:
-        views: One per range, to be read: they may lie in memory of the rank that holds the rows.
-        verify: Call it when done with views that are not copies. Raises Refused where a shard was released
-            since the read, and its bytes may have been overwritten meanwhile.
-        remap: Views of the same bytes that may be written to; None where `views` may be.
+        views: One per range, read-only: they may be memory of the rank that holds the rows.
+        verify: Called after the last use of views. Raises Refused if a shard was released since the read, so that
+            its bytes may have been overwritten.
+        remap: Returns writable, private views of the same bytes; None if `views` are private.
     """
 
     views: Sequence[memoryview]
@@ -40,15 +40,16 @@ class Reading:
     remap: Callable[[], Sequence[memoryview]] | None = None
 
     def writable(self) -> Reading:
-        """The same with views that may be written to, which nobody else sees."""
+        """The same bytes as writable views, private to the caller."""
         return self if self.remap is None else Reading(self.remap(), self.verify)
 
 
 def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
-    """Views of an arena, its headers checked now and again by `verify`.
+    """Views of an arena; headers are checked now, and again by `verify`.
 
     Raises:
         Refused: A shard was released.
+        TransferError: A shard was marked corrupt.
     """
     check = partial(reader.check, [r.shard for r in ranges])
     check()
@@ -75,19 +76,18 @@ class Traffic:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes over seconds, in 1e9 bytes per second; 0 where nothing was moved. Of memory that is mapped and not
-        copied, this tells how fast it is handed over, not how fast it is read."""
+        """1e9 bytes per second; 0 without traffic. For mapped memory this is the rate of mapping, not of reading."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 def traffic_since(now: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    """Difference of two traffic counts, by transport; transports that moved nothing are left out."""
+    """Difference of two traffic counts, by transport, without transports that moved nothing."""
     moved = {name: count - before.get(name, Traffic()) for name, count in now.items()}
     return {name: count for name, count in moved.items() if count.transfers}
 
 
 class Transport(ABC):
-    """Reads byte ranges of shards of other ranks. Thread-safe; connections are opened once and kept.
+    """Reads byte ranges of shards of other ranks. Thread-safe; connections are kept between reads.
 
     Attributes:
         name: The name in configs and in traffic counts.
@@ -97,38 +97,38 @@ class Transport(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this process cannot use the transport at all, whatever the source; None where it can."""
+        """Why this process cannot use the transport for any source; None if it can."""
         return None
 
     @abstractmethod
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        """Why a process on host `host_id` cannot read from `source` this way; None where it can."""
+        """Why a process on host `host_id` cannot read from `source` by this transport; None if it can."""
 
     @abstractmethod
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
-        """Bytes of shards of one rank; the views are in the order of `ranges`.
+        """Reads bytes of shards of one rank; views are in the order of `ranges`.
 
         Args:
             source: The rank that holds the shards.
-            ranges: What to read.
+            ranges: The bytes to read.
             deadline: Latest end, as of `time.monotonic`.
 
         Raises:
             DeadlineExceeded: The rank did not answer in time.
-            ServiceLost: The rank is gone.
+            ServiceLost: The rank has ended, or cannot be reached.
             Refused: The rank is of another epoch, or a shard was released.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Closes all connections. Views stay good."""
+        """Closes all connections. Views stay valid."""
 
 
 def remaining_s(deadline: float, source: Endpoint) -> float:
-    """Seconds left, more than 0.
+    """Seconds until the deadline, more than 0.
 
     Raises:
-        DeadlineExceeded: There are none.
+        DeadlineExceeded: The deadline has passed.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -137,10 +137,10 @@ def remaining_s(deadline: float, source: Endpoint) -> float:
 
 
 def persist(stream: Callable[[], None]) -> None:
-    """Runs a stream that goes on where it was, and again where it broke: ATTEMPTS times in all.
+    """Calls `stream`, which resumes where the previous call broke, up to ATTEMPTS times.
 
     Raises:
-        ServiceLost: It broke each time.
+        ServiceLost: Every attempt broke.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -151,8 +151,8 @@ def persist(stream: Callable[[], None]) -> None:
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where things of these sizes begin in a buffer that holds them all, and the size of the buffer. The same on
-    both sides of a transfer."""
+    """Aligned offsets of items of these sizes in one buffer, and the size of the buffer. Both sides of a transfer use
+    it."""
     offsets, total = [], 0
     for size in sizes:
         offsets.append(total)
@@ -161,7 +161,7 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
-    """Looks at a whole request before the first byte is sent: a reader takes the first for a sign that all are there.
+    """Checks a whole request before the first byte is sent: a reader takes the first byte as a sign that all exist.
 
     Raises:
         Refused: The request is of another epoch, or a shard was released.
@@ -173,7 +173,7 @@ def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
 
 
 def check_epoch(store: TensorStore, epoch: int) -> None:
-    """Raises Refused where a request is for another epoch of the service than the store's; 0 is any."""
+    """Raises Refused if a request is for another epoch of the service; epoch 0 stands for any."""
     assert store.endpoint is not None
     if epoch not in (0, store.endpoint.epoch):
         raise Refused(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")

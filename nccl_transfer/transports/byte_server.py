@@ -29,19 +29,19 @@ CHUNK_BYTES = 4 << 20
 """Payload of a frame; measured: one message of 4 MiB with its header is as fast as one of any size."""
 
 STALL_S = 30.0
-"""A reader that takes nothing, or does not finish its request, for so long is disconnected."""
+"""Seconds after which a reader that takes no byte, or does not complete its request, is disconnected."""
 
 MAX_STREAMS = 64
-"""Requests answered at the same time; further ones wait for a thread."""
+"""Most requests that are answered at the same time; others wait for a thread."""
 
 MAX_STRANGERS = 256
-"""Connections on which no key was shown yet. One more closes the oldest of them."""
+"""Most connections without a valid key; the next one closes the oldest."""
 
 ACCEPT_PAUSE_S = 0.1
 
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # A reader whose host has gone is noticed within a minute.
+    # Detects within a minute that a reader's host is gone.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
@@ -53,11 +53,11 @@ _OPTIONS = (
 def cut_frames(
     store: TensorStore, request: pb.FetchRequest, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Pieces]:
-    """The requested ranges end to end, as views of the arena. A frame counts as sent once the next one is asked
-    for: then its shards are checked again, so every byte of it was read while its shard was there.
+    """Yields the concatenation of the requested ranges as views of the arena, a list per frame. The shards of a frame
+    are checked again when the next frame is requested, so every byte of it was read while its shard was valid.
 
     Raises:
-        Refused: The request is of another epoch, or a shard was released, if need be in the middle.
+        Refused: The request is of another epoch, or a shard was released, possibly between frames.
         TransferError: A range reaches beyond its shard.
     """
     check_request(store, request)
@@ -69,13 +69,13 @@ def cut_frames(
 
 @dataclass(eq=False)
 class _Reader:
-    """A connection that waits for its next request.
+    """A connection between requests.
 
     Attributes:
-        is_known: Whether an earlier request on it had the right key.
-        due: `time.monotonic()` until which the header has to be complete; None between the requests of a known reader,
-            which may be silent for as long as its host lives.
-        header: The bytes of the header that have come.
+        is_known: Whether an earlier request on the connection had the right key.
+        due: Deadline of the header, as of `time.monotonic`; None between requests of a known reader, which may be idle
+            for as long as its host lives.
+        header: The received part of the next header.
     """
 
     connection: socket.socket
@@ -87,8 +87,8 @@ class _Reader:
 class ByteServer:
     """Streams the shards of a store to readers that know its key.
 
-    One thread accepts connections and reads the headers of requests. Only a request with the right key gets one of the
-    threads that answer, so that strangers cost a descriptor each, of which there are at most MAX_STRANGERS.
+    One thread accepts connections and reads the headers of requests. Only a request with the right key is passed to the
+    pool of threads that answer, so a client without the key costs one descriptor, and at most MAX_STRANGERS exist.
 
     Args:
         host: Address to listen on; the port is the kernel's choice.
@@ -96,7 +96,7 @@ class ByteServer:
 
     Attributes:
         port: For `Endpoint.data_port`.
-        key: For `Endpoint.data_key`. A client that may ask the rank for its endpoint may read its rows, no other.
+        key: For `Endpoint.data_key`. Only clients that may query the rank's endpoint may read its rows.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ByteServer:
         self._key = secrets.token_bytes(KEY_BYTES)
         self.key = self._key.hex()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # [::] is all addresses, those of IPv4 too, as it is to gRPC.
+        # [::] listens on all addresses, IPv4 included, as in gRPC.
         both = family == socket.AF_INET6
         self._listener = socket.create_server((host, 0), family=family, backlog=128, dualstack_ipv6=both)
         self._listener.setblocking(False)
@@ -170,7 +170,7 @@ class ByteServer:
         except BlockingIOError:
             return
         except OSError as error:
-            # Out of descriptors, say: readers wait, and this goes on when it can.
+            # For example without free descriptors: readers wait until an accept succeeds.
             logging.warning("data port %d: %s", self.port, error)
             time.sleep(ACCEPT_PAUSE_S)
             return
@@ -189,15 +189,15 @@ class ByteServer:
             self._drop(reader)
 
     def _drop(self, reader: _Reader) -> None:
-        self._take_out(reader)
+        self._unwatch(reader)
         reader.connection.close()
 
-    def _take_out(self, reader: _Reader) -> None:
+    def _unwatch(self, reader: _Reader) -> None:
         del self._waiting[reader.connection]
         self._selector.unregister(reader.connection)
 
     def _read_header(self, reader: _Reader) -> None:
-        """Takes what has come of a header; a whole one with the right key gets its answer."""
+        """Receives part of a header; passes a complete header with the right key to the pool."""
         try:
             received = reader.connection.recv(REQUEST.size - len(reader.header), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -213,21 +213,21 @@ class ByteServer:
         magic, given, nbytes = REQUEST.unpack(reader.header)
         if magic != MAGIC or not hmac.compare_digest(given, self._key) or nbytes > MAX_REQUEST_BYTES:
             return self._drop(reader)
-        self._take_out(reader)
+        self._unwatch(reader)
         with self._lock:
             self._busy.add(reader.connection)
         self._streams.submit(self._serve, reader.connection, nbytes)
         return None
 
     def _serve(self, connection: socket.socket, nbytes: int) -> None:
-        """Reads the rest of a request and answers it; the connection then waits for the next."""
+        """Receives the rest of a request and answers it; the connection then waits for its next request."""
         is_good = False
         try:
             connection.settimeout(STALL_S)
             self._answer(connection, pb.FetchRequest.FromString(_receive_exactly(connection, nbytes)))
             is_good = True
         except (OSError, ValueError, DecodeError):
-            pass  # the reader has left, stalled, or sent no request: it sees the end of the connection
+            pass  # the reader has left, stalled, or sent an invalid request: the connection ends
         finally:
             with self._lock:
                 self._busy.discard(connection)
@@ -260,7 +260,7 @@ def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:
-    """One frame."""
+    """Sends one frame."""
     nbytes = sum(map(len, pieces))
     rest: list[memoryview] = [memoryview(FRAME.pack(kind, nbytes)), *pieces]
     while rest:

@@ -1,4 +1,4 @@
-"""Bytes over gRPC streams: reaches every rank that serves, whatever the host."""
+"""Bytes over gRPC streams: reaches every serving rank on every host."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 MARK_CORRUPT_S = 2.0
-"""How long a rank may take to note that a shard of it is bad."""
+"""Timeout of a Condemn call."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
 MAX_CHUNK_BYTES = 4 << 20
 
 _CLIENT_OPTIONS = (
     *CHANNEL_OPTIONS,
-    # A connection of its own per channel: the back-off of an earlier one does not delay a rank that is back.
+    # One connection per channel: the back-off of an earlier channel does not delay a restarted rank.
     ("grpc.use_local_subchannel_pool", 1),
-    # Streams are read in the calling thread, without a helper thread each.
+    # Streams are read in the calling thread, without a helper thread per stream.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
@@ -50,8 +50,8 @@ def stream_channel(address: str) -> grpc.Channel:
 
 
 def mark_corrupt(shard: Shard, reason: str) -> None:
-    """Tells the rank that holds a shard that it was read wrong. Whoever found that knows already: a rank that
-    cannot be told is only noted in the log."""
+    """Reports a corrupt shard to the rank that holds it. A rank that cannot be reached is logged: the caller remembers
+    the shard anyway."""
     with stream_channel(shard.endpoint.address) as channel:
         request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
@@ -61,7 +61,7 @@ def mark_corrupt(shard: Shard, reason: str) -> None:
 
 
 class GrpcTransport(Transport):
-    """Streams ranges with TransferService.Fetch and takes up broken streams where they broke.
+    """Streams ranges with TransferService.Fetch, and resumes broken streams where they broke.
 
     Args:
         channel: Opens a channel to an address; called once per address.
@@ -110,14 +110,14 @@ class GrpcTransport(Transport):
             return self._channels[address]
 
     def _forget(self, address: str, channel: grpc.Channel) -> None:
-        """Drops a broken channel. It is not closed here: other threads may learn from it why it broke."""
+        """Drops a broken channel without closing it: other threads may still read its error."""
         with self._lock:
             if self._channels.get(address) is channel:
                 del self._channels[address]
 
 
 def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
-    """Takes the next bytes of a stream; those beyond the last range are the sender's error."""
+    """Writes the next bytes of a stream into the sink; raises TransferError for bytes beyond the last range."""
     while len(data):
         room = sink.room(len(data))
         if not room:
@@ -129,10 +129,10 @@ def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
 
 
 async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-    """The stream that answers a Fetch. Every byte of it was read while its shard was there.
+    """Answers a Fetch. Every byte of the stream was read while its shard was valid.
 
     Raises:
-        Refused: The request is of another epoch, or a shard was released, if need be in the middle of the stream.
+        Refused: The request is of another epoch, or a shard was released, possibly in the middle of the stream.
         TransferError: A range reaches beyond its shard.
     """
     check_request(store, request)
@@ -146,7 +146,7 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
 
 
 def mark_corrupt_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
-    """The answer to a Condemn.
+    """Answers a Condemn.
 
     Raises:
         Refused: The request is of another epoch.
@@ -159,7 +159,7 @@ def mark_corrupt_response(store: TensorStore, request: pb.CondemnRequest) -> pb.
 def stat_response(
     store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
 ) -> pb.StatResponse:
-    """The answer to a Stat; `traffic` as of `Fetcher.traffic`, `unavailable` as of `transports.unavailable`."""
+    """Answers a Stat; `traffic` as of `Fetcher.traffic`, `unavailable` as of `registry.unavailable`."""
     stat = store.stat()
     return pb.StatResponse(
         arena_bytes=stat.arena_bytes,
@@ -172,7 +172,7 @@ def stat_response(
 
 
 def traffic_to_proto(traffic: Mapping[str, Traffic]) -> dict[str, common_pb2.Traffic]:
-    """Counts by transport as a message carries them."""
+    """Encodes traffic counts by transport."""
     return {
         name: common_pb2.Traffic(bytes=moved.bytes, seconds=moved.seconds, transfers=moved.transfers)
         for name, moved in traffic.items()

@@ -1,4 +1,4 @@
-"""Memory of ranks on the same host, without a copy: every rank hands out the descriptor of its arena."""
+"""Zero-copy reads between ranks of one host: every rank shares the descriptor of its arena."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def host_id() -> str:
-    """An id that two processes share exactly if they can share memory: boot of the machine, network namespace (of
-    abstract sockets), and user (arenas are handed out to the same user only)."""
+    """Id that is equal for processes that can share memory: boot of the machine, network namespace (of abstract
+    sockets), and user (arenas are shared with the same user only)."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
 
 
 class ArenaServer:
-    """Hands the descriptor of a store's arena to processes of the same user and host.
+    """Sends the descriptor of a store's arena to processes of the same user and host.
 
-    One thread; the socket is abstract, so no file is left behind. Every connection stays open: its end tells the
-    reader that this rank is gone.
+    One thread serves an abstract socket, so no file is left behind. Connections stay open: the end of a connection
+    tells the reader that this rank has ended.
 
     Attributes:
         name: Name of the socket, for `Endpoint.memfd_socket`.
@@ -57,7 +57,7 @@ class ArenaServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections; readers will see this rank as gone."""
+        """Ends all connections; readers see this rank as lost."""
         self._stop.close()
         self._thread.join()
 
@@ -71,16 +71,16 @@ class ArenaServer:
                     break
                 for end in ready:
                     if end is self._listener:
-                        self._welcome(selector)
+                        self._accept(selector)
                     else:
-                        _hang_up(selector, end)
+                        _disconnect(selector, end)
             for key in list(selector.get_map().values()):
-                _hang_up(selector, key.fileobj)
+                _disconnect(selector, key.fileobj)
 
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # out of descriptors, say: readers wait, and this goes on when it can
+        except OSError as error:  # for example without free descriptors: readers wait
             logging.warning("arena %s: %s", self.name, error)
             time.sleep(ACCEPT_PAUSE_S)
             return
@@ -97,7 +97,7 @@ class ArenaServer:
         selector.register(connection, selectors.EVENT_READ)
 
 
-def _hang_up(selector: selectors.BaseSelector, connection: object) -> None:
+def _disconnect(selector: selectors.BaseSelector, connection: object) -> None:
     assert isinstance(connection, socket.socket)
     selector.unregister(connection)
     connection.close()
@@ -110,7 +110,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Connection:
-    """An arena of another process, and the socket that tells whether that process lives."""
+    """An arena of another process, and the socket whose end tells that the process has ended."""
 
     reader: ArenaReader
     epoch: int
@@ -118,7 +118,7 @@ class _Connection:
 
     @property
     def alive(self) -> bool:
-        """The peer sends nothing after its hello: readable means ended."""
+        """Whether the peer lives. It sends nothing after its hello: readable means ended."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -129,14 +129,14 @@ class _Connection:
 
 
 class _Watch:
-    """A thread that tells when one of some sockets has something to read, or has ended.
+    """A thread that watches sockets for input or their end.
 
     Args:
-        tell: Called on that thread; it closes the sockets in question, or is called again.
+        notify: Called in the thread when a socket is readable, again and again until the socket is removed.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
         self._sockets = select.epoll()
         self._stop, self._stopped = socket.socketpair()
         self.add(self._stopped)
@@ -144,7 +144,7 @@ class _Watch:
         self._thread.start()
 
     def add(self, connection: socket.socket) -> None:
-        """Watches a socket until it is removed; that has to be before it is closed."""
+        """Watches a socket until `remove`, which has to precede its close."""
         self._sockets.register(connection, select.EPOLLIN)
 
     def remove(self, connection: socket.socket) -> None:
@@ -159,14 +159,14 @@ class _Watch:
 
     def _run(self) -> None:
         while all(fd != self._stopped.fileno() for fd, _ in self._sockets.poll()):
-            self._tell()
+            self._notify()
 
 
 class MemfdTransport(Transport):
     """Maps the arenas of ranks on the same host.
 
-    The peer takes part only when it is first read from: later reads work while it computes, and even while it is
-    stopped. A peer that has died is an error although its memory could still be read; that memory goes at once.
+    The source takes part in the first read only: later reads work while it computes, and even while it is stopped. A
+    source that has died is an error although its memory could still be read; its memory is released at once.
     """
 
     name = "memfd"
@@ -210,7 +210,7 @@ class MemfdTransport(Transport):
         return known
 
     def _add(self, source: Endpoint, fresh: _Connection) -> _Connection:
-        """Keeps and watches a connection, unless another thread was faster; the one that is kept."""
+        """Keeps and watches a connection, unless another thread added one before; returns the kept one."""
         with ExitStack() as unless_kept:
             unless_kept.enter_context(fresh.socket)
             if self._closed:
@@ -218,7 +218,7 @@ class MemfdTransport(Transport):
             if source.memfd_socket in self._connections:
                 return self._connections[source.memfd_socket]
             try:
-                self._watch = self._watch or _Watch(self._forget_the_dead)
+                self._watch = self._watch or _Watch(self._drop_ended)
                 self._watch.add(fresh.socket)
             except OSError as error:
                 raise ServiceLost(f"{source}: its end cannot be waited for: {error.strerror}") from error
@@ -226,15 +226,15 @@ class MemfdTransport(Transport):
         self._connections[source.memfd_socket] = fresh
         return fresh
 
-    def _forget_the_dead(self) -> None:
-        """Restarted ranks come back under new names: lets go of the arenas of the old ones."""
+    def _drop_ended(self) -> None:
+        """Releases arenas of ranks that have ended; a restarted rank has a new socket name."""
         with self._lock:
             self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
 
     def _keep(self, connections: dict[str, _Connection]) -> None:
-        """Closes the sockets of all others. Their arenas go with the last reading that may ask to verify."""
+        """Keeps only `connections`, and closes all other sockets. An arena is freed with its last reading."""
         for name in self._connections.keys() - connections.keys():
-            assert self._watch is not None, "what is connected to is watched"
+            assert self._watch is not None, "connections are watched"
             self._watch.remove(self._connections[name].socket)
             self._connections[name].socket.close()
         self._connections = connections
@@ -260,7 +260,7 @@ def _connect(source: Endpoint, deadline: float) -> _Connection:
 
 
 def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:
-    """The arena and the epoch it belongs to."""
+    """Receives the arena and its epoch."""
     hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not hello:
         raise ServiceLost(f"{source}: ended before it handed out its arena")

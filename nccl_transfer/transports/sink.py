@@ -1,4 +1,4 @@
-"""Where streamed bytes arrive."""
+"""Memory that a stream is received into."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlhf.errors import OutOfSpace
 from rlhf.v1 import transfer_pb2 as pb
 
 MAX_PIECES = 512
-"""Buffers in one system call; the kernel takes 1,024."""
+"""Most buffers in one system call; the kernel's limit is 1,024."""
 
 Pieces = list[memoryview]
 
 
 class Sink:
-    """Where the ranges of one read arrive, end to end; knows what is still missing.
+    """Receives the ranges of one read in order, and tracks the bytes that are missing.
 
-    Memory is taken as bytes arrive, range by range. A source looks at all ranges of a request before it sends any byte,
-    so what is not there costs the reader nothing, whatever size a message says that it has.
+    Memory is allocated per range as bytes arrive. A source checks all ranges of a request before it sends a byte, so a
+    range that does not exist allocates nothing, whatever size a message claims.
     """
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
@@ -34,12 +34,12 @@ class Sink:
 
     @property
     def views(self) -> list[memoryview]:
-        """The bytes of each range, once nothing is missing."""
-        self._reach(len(self._ranges))
+        """The bytes of each range; valid once nothing is missing."""
+        self._allocate(len(self._ranges))
         return self._memory
 
     def missing(self) -> list[pb.ByteRange]:
-        """Ranges that have not arrived, in order."""
+        """Ranges that have not arrived, in order, cut to their missing bytes."""
         rest = []
         for number in range(self._range, len(self._ranges)):
             wanted, done = self._ranges[number], self._filled if number == self._range else 0
@@ -49,16 +49,16 @@ class Sink:
         return rest
 
     def room(self, nbytes: int) -> Pieces:
-        """Memory for the next bytes of the stream: at most `nbytes`, and less than that only where there are many
-        pieces, or no more is wanted.
+        """Memory for the next bytes of the stream: `nbytes` bytes, or fewer at MAX_PIECES pieces or the end of the last
+        range.
 
         Raises:
-            OutOfSpace: This process has no memory for them.
+            OutOfSpace: This process has no memory for a range.
         """
         pieces: Pieces = []
         number, filled = self._range, self._filled
         while nbytes and number < len(self._ranges) and len(pieces) < MAX_PIECES:
-            self._reach(number + 1)
+            self._allocate(number + 1)
             piece = self._memory[number][filled : filled + nbytes]
             if len(piece):
                 pieces.append(piece)
@@ -67,7 +67,7 @@ class Sink:
         return pieces
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes have arrived in `room`."""
+        """Counts `nbytes` bytes that were written into `room`."""
         while nbytes:
             count = min(nbytes, self._ranges[self._range].nbytes - self._filled)
             self._filled += count
@@ -75,19 +75,19 @@ class Sink:
             self._skip_full()
 
     def confirm(self) -> None:
-        """Marks everything that has arrived as valid."""
+        """Marks all received bytes as valid."""
         self._confirmed = self._range, self._filled
 
     def roll_back(self) -> None:
-        """Discards everything that has arrived since the last `confirm`."""
+        """Discards the bytes received since the last `confirm`."""
         self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:
         while self._range < len(self._ranges) and self._filled == self._ranges[self._range].nbytes:
             self._range, self._filled = self._range + 1, 0
 
-    def _reach(self, count: int) -> None:
-        """Takes memory for the first `count` ranges."""
+    def _allocate(self, count: int) -> None:
+        """Allocates memory for the first `count` ranges."""
         for r in self._ranges[len(self._memory) : count]:
             try:
                 self._memory.append(np.empty(r.nbytes, np.uint8).data)

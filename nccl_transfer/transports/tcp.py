@@ -1,4 +1,4 @@
-"""Bytes over plain TCP connections, straight from one arena into the memory of the reader."""
+"""Bytes over plain TCP connections, straight from an arena into the reader's memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MAX_REQUEST_BYTES = 64 << 20
 MAGIC = b"rlhftcp1"
 KEY_BYTES = 16
 REQUEST = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}sI")
-"""Header of a request: magic, key, bytes of the FetchRequest that follows."""
+"""Header of a request: magic, key, size of the FetchRequest that follows."""
 FRAME = struct.Struct("<II")
-"""Header of a frame of the answer: kind, bytes of payload."""
+"""Header of a frame of the answer: kind, size of the payload."""
 DATA, END, ERROR = 1, 2, 3
 """Kinds of frames."""
 
 
 class TcpTransport(Transport):
-    """Streams ranges over a connection per peer, which is kept, and takes up broken streams where they broke."""
+    """Streams ranges over a kept connection per source, and resumes broken streams where they broke."""
 
     name = "tcp"
 
@@ -51,7 +51,7 @@ class TcpTransport(Transport):
         with self._lock:
             idle, self._idle = self._idle, {}
             for connection in self._busy:
-                # Its reader, in another thread, hears that and closes it.
+                # The thread that reads from it sees its end and closes it.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         for connection in (each for some in idle.values() for each in some):
@@ -73,7 +73,7 @@ class TcpTransport(Transport):
 
     @contextlib.contextmanager
     def _connected(self, source: Endpoint, deadline: float) -> Iterator[socket.socket]:
-        """A connection, kept for later unless the block fails."""
+        """A connection, returned to the pool unless the block fails."""
         connection = self._pooled(source) or _connect(source, deadline)
         with self._lock:
             self._busy.add(connection)
@@ -89,7 +89,7 @@ class TcpTransport(Transport):
             self._idle.setdefault(source, []).append(connection)
 
     def _pooled(self, source: Endpoint) -> socket.socket | None:
-        """A connection that is still good; those of sources that have gone are let go of."""
+        """An idle connection that is alive, or None; closes those of sources that have ended."""
         with self._lock:
             for known, connections in list(self._idle.items()):
                 living = [each for each in connections if _is_alive(each) or each.close()]
@@ -101,7 +101,7 @@ class TcpTransport(Transport):
 
 
 def _is_alive(connection: socket.socket) -> bool:
-    """An idle source sends nothing: readable means ended."""
+    """Whether the source is connected. An idle source sends nothing: readable means ended."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -125,18 +125,18 @@ def _connect(source: Endpoint, deadline: float) -> socket.socket:
 
 
 def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: float) -> None:
-    """Takes frames until the last.
+    """Receives frames until the last.
 
     Raises:
-        RlhfError: What the source said.
-        TransferError: It sent more or less than was asked.
+        RlhfError: The error that the source sent.
+        TransferError: The source sent more or less than requested.
     """
     header = memoryview(bytearray(FRAME.size))
     while True:
         _fill(connection, header, source, deadline)
         kind, nbytes = FRAME.unpack(header)
         if kind in (DATA, END):
-            sink.confirm()  # the source has looked again at the shards of the frame before
+            sink.confirm()  # the source has checked the shards of the previous frame again
         if kind == DATA:
             while nbytes:
                 room = sink.room(nbytes)

@@ -11,11 +11,11 @@ TARGET_KINDS = (
     *("dns", "fake", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6"),
     *("unix", "unix-abstract", "vsock", "xds"),
 )
-"""Words before a colon that gRPC reads as the scheme of an address: `unix:7101` is a socket in the file system."""
+"""Host names that gRPC reads as the scheme of an address: `unix:7101` is a socket in the file system."""
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError where a text is not host:port, of a host that can be connected to."""
+    """Raises ValueError where a text is not host:port, or no client can connect to the host."""
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
@@ -25,7 +25,7 @@ def check_address(address: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raises ValueError where a text is not a host alone."""
+    """Raises ValueError where a text is not a host without a port."""
     if host.startswith("[") and host.endswith("]"):
         try:
             ipaddress.IPv6Address(host[1:-1])
@@ -40,7 +40,7 @@ def check_host(host: str) -> None:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host stands for all addresses of this one, to listen on."""
+    """Whether a server that listens on this host listens on all addresses."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -48,16 +48,16 @@ def is_wildcard(host: str) -> bool:
 
 
 def probe(address: str) -> None:
-    """Listens on an address for a moment, as a server is going to.
+    """Binds an address and releases it, to check that a server can.
 
     Raises:
-        OSError: It is in use, not of this host, or unknown.
+        OSError: The address is in use, is not one of this host, or is unknown.
     """
     host, _, port = address.rpartition(":")
     for family, kind, protocol, _, target in socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM
     ):
         with socket.socket(family, kind, protocol) as listener:
-            # As the server does it: a port whose last connections are still dying is free.
+            # As in the server: a port with connections in TIME_WAIT is free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)

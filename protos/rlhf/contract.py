@@ -1,4 +1,4 @@
-"""The methods of the contract, read from the descriptors: no list of them is kept by hand."""
+"""The methods of the contract, read from the descriptors of the protos."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 64 << 10),
     ("grpc.enable_http_proxy", 0),
 )
-"""Options of a channel to any server: messages beyond the 4 MiB default, tracebacks beyond the 16 KiB of metadata,
-and no pings, which a stock server takes for an attack."""
+"""Options of a channel to any server: messages of more than the default 4 MiB, metadata of more than 16 KiB for
+tracebacks, and no pings, for which a server with default options closes the connection."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *PLAIN_OPTIONS,
@@ -34,14 +34,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-"""Options both ends of a channel between our own processes use: also pings, which notice a stopped peer within
-10 s while a busy one, whose transport answers by itself, stays connected."""
+"""Options of both ends of a channel between our own processes, with pings: a stopped peer is noticed within 10 s, and
+a busy one, whose transport answers by itself, stays connected."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One rpc: how it is called, and what it declares about its batch. `streams` is whether its responses do, and
-    `takes_stream` whether its requests do."""
+    """One RPC, and its declaration of batch columns and transfer protocol (`spec`; None without one).
+
+    Attributes:
+        streams: Whether responses are a stream.
+        takes_stream: Whether requests are a stream.
+    """
 
     service: str
     name: str
@@ -58,14 +62,14 @@ class Method:
 
     @functools.cached_property
     def snake_name(self) -> str:
-        """The Python name: GenerateSequences is generate_sequences."""
+        """The Python name: generate_sequences for GenerateSequences."""
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
 
     def parse(self, request: bytes) -> Any:
-        """The request of its serialized form.
+        """Parses a serialized request.
 
         Raises:
-            InvalidRequest: It is none.
+            InvalidRequest: The bytes are no request of this method.
         """
         try:
             return self.request.FromString(request)  # type: ignore[attr-defined]
@@ -123,7 +127,7 @@ ROLES = ("actor", "critic", "reference", "reward")
 
 
 def group_methods(role: str) -> dict[str, Method]:
-    """The methods that a group of ranks of this role runs, by Python name: the role's own and the
-    worker's that declare a transfer protocol."""
+    """The methods that a group of ranks of this role runs, by Python name: those of the role and of WorkerService that
+    declare a transfer protocol."""
     both = [*SERVICES[role].values(), *SERVICES["worker"].values()]
     return {method.snake_name: method for method in both if method.spec is not None}

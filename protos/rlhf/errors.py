@@ -13,7 +13,7 @@ RlhfError                      INTERNAL             something failed that has no
 ├── RewardFailed               INTERNAL             rows that could not be scored
 ├── TransferError              OUT_OF_RANGE         a transfer went wrong
 │   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
-└── TooManyCalls               RESOURCE_EXHAUSTED   a rank has as many calls waiting as it takes
+└── TooManyCalls               RESOURCE_EXHAUSTED   a rank has as many calls waiting as it admits
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE = 1000
 MAX_TRACEBACK = 4000
 MAX_DETAIL = 300
-"""Characters of an error that cross the wire: gRPC drops statuses of more than about 8 KiB."""
+"""Characters of an error's parts that cross the wire; gRPC drops statuses of more than about 8 KiB."""
 
 
 class RlhfError(Exception):
-    """Base of all errors of the cluster; `str()` is one line that names the culprit."""
+    """Base class of all errors of the cluster; `str()` is one line that names the cause."""
 
     code = grpc.StatusCode.INTERNAL
     remote_traceback: str = ""
-    """Of the rank that raised it; its log has it too."""
+    """Traceback on the rank that raised it, as in its log."""
     service: str = ""
     """Name of the service that raised it."""
 
@@ -52,7 +52,7 @@ class InvalidRequest(RlhfError):
 
 
 class ConfigError(InvalidRequest):
-    """A configuration that is wrong; raised before anything is started."""
+    """A wrong configuration; raised before anything is started."""
 
 
 class Refused(RlhfError):
@@ -68,7 +68,7 @@ class ServiceLost(RlhfError):
 
 
 class DeadlineExceeded(RlhfError):
-    """A wait ended without the thing waited for."""
+    """A call or a wait took longer than allowed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -80,14 +80,14 @@ class CallCancelled(RlhfError):
 
 
 class PeerFailed(RlhfError):
-    """Another rank of the group failed, so this one did not start; the cause is over there."""
+    """Another rank of the group failed, so this one stopped or did not start; the cause is in that rank's error."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class OutOfStep(PeerFailed):
-    """Ranks whose collectives do not match any more: one is at another call, did not come, failed alone, or died.
-    No later collective of theirs could be trusted, so a rank that raises this leaves."""
+    """Collectives of the ranks no longer match: a rank is at another call, did not come, failed alone, or died. No
+    later collective could be trusted, so a rank that raises this exits."""
 
 
 class UpdateRejected(RlhfError):
@@ -101,7 +101,7 @@ class RewardFailed(RlhfError):
 
 
 class TransferError(RlhfError):
-    """Bytes that could not be moved between two ranks."""
+    """A transfer of bytes between two ranks failed."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
@@ -113,7 +113,7 @@ class OutOfSpace(TransferError):
 
 
 class TooManyCalls(RlhfError):
-    """A rank has as many calls waiting as it takes."""
+    """A rank has as many calls waiting as it admits."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -125,8 +125,8 @@ def _tree(base: type[RlhfError]) -> Iterator[type[RlhfError]]:
 
 
 def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Status:
-    """google.rpc.Status of an error: ErrorInfo (class, and `where`: service, rank, method, call id) and
-    DebugInfo (the traceback)."""
+    """google.rpc.Status of an error, with ErrorInfo (class, and `where`: service, rank, method, call id) and DebugInfo
+    (the traceback)."""
     reason = type(error).__name__
     if isinstance(error, RlhfError):
         code, message = error.code, str(error)
@@ -146,18 +146,18 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
 
 
 def shortened(text: str) -> str:
-    """At most MAX_MESSAGE characters of a text, and how many there were."""
+    """The first MAX_MESSAGE characters of a text, and its length where that is more."""
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback of an error and of what caused it, also after `drop_frames`."""
+    """The traceback of an error and of its causes, also after `drop_frames`."""
     return _kept_tracebacks(error) or "".join(traceback.format_exception(error))
 
 
 def drop_frames(error: BaseException) -> None:
-    """Keeps an error's traceback as text and lets go of its frames: an error that is remembered would hold everything
-    that was at work when it was raised."""
+    """Replaces the frames of an error and of its causes by the traceback as text: frames would keep their local
+    variables alive for as long as the error is remembered."""
     if not _kept_tracebacks(error):
         error.__dict__["kept_traceback"] = full_traceback(error)
     chain: BaseException | None = error
@@ -173,11 +173,11 @@ def _kept_tracebacks(error: BaseException) -> str:
 
 
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
-    """The error of the tree that a failed call stands for; `where` names role, rank, address and method.
+    """The error of a failed call; `where` names role, rank, address and method.
 
-    Status details of our own servers choose the class; a foreign server's code does.
+    Its class is the one that status details of our servers name, or else follows from the status code.
     """
-    call: Any = error  # what raises is a call too, which grpc's types do not say
+    call: Any = error  # the error is a grpc.Call too, which grpc's types omit
     code, message = call.code(), call.details()
     details = _Details()
     for key, value in call.trailing_metadata() or ():
@@ -189,7 +189,7 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
 
 
 def from_status(status: status_pb2.Status, where: str) -> RlhfError:
-    """The error that `to_status` made a status of; `where` names who said it."""
+    """The error that `to_status` made a status of; `where` names the rank that sent it."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
     return _error(code, _Details.of(status), f"{where}: {status.message}")
 
@@ -206,7 +206,7 @@ class _Details:
     def of(status: status_pb2.Status) -> _Details:
         info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
         for detail in status.details:
-            # Unpack looks at the type first.
+            # Unpack returns False for another type.
             _ = detail.Unpack(info) or detail.Unpack(debug)
         ours = info.domain == DOMAIN
         return _Details(

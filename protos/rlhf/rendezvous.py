@@ -1,7 +1,7 @@
-"""Where the ranks of one service meet, as the process that starts them tells them: an environment variable.
+"""The environment variable by which a launcher tells the ranks of one service where to meet.
 
-It holds either a path, of a file that only processes of this user can open, or `tcp://HOST:PORT`, where a store of
-torch listens on that host's interface alone. Without it, ranks meet as torchrun's other backends arrange it.
+Its value is either the path of a file that only processes of this user can open, or `tcp://HOST:PORT`, where a torch
+store listens on that host's interface alone. Without it, ranks meet as torchrun's other backends arrange.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ TCP = "tcp://"
 
 
 class LocalRendezvous:
-    """A meeting place for ranks on this host: memory of this process, which its children open through /proc.
+    """Rendezvous for ranks on this host: a memfd of this process, which its children open through /proc.
 
-    Nothing listens, there is no name to guess or to clean up, the kernel lets only processes of the same user in, and
-    the memory is gone with this process, however that ends.
+    No port is open and no name has to be cleaned up; only processes of the same user can open it, and it ends with this
+    process.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class LocalRendezvous:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Frees the memory; ranks that are still there cannot meet any more."""
+        """Frees the memory; running ranks cannot meet any more."""
         os.close(self._descriptor)
 
 
 def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
-    """The variables, by torchrun's names, of one rank of a service whose ranks are all on this host."""
+    """The environment variables, by torchrun's names, of one rank of a service whose ranks are all on this host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -42,6 +42,6 @@ def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
 
 
 def is_on_one_host(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks of the service are on this host, by the variables of one of them."""
+    """Whether all ranks of the service are on this host, by the environment of one of them."""
     ranks = environment.get("WORLD_SIZE", "1")
     return environment.get("LOCAL_WORLD_SIZE", ranks) == ranks

@@ -1,9 +1,9 @@
-"""Heads: read a model's output at the positions that predict response tokens, as [B, R] grids.
+"""Heads: model outputs at the positions that predict response tokens, as [B, R] grids.
 
-A head is a function of the model's raw output and the micro-batch, so every engine shares it, whichever way the
-engine came by the output. The raw output covers its last K columns, where K is at least
-`MicroBatch.num_scored`: values as a tensor [B, K]; of a policy what logits are made of, `DeferredLogits`, so that they
-never exist for all positions at once, or, where a model does more than multiply, its logits [B, K, V].
+A head is a function of the model's raw output and the micro-batch, so all engines share it. The raw output covers the
+last K columns, with K at least `MicroBatch.num_scored`. It is a tensor of values [B, K]; for a policy `DeferredLogits`,
+so that logits never exist for all positions at once; or logits [B, K, V] of a model whose output layer does more than
+multiply.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Head = Callable[[Any, MicroBatch], Output]
 
 @dataclass(frozen=True, eq=False)
 class PolicyOutput:
-    """Log-probabilities and entropies of response tokens, in float32 or the model's own dtype, if that is finer.
+    """Log-probabilities and entropies of response tokens, in float32 or a finer dtype of the model.
 
     Args:
         log_probs_BR: log-probability of each response token, in nats.
-        entropy_BR: entropy of the distribution it was drawn from, in nats.
+        entropy_BR: entropy of the distribution at its position, in nats.
     """
 
     log_probs_BR: Tensor
@@ -37,13 +37,12 @@ class PolicyOutput:
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """Logits [B, K, V] to log-probabilities and entropy under softmax(logits / temperature); both are 0 in the padding.
-
-    Only positions that predict a response token are looked at.
+    """Log-probabilities and entropy under softmax(logits / temperature), 0 in the padding. Logits are computed only at
+    positions that predict a response token.
 
     Args:
-        temperature: above 0. The policy that sampled is the one at the sampling temperature, so give that one.
-        entropy_gradient: keep the graph of the entropy, for a loss that contains it.
+        temperature: above 0; the sampling temperature, since it is part of the policy that sampled.
+        entropy_gradient: keep the graph of the entropy, for a loss with an entropy term.
     """
 
     temperature: float = 1.0
@@ -60,21 +59,21 @@ class PolicyHead:
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values [B, K] of all positions to those [B, R] of the states in which response tokens are chosen."""
+    """Values [B, R] of the states in which response tokens are chosen, from values [B, K] of all positions."""
     return micro_batch.read(at_least_float32(values_BK), micro_batch.predicting_BR)
 
 
 def dummy_head(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
-    """A scalar of all there is, for a micro-batch of which nothing counts."""
+    """Sum of the raw output; times zero, a loss that keeps the graph connected for a dummy micro-batch."""
     return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
 
 
 def zero_loss(output: Any) -> Tensor:
-    """A loss of 0, whose backward pass reaches all weights, for a micro-batch whose own loss failed."""
+    """Zero-weight loss that keeps the graph connected for a micro-batch whose loss function failed."""
     tensors = [output] if isinstance(output, Tensor) else list(vars(output).values())
     return torch.stack([x.sum() for x in tensors if x.requires_grad]).sum() * 0
 
 
 def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """The values of all response tokens end to end as [B, R], 0 in the padding."""
+    """Concatenated values of all response tokens as a grid [B, R], 0 in the padding."""
     return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)

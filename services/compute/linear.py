@@ -1,5 +1,5 @@
-"""Linear layers on CPUs, by the library that `services.compute.matmul` chose: torch's own linear, which is MKL's, or
-oneDNN."""
+"""Linear layers on CPUs, computed by the library chosen in `services.compute.matmul`: MKL, which torch's own linear
+uses, or oneDNN."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `torch.nn.functional.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]."""
+    """`torch.nn.functional.linear` of x [..., in], weight [out, in] and bias [out]; returns [..., out]."""
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
-    # The bias is added in the same way with and without gradients, so that both give the same bits.
+    # The bias is added separately with and without gradients, so that both give the same bits.
     y = _Product.apply(x, weight) if torch.is_grad_enabled() else _product(x, weight)
     return y if bias is None else y + bias
 
@@ -36,9 +36,14 @@ class Linear(nn.Linear):
 
 
 def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
-    """Make the linear layers of a model compute as `layer` does; their weights, names and hooks stay."""
+    """Makes the linear layers of a model compute as `layer` does; weights, names and hooks stay.
+
+    The class of each module is assigned, since both classes have the same attributes and differ in `forward` alone. New
+    modules would need the parameters, ties and hooks of the old ones, and a patch of torch's class would reach other
+    models of the process.
+    """
     for module in model.modules():
-        # Only these very classes: others derived from them may compute something else.
+        # Exactly these classes: subclasses may compute something else.
         if type(module) in (nn.Linear, Linear):
             module.__class__ = layer
 
@@ -57,11 +62,11 @@ class _Product(torch.autograd.Function):
 
 
 def _outer(of_y: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight [out, in]. oneDNN lays out anew what comes first, so the narrower of the two does."""
+    """Gradient of a weight [out, in]. oneDNN copies its first operand to another layout: the smaller one."""
     of_y_T, x_T = of_y.flatten(0, -2).t(), x.flatten(0, -2).t()
     return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
 
 
 def is_cpu_float32(x: Tensor) -> bool:
-    """Whether it is of the only kind that has ways of its own on CPUs."""
+    """Whether a tensor is one that oneDNN and the fused norms compute."""
     return x.is_cpu and x.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of tokens, without ever holding the logits of more than a few positions."""
+"""Log-probabilities and entropy of tokens, with the logits of a chunk of positions in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch.distributed import ProcessGroup
 from services.compute.linear import linear
 
 MOST_LOGITS = 1 << 25
-"""Logits that a rank computes at a time: 128 MiB of float32, and as much again for what becomes of them."""
+"""Most logits that a rank computes at a time: 128 MiB of float32, and as much again for derived tensors."""
 
 CACHED_LOGITS = 1 << 18
-"""On CPUs no more than these, which stay in a core's cache until they are used up, where that is enough for
-`POSITIONS_TOGETHER`: products of fewer are slow."""
+"""Most logits at a time on CPUs, so that they stay in a core's cache; at least `POSITIONS_TOGETHER` positions, since
+products of fewer rows are slow."""
 
 POSITIONS_TOGETHER = 256
 
 PADDING_LOGIT = -1e30
-"""Of tokens that do not exist: far below any other, and still finite when multiplied by its probability, 0."""
+"""Logit of padding tokens: far below any other, and finite, so that its product with a probability of 0 is 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """Output layer from hidden states to logits, or this rank's part of it.
+    """Output layer from hidden states to logits, or this rank's shard of it.
 
     Args:
         weight_VH: One row per token. None: hidden states are the logits themselves.
-        num_tokens: So many of the rows are tokens, the others padding. Default all.
-        first_id: The token of the first row.
-        group: Of ranks that have the other tokens and the same hidden states; each scores all positions, and gets
-            the gradient that its own tokens give the hidden states.
-        compute_dtype: Of matrix products; default as the weight.
+        num_tokens: Rows that are tokens; later rows are padding. Default all.
+        first_id: Token id of the first row.
+        group: Ranks with the other shards and the same hidden states. Each rank scores all positions, and computes the
+            gradient of the hidden states from its own tokens.
+        compute_dtype: Type of matrix products; default that of the weight.
     """
 
     weight_VH: Tensor | None = None
@@ -47,12 +47,11 @@ class OutputLayer:
     compute_dtype: torch.dtype | None = None
 
     def scores(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of one token per position, and the entropy there, [N] each, in nats, in float32 or finer.
-
-        Logits are computed for a chunk of positions at a time, and again in the backward pass.
+        """Log-probability of one token per position and the entropy at the position, [N] each, in nats, in float32 or a
+        finer type. Logits are computed chunk by chunk, and again in the backward pass.
 
         Args:
-            ids_N: Tokens of the whole vocabulary.
+            ids_N: Token ids of the whole vocabulary.
             temperature: The distribution is softmax(logits / temperature).
         """
         return _Scores.apply(hidden_NH, self.weight_VH, ids_N, self, temperature)  # type: ignore[return-value]
@@ -65,7 +64,7 @@ class OutputLayer:
         return hidden_NH.to(dtype), weight_VH.to(dtype)
 
     def _logits(self, hidden_NH: Tensor, weight_VH: Tensor | None, temperature: float) -> Tensor:
-        """Logits [N, V] of its own tokens, to be written over."""
+        """Logits [N, V] of this rank's tokens, in memory that the caller may overwrite."""
         logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
         logits_NV = at_least_float32(logits_NV)
         if temperature != 1:
@@ -85,7 +84,7 @@ class DeferredLogits:
     """Logits [B, K, V] that are not computed yet.
 
     Args:
-        hidden_BKH: Hidden states, of which `layer` makes logits.
+        hidden_BKH: Hidden states, the input of `layer`.
     """
 
     hidden_BKH: Tensor
@@ -95,7 +94,7 @@ class DeferredLogits:
 class _Scores(torch.autograd.Function):
     """With p = softmax(z): d log p_i / d z_j = [i = j] - p_j, and d H / d z_j = -p_j (log p_j + H).
 
-    The backward pass needs nothing of the other ranks: it has the normalizer and the entropy from the forward pass.
+    The backward pass is local: normalizer and entropy are saved by the forward pass.
     """
 
     @staticmethod
@@ -161,7 +160,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
-    """Positions that are computed together."""
+    """Slices of positions that are computed together."""
     vocabulary = hidden_NH.shape[-1] if weight_VH is None else len(weight_VH)
     size = max(1, MOST_LOGITS // vocabulary)
     if hidden_NH.is_cpu:
@@ -171,7 +170,7 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
 
 
 def local_rows(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where tokens are among the rows of a rank (0 where they are not), and whether they are there."""
+    """Row of each token in a rank's shard (0 for tokens of other shards), and whether it is in the shard."""
     rows = ids - first_id
     is_ours = (rows >= 0) & (rows < num_rows)
     return torch.where(is_ours, rows, 0), is_ours

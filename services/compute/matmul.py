@@ -1,8 +1,8 @@
 """The library that multiplies float32 matrices on a CPU: MKL or oneDNN, both of which come with torch.
 
-Neither is faster everywhere. On an AMD EPYC (Zen 5) oneDNN is twice as fast as MKL, which uses AVX-512 on Intel's CPUs
-alone; on an Intel Xeon with AVX-512 MKL is faster, most of all for few rows and for gradients of weights. So a service
-measures both at start. Results differ in their last bits, so a run records the choice, and `matmul` pins it.
+Neither is faster on all CPUs. On an AMD EPYC (Zen 5) oneDNN is twice as fast as MKL, which uses AVX-512 on Intel CPUs
+only; on an Intel Xeon with AVX-512 MKL is faster, especially for few rows and for gradients of weights. A service
+measures both at start. Results differ in their last bits, so runs record the choice and the setting `matmul` pins it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.compute.torch_internals import onednn_linear
 Backend = Literal["mkl", "onednn"]
 
 LEAST_GAIN = 1.1
-"""oneDNN must be this many times as fast as MKL to be chosen, so that a tie is decided alike at every start."""
+"""Speed-up over MKL from which oneDNN is chosen; above 1, so that near ties are decided alike at every start."""
 _ROWS = (64, 1024)
-"""Rows of a decoding step and of a micro-batch."""
+"""Rows of the measured products: those of a decoding step and of a micro-batch."""
 _INPUTS, _OUTPUTS = 256, 768
 _REPEATS = 9
 
@@ -29,7 +29,7 @@ _in_use: list[Backend] = []
 
 
 def use(backend: Backend) -> None:
-    """Multiplies with this library from now on, in the whole process.
+    """Sets the library of this process.
 
     Raises:
         ValueError: This build of torch has no oneDNN.
@@ -40,21 +40,21 @@ def use(backend: Backend) -> None:
 
 
 def backend() -> Backend:
-    """The library in use: the one given to `use`, else the faster one by a measurement of this process."""
+    """The library in use: the one set by `use`, or else the faster one as measured by this process."""
     if not _in_use:
         use(faster(*measure()))
     return _in_use[0]
 
 
 def faster(mkl: float, onednn: float) -> Backend:
-    """The library to choose, by the times that `measure` found."""
+    """The library to choose, given the relative times of `measure`."""
     return "onednn" if onednn * LEAST_GAIN < mkl else "mkl"
 
 
 def measure() -> tuple[float, float]:
-    """Relative times of MKL and oneDNN: for a forward pass and a gradient of a linear layer at each number of rows, the
-    share of each in the seconds that both take, added up. Uses the threads that torch has here and takes about 0.1 s.
-    Without oneDNN its time is infinite."""
+    """Relative times of MKL and oneDNN: each library's share of their joint time, added up over a forward pass and a
+    weight gradient of a linear layer at each number of rows. Runs on torch's current threads for about 0.1 s. The time
+    of oneDNN is infinite in a build of torch without it."""
     if onednn_linear is None:
         return 0.0, float("inf")
     mkl = onednn = 0.0
@@ -79,8 +79,8 @@ def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _take_turns(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[float, float]:
-    """Least seconds of two functions that are called alternately, after a call of each that does not count. The least,
-    because other processes on the cores make single calls longer and none shorter."""
+    """Least seconds per call of two functions called alternately, after one warm-up call each. The least, because other
+    processes on the cores only make calls longer."""
     times: tuple[list[float], list[float]] = [], []
     for repeat in range(_REPEATS + 1):
         for function, taken in zip((first, second), times, strict=True):

@@ -1,7 +1,7 @@
-"""RMS norms on CPUs, in fewer passes over memory and with a gradient from its formula.
+"""RMS norms on CPUs, in fewer passes over memory and with an explicit gradient.
 
-transformers computes them one operation at a time, and each writes a tensor that the next one, or the backward pass,
-reads again; docs/engines.md says what that costs. On other devices and in other types than float32, the operations are
+The norms of transformers run one operation at a time, each writing a tensor that the next operation or the backward
+pass reads again; docs/engines.md has the cost. On other devices and in types other than float32, the operations are
 those of transformers.
 """
 
@@ -18,14 +18,14 @@ from services.compute.linear import is_cpu_float32
 _NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 _TOGETHER = 1 << 16
-"""Numbers of each tensor that a backward pass works on at a time: they stay in a core's cache."""
+"""Elements of each tensor that a backward pass processes at a time, so that they stay in a core's cache."""
 
 
 def speed_up_norms(model: nn.Module) -> None:
-    """Makes the RMS norms of this model compute as `RMSNorm` does, where it is of the Llama, Mistral, Qwen2 or Qwen3
-    family. Weights, names and hooks stay; other models in the process are untouched."""
+    """Makes the RMS norms of a Llama, Mistral, Qwen2 or Qwen3 model compute as `RMSNorm` does. Weights, names and hooks
+    stay; other models in the process are unchanged. Assigns the class for the reasons given in `linear.speed_up`."""
     for module in model.modules():
-        # Only these very classes: others derived from them may compute something else.
+        # Exactly these classes: subclasses may compute something else.
         if type(module).__name__ in _NORMS:
             module.__class__ = RMSNorm
 

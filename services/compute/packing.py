@@ -1,11 +1,11 @@
-"""Attention over sequences that lie end to end in one row, so that layers compute on no padding; and of one new token.
+"""Attention over packed rows, in which sequences are concatenated without padding, and of a single new token.
 
-Transformers would attend over the whole row under a mask of [T, T]. Here the sequences are laid side by side again for
-attention alone, those of like length together: no token is compared with one of another sequence, no mask is made, and
-fused causal kernels do the rest.
+transformers would attend over the whole row with a mask [T, T]. Here sequences are unpacked to padded grids for
+attention alone, sequences of similar length together: tokens of different sequences are never compared, no mask is
+made, and fused causal kernels compute the rest.
 
-Sequences may begin alike, as the samples of a prompt do. What they have in common lies in the row once: layers compute
-it once, it is laid before each of them for attention, and its gradients are the sums of what each of them gives it.
+Sequences may share a prefix, as the samples of one prompt do. The prefix lies in the row once: layers compute it once,
+attention reads it for each of the sequences, and its gradient is the sum over them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "sdpa_by_sequence"
-"""Name in transformers of an attention that is sdpa's, and that knows packed rows."""
+"""Name under which transformers knows the attention of this module: its sdpa, also for packed rows."""
 
 MAX_LENGTH_RATIO = 1.5
-"""The longest of sequences that attend side by side is at most so many times as long as the shortest."""
+"""Most times that the longest sequence of a group is as long as the shortest."""
 
 TILE = 16
-"""Tokens that kernels of CPUs compute together. What is left over takes longer than a whole tile, where it is more than
-half of one."""
+"""Tokens that CPU kernels compute together. A remainder of more than half a tile takes longer than a whole tile."""
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of S sequences lie in a row.
+    """Positions of the tokens of S sequences in a packed row.
 
     Args:
-        lengths: of the sequences, each at least 1, [S] int64.
-        owners: whose beginning each begins with, [S] int64: its own, or that of one before it that has its own.
-        common: tokens it has in common with its owner, [S] int64; 0 where it is its own.
-        starts: where the tokens begin that are its own, [S] int64; the end of the row where none are left.
+        lengths: tokens of each sequence, at least 1, [S] int64.
+        owners: sequence whose tokens the shared prefix is, [S] int64: an earlier one, or the sequence itself.
+        common: tokens of the prefix shared with the owner, [S] int64; 0 where the owner is the sequence itself.
+        starts: position of the first token after the shared prefix, [S] int64; the row's end if there is none.
     """
 
     lengths: np.ndarray
@@ -54,14 +53,14 @@ class Places:
     def of(
         cls, lengths: np.ndarray, owners: np.ndarray | None = None, common: np.ndarray | int = 0
     ) -> Places:
-        """Sequences end to end, with beginnings in common where owners are given; `common` of owners is not read."""
+        """Concatenated sequences, with shared prefixes where owners are given; `common` of owners is ignored."""
         own = np.arange(len(lengths))
         owners = own if owners is None else owners
         common = np.where(owners == own, 0, common)
         return cls(lengths, owners, common, np.cumsum(lengths - common) - (lengths - common))
 
     def cells(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Cells of the row where tokens of sequences are, both by number; the two are broadcast together."""
+        """Positions in the row of tokens of sequences, both by number; the arguments are broadcast."""
         common = self.common[sequences]
         in_common = self.starts[self.owners[sequences]] + tokens
         return np.where(tokens < common, in_common, self.starts[sequences] - common + tokens)
@@ -69,36 +68,36 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroup:
-    """S neighbouring sequences of a row, side by side.
+    """S consecutive sequences of a packed row as a padded grid.
 
     Args:
-        positions_ST: where each of their tokens lies in the row; in the padding, where the first one does.
-        own_N: which cells of [S, T], in order, are tokens that are no other sequence's already.
+        positions_ST: position of each token in the row; in the padding, that of the sequence's first token.
+        own_N: flat indices of [S, T], in order, of tokens that are not in a shared prefix.
     """
 
     positions_ST: Tensor
     own_N: Tensor
 
     def unpack(self, x_HTD: Tensor) -> Tensor:
-        """A row of the packed tensor with all heads, as [S, H, T, D]."""
+        """The grid [S, H, T, D] of a packed tensor [H, T, D]."""
         x_THD = x_HTD.transpose(0, 1)
-        if x_THD.is_cuda:  # where the gradients of index_select are summed in no certain order
+        if x_THD.is_cuda:  # the gradient of index_select adds up in no fixed order there
             return x_THD[self.positions_ST].transpose(1, 2)
         x_NHD = x_THD.index_select(0, self.positions_ST.flatten())
         return x_NHD.unflatten(0, self.positions_ST.shape).transpose(1, 2)
 
     def pack(self, x_STHD: Tensor) -> Tensor:
-        """The inverse, of each cell of the row once: [N, H, D]."""
+        """The inverse of `unpack`, each token of the row once: [N, H, D]."""
         return x_STHD.flatten(0, 1).index_select(0, self.own_N)
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """How sequences lie in a row of T tokens.
+    """Layout of the sequences in a packed row of T tokens.
 
     Args:
-        position_ids_1T: of each token in its sequence.
-        groups: the sequences, in order.
+        position_ids_1T: position of each token in its sequence.
+        groups: groups of sequences, in order.
     """
 
     position_ids_1T: Tensor
@@ -106,7 +105,7 @@ class Packing:
 
     @classmethod
     def of(cls, places: Places) -> Packing:
-        """Sequences that lie so."""
+        """The layout for these places."""
         own = places.lengths - places.common
         positions = np.arange(own.sum()) - np.repeat(places.starts - places.common, own)
         groups = tuple(_group(places, run) for run in _runs_of_like_length(places.lengths))
@@ -117,8 +116,8 @@ class Packing:
         return Packing(self.position_ids_1T.to(device), tuple(groups))
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a model whose attention is `ATTENTION`, beside the row."""
-        # A mask of four dimensions is handed on as it is, where transformers would make one of the positions.
+        """Keyword arguments of a model whose attention is `ATTENTION`, besides the token ids."""
+        # transformers passes a mask of four dimensions on, and without one would make its own from the positions.
         no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=self.position_ids_1T.device)
         return {
             "position_ids": self.position_ids_1T,
@@ -128,8 +127,12 @@ class Packing:
 
 
 def skip_unread_positions_in_last_layer(layer: Any) -> None:
-    """Have the last layer of a model of the Llama family know `read_N`, the tokens [N] of a packed row whose output is
-    wanted: of what all tokens attend to it computes these alone, and gives them alone, in this order."""
+    """Makes the last layer of a Llama-like model accept `read_N`, positions [N] of a packed row, and compute its
+    outputs at these positions alone, in this order; keys and values are computed for all.
+
+    The layer's `forward` is replaced, not the layer: its name, weights and hooks stay, FSDP gathers its
+    weights as before, and a subclass would be needed for each model family.
+    """
     whole, reading = layer.forward, None
 
     def select(projection: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor] | None:
@@ -163,7 +166,8 @@ def attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [1, H, T, D] to [1, T, H, D]; of any rows where no groups are given."""
+    """Attention as transformers calls it: queries [1, H, T, D] to outputs [1, T, H, D]. Without `sequence_groups` rows
+    are not packed, and their number is arbitrary."""
     if sequence_groups is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
         return _attend_with_one_token(query, key, value, attention_mask, options["scaling"]), None
     if sequence_groups is None:
@@ -182,10 +186,10 @@ def attend(
 def _attend_with_one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attention of one token per row to all before it, [B, H, 1, D] to [B, 1, H, D].
+    """Attention of one token per row to all before it: queries [B, H, 1, D] to outputs [B, 1, H, D].
 
-    The query heads that share a key head stand in the place of its tokens, so that keys and values are read once and
-    not repeated for each of them. On CPUs plain products read them faster than torch's fused kernel.
+    The query heads of a key head take the place of its query tokens, so keys and values are read once and not repeated
+    per query head. On CPUs plain products are faster than torch's fused kernel.
     """
     own_query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     if key.is_cpu and key.dtype in (torch.float32, torch.float64):
@@ -199,7 +203,7 @@ def _attend_with_one_token(
 
 
 def _window_mask(positions_ST: Tensor, sliding_window: int | None) -> Tensor | None:
-    """Which of the last `sliding_window` tokens, itself included, each token sees; None where that is all."""
+    """Mask [1, 1, T, T] of the last `sliding_window` tokens, itself included, for each token; None if that is all."""
     length = positions_ST.shape[1]
     if sliding_window is None or sliding_window >= length:
         return None
@@ -222,8 +226,8 @@ def _group(places: Places, run: slice) -> SequenceGroup:
     longest = int(places.lengths[run].max())
     tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)
     is_real_ST = tokens_T < places.lengths[sequences_S1]
-    # Padding reads the first token of its sequence. The place of a sequence's own tokens would not do: one that has
-    # none, because all it reads is in common, may begin where the row ends.
+    # Padding reads the first token of its sequence, and not of its own tokens: a sequence without any, because its
+    # prefix is shared whole, may start at the end of the row.
     positions_ST = places.cells(sequences_S1, np.where(is_real_ST, tokens_T, 0))
     is_own_ST = is_real_ST & (tokens_T >= places.common[sequences_S1])
     return SequenceGroup(torch.from_numpy(positions_ST), torch.from_numpy(np.flatnonzero(is_own_ST)))

@@ -1,4 +1,4 @@
-"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): computing twice."""
+"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
-    """From here on, keep of each layer's forward pass its input alone; the backward pass runs it again, bit for bit.
+    """Makes each layer's forward pass save its input alone; the backward pass runs it again, bit for bit.
 
-    What surrounds a layer's forward, such as gathering its weights, is not run again: its backward needs it anyway.
+    The layer's `forward` is replaced, not the layer wrapped, so that hooks around it, such as FSDP's gather of weights,
+    do not run again.
     """
     for layer in layers:
         layer.forward = _recomputing(layer.forward)
@@ -25,7 +26,7 @@ def _recomputing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Models are in eval mode, so there is no random state to preserve.
+        # Models are in eval mode, so no random state needs to be preserved.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run

@@ -1,7 +1,7 @@
-"""Actions that all ranks of a service take together or not at all.
+"""Actions that all ranks of the default process group complete together or not at all.
 
-A rank that gives up while others go on leaves them waiting in their next collective; so before anyone goes on, all
-hear whether everyone is well. Ranks are those of the default process group.
+A rank that fails while others go on would leave them waiting in their next collective. So ranks exchange whether they
+failed before any of them goes on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class PeerRankFailed(RuntimeError):
-    """Another rank failed at something that all ranks do together; its own error says why."""
+    """Another rank failed in an action of all ranks; the error on that rank has the cause."""
 
 
 class RunToEnd(Iterator[T]):
-    """The items of an iterator that all ranks run together. `finish` runs what is left of it, since the others wait.
+    """A collective iterator that every rank must run to its end. `finish` runs the rest of it for a rank that stopped.
 
     Args:
         progressed: called after each item.
@@ -46,7 +46,7 @@ class RunToEnd(Iterator[T]):
                 item = next(self._items)
             except StopIteration:
                 raise
-            except Exception as error:  # noqa: BLE001 - raised here and by every later call
+            except Exception as error:  # noqa: BLE001 - raised below, now and by every later call
                 self._failure = error
             else:
                 self._progressed()
@@ -66,22 +66,22 @@ NO_COLLECTIVE: RunToEnd[object] = RunToEnd(())
 def all_or_none(
     action: str, device: torch.device, collective: RunToEnd[Any] = NO_COLLECTIVE
 ) -> Iterator[None]:
-    """A block that fails on one rank fails on all. It contains no collective, except for one iterator that all ranks
-    run to its end.
+    """A block that fails on every rank if it fails on one. Collective. The block contains no collective but the
+    iterator `collective`.
 
     Args:
-        action: what the block does, for the message on the ranks where it went well.
-        device: of tensors that the process group can reduce.
-        collective: that iterator.
+        action: name of the block, for the message on ranks that did not fail.
+        device: device of tensors that the process group can reduce.
+        collective: iterator that all ranks run to its end.
 
     Raises:
-        PeerRankFailed: the block went well here and failed elsewhere.
+        PeerRankFailed: the block failed on another rank only.
         FailedAlone: the iterator failed.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # noqa: BLE001 - it is raised below, once the others know of it
+    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
         error = caught
     collective.finish()
     num_failed = torch.tensor(int(error is not None), device=device)
@@ -99,23 +99,23 @@ def new_directory(
     progressed: Callable[[], None] = lambda: None,
     collective: RunToEnd[Any] = NO_COLLECTIVE,
 ) -> Iterator[Path]:
-    """Where all ranks write what becomes `directory` once every one of them has, in place of what had that name.
+    """A directory for all ranks to write to, published as `directory` once every rank has written. Collective.
 
-    A reader of `directory` sees the old one or the new one, never a part, also after a crash. Of a failure nothing
-    stays.
+    A reader of `directory` sees the old one or the new one, never a part, also after a crash. A failure leaves no
+    files.
 
     Args:
-        progressed: called after each file that is brought to the disk.
-        collective: as of `all_or_none`, for the time in which ranks write.
+        progressed: called after each synced file.
+        collective: iterator of `all_or_none` that ranks run while they write.
 
     Raises:
-        ValueError: a directory of that name holds something else than an earlier checkpoint or model of ours.
+        ValueError: `directory` holds files other than those of an earlier checkpoint or model.
     """
-    is_keeper = dist.get_rank() == 0
+    is_rank_0 = dist.get_rank() == 0
     partial = partial_of(directory)
     try:
         with all_or_none(f"creating {partial}", device):
-            if is_keeper:
+            if is_rank_0:
                 settle(directory)
                 check_replaceable(directory)
                 shutil.rmtree(partial, ignore_errors=True)
@@ -123,8 +123,8 @@ def new_directory(
         with all_or_none(f"writing {partial}", device, collective):
             yield partial
         with all_or_none(f"publishing {directory}", device):
-            if is_keeper:
+            if is_rank_0:
                 publish(partial, directory, progressed)
     finally:
-        if is_keeper:
+        if is_rank_0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The interface of a training engine: what actor, critic and reference ask of whatever holds their model.
+"""The interface of a training engine, which holds the model of an actor, critic, reference or reward.
 
 Every method that computes or moves tensors is collective: all ranks of the service call it, in the same order. A
-loss is this rank's share of the loss of the whole mini-batch (already divided by global counts), so gradients are
-summed over data ranks and an update does not depend on how rows were dealt out to ranks and micro-batches.
+loss is this rank's share of the loss of the whole mini-batch, already divided by global counts. So gradients are
+summed over data ranks, and an update does not depend on the assignment of rows to ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NonFiniteGradient(ArithmeticError):
 
 
 class InferenceStopped(RuntimeError):
-    """`should_stop` said so on some rank. Raised on every rank alike."""
+    """`should_stop` returned True on some rank. Raised on every rank alike."""
 
 
 class EngineOffloaded(RuntimeError):
@@ -47,11 +47,11 @@ class OptimizerOptions:
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, per unit of learning rate.
-        max_grad_norm: a larger gradient is scaled down to this 2-norm; inf leaves it as it is.
-        warmup_steps: step i of these, from 1, runs at lr * i / warmup_steps.
+        max_grad_norm: 2-norm to which a larger gradient is scaled down; inf for no clipping.
+        warmup_steps: steps of warm-up; step i of them, from 1, runs at lr * i / warmup_steps.
         schedule: after warm-up "constant", or from lr to lr * min_ratio by "linear" or "cosine" (Loshchilov and Hutter
             2017, "SGDR", equation 5, without restarts).
-        total_steps: after so many steps, warm-up included, it is at its lowest and stays there.
+        total_steps: steps, warm-up included, after which the learning rate stays at its lowest.
         min_ratio: lowest learning rate as a share of lr.
     """
 
@@ -72,7 +72,7 @@ class OptimizerOptions:
         return self.lr * (self.min_ratio + (1 - self.min_ratio) * self._left(step))
 
     def _left(self, step: int) -> float:
-        """Share of the way from the lowest learning rate to the highest that is left after warm-up."""
+        """Position between the lowest learning rate (0) and the highest (1), after warm-up."""
         if self.schedule == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -84,10 +84,10 @@ class StepResult:
     """Result of one optimizer step.
 
     Args:
-        loss: of the whole mini-batch, the same on every rank.
-        grad_norm: 2-norm of the whole gradient before it was clipped, the same on every rank.
+        loss: loss of the whole mini-batch, the same on every rank.
+        grad_norm: 2-norm of the whole gradient before clipping, the same on every rank.
         lr: learning rate of the step.
-        stats: what the loss function counted, added up over this rank's micro-batches.
+        stats: statistics of the loss function, summed over this rank's micro-batches.
     """
 
     loss: float
@@ -98,7 +98,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """This rank's shards of weights and optimizer state at one moment, in host memory."""
+    """A copy of this rank's shards of weights and optimizer state, in host memory."""
 
     num_steps: int
     tensors: dict[str, Tensor]
@@ -110,16 +110,16 @@ class TrainEngine(ABC):
     Between `offload` and `onload` all other methods raise EngineOffloaded.
 
     Attributes:
-        device: where this rank computes.
-        data_rank: which share of the rows is this rank's.
-        data_size: into how many shares rows are dealt out.
-        config: of the whole model.
-        num_parameters: of the whole model.
-        step_is_atomic: whether a `step` that fails, on whatever rank, has moved no weight on any.
-        sees_outputs: whether the model's output comes out on this rank: in a pipeline, on the last stage alone.
-            Others `infer` nothing and count no statistics.
-        packs: whether it computes packed micro-batches, and not padded ones alone.
-        cached_tokens: more than these take longer together than apart; None: the more the better.
+        device: device of this rank.
+        data_rank: number of this rank's share of the rows.
+        data_size: number of shares.
+        config: configuration of the whole model.
+        num_parameters: parameters of the whole model.
+        step_is_atomic: whether a `step` that fails on any rank has moved no weight on any rank.
+        sees_outputs: whether this rank has the model's outputs: in a pipeline, the last stage alone. Other ranks return
+            no outputs and no statistics.
+        packs: whether the engine computes packed micro-batches, and not padded ones alone.
+        cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it never does.
         progressed: called after each micro-batch, tensor and file, to show that work goes on.
     """
 
@@ -135,7 +135,7 @@ class TrainEngine(ABC):
     progressed: Callable[[], None] = staticmethod(lambda: None)
 
     def token_budget_for(self, most: int, longest: int) -> int:
-        """The token budget of rows of which the longest has so many tokens, where memory has room for `most`."""
+        """Token budget for rows up to `longest` tokens, where memory has room for `most`."""
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
     @abstractmethod
@@ -147,14 +147,14 @@ class TrainEngine(ABC):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
-        """Run the model without gradients and return what `head` reads, per micro-batch; where this rank does not see
-        outputs, nothing.
+        """Run the model without gradients and return the output of `head` for each micro-batch; on ranks that do not
+        see outputs, an empty list.
 
-        Ranks may have different numbers of micro-batches, and of different shapes.
+        Ranks may have different numbers of micro-batches, of different shapes.
 
         Args:
-            should_stop: asked before every micro-batch; if any rank's says so, all stop there.
-            progress: told how many micro-batches are done.
+            should_stop: called before every micro-batch; all ranks stop if it returns True on any.
+            progress: called with the number of micro-batches done.
 
         Raises:
             InferenceStopped: `should_stop` returned True, here or on another rank.
@@ -172,10 +172,10 @@ class TrainEngine(ABC):
         """One AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
 
         Args:
-            loss_fn: from what `head` reads to the micro-batch's share of the loss, a scalar to call backward on,
-                and sums to keep as statistics, detached scalars. Called once per micro-batch, in order.
-            confirm: called when all ranks know that the gradient is finite, before any weight moves. If it raises,
-                which it must on every rank or on none, weights and optimizer state are as before.
+            loss_fn: from the output of `head` to the micro-batch's share of the loss, a scalar with a graph, and
+                statistics, detached scalars that are summed. Called once per micro-batch, in order.
+            confirm: called once the gradient is known to be finite on all ranks, before any weight moves. If it raises,
+                on every rank or on none, weights and optimizer state are as before.
 
         Raises:
             NonFiniteGradient: the gradient is not finite; weights and optimizer state are as before.
@@ -184,24 +184,24 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Copy weights and optimizer state, so that an update of several steps can be undone."""
+        """Copy weights and optimizer state, for `restore`."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this engine, bit for bit. A snapshot can be restored any number of times."""
+        """Restore a snapshot of this engine, bit for bit; any number of times."""
 
     @abstractmethod
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All weights whole, on every rank, one at a time in the order of their names.
 
-        Names are those of the Hugging Face checkpoint; tied weights come under every name. The iterator is
+        Names are those of the Hugging Face checkpoint; tied weights appear under every name. The iterator is
         collective: run it to its end on every rank, and change no weight meanwhile. A tensor may share its memory
-        with the engine: copy what is to be kept.
+        with the engine: copy it to keep it.
         """
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that this rank generates with, by name, one at a time: all of them whole, as `full_tensors`,
-        or where an engine has a generation mesh this rank's part. Collective, as `full_tensors`."""
+        """The weights that this rank generates with, by name, one at a time: whole, as `full_tensors`, or with a
+        generation mesh this rank's shards. Collective, as `full_tensors`."""
         return self.full_tensors()
 
     @abstractmethod
@@ -213,15 +213,15 @@ class TrainEngine(ABC):
     ) -> str:
         """Write a Hugging Face directory and return its sha256, as `services.models.export.tensors_sha256`.
 
-        Weights that learn are exported as the optimizer has them, not as copies in a coarser type that are computed
-        with. So the same weights have the same sha256 whatever the engine. The directory appears whole or not at all,
-        and replaces one of the same name.
+        Trained weights are exported in the optimizer's precision, not as the coarser copies that the model computes
+        with, so the same weights have the same sha256 in every engine. The directory appears whole or not at all, and
+        replaces one of the same name.
 
         Args:
-            dtype: of all floating-point tensors; default the type that the engine keeps each of them in.
+            dtype: type of all floating-point tensors; default the type that the engine keeps each of them in.
 
         Raises:
-            OSError: it could not be written (rank 0; `agreement.PeerRankFailed` on the others).
+            OSError: the directory could not be written (rank 0; `agreement.PeerRankFailed` on the others).
         """
 
     @abstractmethod
@@ -232,20 +232,20 @@ class TrainEngine(ABC):
         name.
 
         Args:
-            scalars: kept beside the tensors, for the caller; the same on every rank.
+            scalars: further scalars of the checkpoint; the same on every rank.
 
         Raises:
-            OSError: it could not be written (`agreement.PeerRankFailed` on ranks that could).
+            OSError: the directory could not be written (`agreement.PeerRankFailed` on ranks that could).
         """
 
     @abstractmethod
     def load(self, directory: Path) -> Scalars:
-        """Read a checkpoint of `save` back, bit for bit, and return its scalars. If any rank fails, every rank
-        stays as it was.
+        """Load a checkpoint of `save`, bit for bit, and return its scalars. If any rank fails, every rank keeps its
+        state.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: it is of another model, or incomplete (`agreement.PeerRankFailed` on ranks that saw no error).
+            ValueError: the checkpoint is of another model or incomplete (`agreement.PeerRankFailed` on other ranks).
         """
 
     @abstractmethod
@@ -254,9 +254,9 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def start_over(self) -> None:
-        """Go back to the weights of the model directory, an optimizer without moments and the first learning rate, bit
-        for bit as a new engine has them; an offloaded engine comes back to the device. If any rank fails, every
-        rank keeps its weights and optimizer state.
+        """Reset to the state of a new engine, bit for bit: weights of the model directory, zero moments, first learning
+        rate. An offloaded engine is brought back to the device. If any rank fails, every rank keeps its weights and
+        optimizer state.
 
         Raises:
             ValueError: the directory can no longer be read (`agreement.PeerRankFailed` on ranks that could).
@@ -264,7 +264,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self) -> int:
-        """Move weights and optimizer state to host memory; returns the bytes moved, 0 where they are there.
+        """Move weights and optimizer state to host memory; returns the bytes moved, 0 if they are there already.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still on
@@ -273,9 +273,9 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self) -> int:
-        """Bring them back to the device; returns the bytes moved.
+        """Move weights and optimizer state back to the device; returns the bytes moved.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in
-                host memory, on every rank, and can be brought back later.
+                host memory, on every rank, and can be moved later.
         """

@@ -1,5 +1,5 @@
-"""Base of the data-parallel engines: each rank computes the whole model on rows of its own, keeps a shard of the
-weights, and gathers the others only while it computes with them."""
+"""Base of the data-parallel engines: each rank computes the whole model on its own rows, keeps a shard of the weights,
+and gathers the other shards only to compute."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Output = TypeVar("Output")
 
 
 class DataParallelEngine(ShardedEngine):
-    """An engine on all ranks of the default process group, with a model that computes on each of them.
+    """An engine on all ranks of the default process group, each of which computes the whole model.
 
     Args:
-        model: what computes.
-        device, kept, trained, optimizer: as of `ShardedEngine`.
+        model: the model.
+        device, kept, trained, optimizer: as in `ShardedEngine`.
     """
 
     def __init__(
@@ -52,25 +52,28 @@ class DataParallelEngine(ShardedEngine):
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
-        """Within, forward and backward passes compute with what is kept. Afterwards nothing else of the weights is
-        left, so that no forward pass computes with gathered, older ones. Collective."""
+        """A block of forward and backward passes with the current weights. Afterwards gathered weights are freed, so
+        that no later pass computes with outdated ones. Collective."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
-        """A forward pass: what a head reads off the model."""
+        """Forward pass of the model; returns the output of `head`."""
 
     def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
-        """A forward pass of which nothing counts, because other ranks have more to do; a scalar that backward passes
-        can begin at."""
+        """Forward pass of a dummy micro-batch; returns a scalar with a graph."""
         return self._read(micro_batch, dummy_head)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a micro-batch, the last one of a step or not, to those before it."""
+        """Add the gradient of a micro-batch to those before it.
+
+        Args:
+            is_last: whether it is the last micro-batch of the step.
+        """
         loss.backward()
 
     @abstractmethod
     def _store_gradients(self) -> None:
-        """Leave in `.grad` of what is kept what backward passes have added up."""
+        """Store the accumulated gradients in `.grad` of the shards."""
 
     @abstractmethod
     def _gather(
@@ -79,7 +82,7 @@ class DataParallelEngine(ShardedEngine):
         """Tensors of the model, whole on every rank, one at a time. Collective.
 
         Args:
-            dtype: of floating-point tensors; default their own.
+            dtype: type of floating-point tensors; default their own.
         """
 
     @torch.no_grad()
@@ -128,15 +131,15 @@ class DataParallelEngine(ShardedEngine):
         return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and what else is in a checkpoint, as the model has them, by name and in the order of names."""
+        """Parameters and persistent buffers of the model, by name, in the order of names."""
         return dict(sorted(self._model.state_dict(keep_vars=True).items()))
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Of such a tensor when it is whole."""
+        """Shape of a whole tensor."""
         return tuple(tensor.shape)
 
     def _gather_companions(self) -> Callable[[Path], None]:
-        """Gathers, on all ranks, what an export holds beside the model; returns what writes it into a directory."""
+        """Gathers further contents of an export; returns the function that writes them to a directory. Collective."""
         return lambda directory: None
 
     def _write(
@@ -147,7 +150,7 @@ class DataParallelEngine(ShardedEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype | None,
     ) -> str:
-        """Write tensors, as they are gathered, as a Hugging Face directory, file by file; returns their sha256."""
+        """Write tensors while they are gathered, as a Hugging Face directory; returns their sha256."""
         if stored_as_computed(self._model):
             sizes = {
                 name: math.prod(self._shape(name, x)) * cast(x.new_empty(0), dtype).element_size()
@@ -155,7 +158,7 @@ class DataParallelEngine(ShardedEngine):
             }
             sha256 = write_weights(directory, sizes, gathered)
         else:
-            # transformers converts these tensors, and wants all of them for it.
+            # transformers converts these tensors, and needs all of them at once.
             weights = {name: x.to("cpu", copy=True) for name, x in gathered}
             write_model(self._model, weights, directory)
             sha256 = tensors_sha256(weights.items())
@@ -163,10 +166,10 @@ class DataParallelEngine(ShardedEngine):
         return sha256
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches on the device, and blank ones until no rank has more, which is 1 at least.
+        """The micro-batches on the device, padded with dummies to the largest number on any rank, at least 1.
 
-        Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run them
-        equally often.
+        Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks run the same
+        number of them.
         """
         missing = max(max_over_ranks(len(micro_batches), self.device), 1) - len(micro_batches)
         return [
@@ -182,16 +185,16 @@ class DataParallelEngine(ShardedEngine):
             for micro_batch in padded:
                 self.progressed()
                 if micro_batch.is_dummy:
-                    loss, counts = self._run_dummy(micro_batch) * 0, {}
+                    loss, stats = self._run_dummy(micro_batch) * 0, {}
                 else:
                     output = self._read(micro_batch, head)
                     try:
-                        loss, counts = loss_fn(output, micro_batch)
-                    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait for this backward pass
+                        loss, stats = loss_fn(output, micro_batch)
+                    except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other ranks join
                         failures.append(error)
-                        loss, counts = zero_loss(output), {}
+                        loss, stats = zero_loss(output), {}
                 self._backward(loss, is_last=micro_batch is padded[-1])
-                accumulator.add(loss, counts)
+                accumulator.add(loss, stats)
         with all_or_none("the loss", self.device):
             for error in failures:
                 raise error

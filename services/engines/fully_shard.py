@@ -22,11 +22,11 @@ def shard_modules(
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """WeightShard modules with FSDP2 so that gradients are summed, each on its own, what it holds before itself.
+    """Shards each module with FSDP2, inner modules before the modules that contain them; gradients are summed.
 
     Args:
-        dtype: of the weights, their gradients and their reduction, which is in float32 or finer.
-        compute_dtype: of forward and backward, default `dtype`.
+        dtype: type of weights and gradients. Gradients are reduced in this type or float32, whichever is finer.
+        compute_dtype: type of forward and backward passes, default `dtype`.
     """
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
@@ -34,25 +34,25 @@ def shard_modules(
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
         )
-        # Gradients are summed over ranks, where FSDP would average them. A plain sum is also all that gloo has.
+        # FSDP averages gradients by default. gloo also supports plain sums only.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        # In a mixture of experts each rank may use other experts.
+        # In a mixture of experts, ranks may use different experts.
         sharded.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor, gathered from all ranks where they share it, without its graph."""
+    """The whole tensor without its graph; a DTensor is gathered from its ranks. Collective."""
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory and not its graph."""
+    """This rank's shard of a tensor, in the same memory, without its graph."""
     return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def box(local: Tensor, parameter: Tensor) -> WeightShard:
-    """Where the local part of a parameter, or a tensor shaped like it, lies in the whole."""
+    """The local shard of a parameter, or a tensor of its shape, as a box of the whole parameter."""
     offsets: Sequence[int] = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         offsets = global_offset(parameter)

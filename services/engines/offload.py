@@ -1,7 +1,7 @@
-"""Move the memory under tensors to the host and back, while the tensors and all views of them stay what they are.
+"""Moves the storage of tensors to host memory and back; the tensors and their views stay valid objects.
 
 Memory may run out at any allocation. So each direction first allocates everything, then copies everything, and frees
-the source last: what fails before that leaves the tensors, or their copies, as they were.
+the source last: a failure before that changes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class OffloadedStorage:
-    """A storage, and a copy of its bytes in host memory."""
+    """A storage on the device, and a copy of its bytes in host memory."""
 
     storage: torch.UntypedStorage
     host: torch.UntypedStorage
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
-    """Copy the storages of tensors, each once, to the host. The tensors keep theirs until `free`.
+    """Copy the storages of tensors, each once, to host memory. The tensors keep their storage until `free`.
 
     Raises:
         RuntimeError: memory ran out.
@@ -35,16 +35,16 @@ def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
 
 
 def free(offloaded: Iterable[OffloadedStorage]) -> None:
-    """Free the storages; until `bring_back` nothing may read the tensors."""
+    """Free the storages on the device; the tensors must not be read until `bring_back`."""
     for item in offloaded:
         item.storage.resize_(0)
 
 
 def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
-    """Give the tensors their memory back, with the same bits. The copies in host memory stay.
+    """Allocate the storages again and copy their bytes back. The copies in host memory stay.
 
     Raises:
-        RuntimeError: memory ran out; the storages are free as before.
+        RuntimeError: memory ran out; the storages are still freed.
     """
     try:
         for item in offloaded:

@@ -19,8 +19,8 @@ from services.models.value_model import ValueModel, transformer_of
 
 
 def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
-    """Whether files have a model's tensors as they are in memory. Those of others (most mixtures of experts, quantized
-    models) transformers converts when it reads and writes."""
+    """Whether files hold a model's tensors as they are in memory. transformers converts those of other models (most
+    mixtures of experts, quantized models) when it reads and writes files."""
     transformer = transformer_of(model)
     return not (converts_weights(transformer) or getattr(transformer.config, "quantization_config", None))
 
@@ -28,7 +28,7 @@ def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """sha256 (hex) over name, dtype, shape and bytes of tensors, in the order given: sort them by name.
 
-    A hash of the weights themselves: it knows nothing of files, how they were cut or their metadata.
+    The hash depends on the weights alone, not on files, their number or their metadata.
     """
     digest = hashlib.sha256()
     for name, tensor in tensors:
@@ -45,10 +45,10 @@ def write_model(
 ) -> None:
     """Write weights as a Hugging Face directory with the configuration of `model`.
 
-    A value model becomes its backbone, which AutoModel loads, and `VALUE_HEAD_FILE` beside it.
+    A value model is written as its backbone, which AutoModel loads, with `VALUE_HEAD_FILE` beside it.
 
     Args:
-        model: gives configuration and architecture; its own weights are not read.
+        model: configuration and architecture; its own weights are not read.
         weights: whole tensors under the names of `model.state_dict()`, tied weights once.
 
     Raises:
@@ -72,10 +72,10 @@ def write_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write what a Hugging Face directory has beside its weights.
+    """Write the configuration and tokenizer files of a Hugging Face directory.
 
     Args:
-        dtype: of the weights; default that of the model.
+        dtype: type of the weights; default that of the model.
 
     Raises:
         OSError: a file could not be written.
@@ -90,10 +90,10 @@ def write_config(
 
 
 def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:
-    """Write a model's configuration as one of weights in `dtype`; the given one stays as it is.
+    """Write a model's configuration with `dtype` as the type of its weights; `config` is unchanged.
 
     Raises:
-        OSError: it could not be written.
+        OSError: a file could not be written.
     """
     config = copy.deepcopy(config)
     for each in (config, *(getattr(config, name) for name in config.sub_configs)):

@@ -51,7 +51,7 @@ def load_causal_lm(
 def load_value_model(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> ValueModel:
-    """A value model from a directory that `write_model` made of one, or a new one on top of a causal LM.
+    """A value model from a directory that `write_model` wrote, or a new one on the backbone of a causal language model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -76,8 +76,8 @@ def load_scoring_model(directory: Path, dtype: torch.dtype = torch.float32) -> P
 def load_classifier(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> PreTrainedModel:
-    """A sequence-classification model with one label, or a new one on the backbone of a causal language model: its head
-    begins at zero, so that it scores everything 0 and its first update moves the head alone.
+    """A sequence-classification model with one label, or a new one on the backbone of a causal language model. A new
+    head is zero, so that all scores are 0 and the first update moves the head alone.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -106,7 +106,7 @@ def _load(
     on_meta: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Loads a model whose weights are all there, but those that are `new`."""
+    """Loads a model; raises ValueError where a weight is missing that is not in `new`."""
     require_model_directory(directory)
     try:
         if on_meta:

@@ -1,4 +1,4 @@
-"""Models of which each rank reads no more than it keeps: first they are shapes alone, then parts of weights."""
+"""Loads models on the meta device, and reads the shards of weights that a rank keeps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Load(Protocol):
 
 
 def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
-    """A model whose weights are on the meta device, all of them in the directory's files as `read_parts` reads them.
-    One that only transformers can read, because it stores tensors in another form, comes whole.
+    """A model on the meta device, all of whose weights `read_parts` can read from the directory. A model whose files
+    only transformers can convert is loaded whole.
 
     Raises:
         FileNotFoundError, ValueError: as `load`, the same on every rank.
@@ -44,12 +44,11 @@ def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
 
 
 def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Puts tensors with memory and without values in the place of those that are on the meta device, one at a time.
-
-    It does so only as far as it is iterated over.
+    """Replaces tensors on the meta device by tensors with memory and without values, one at a time, as far as the
+    iterator is run.
 
     Yields:
-        The new tensors, with their names; tied ones once, under their first.
+        Name and new tensor; a tied tensor once, under its first name.
     """
     made: dict[Tensor, Tensor] = {}
     for path, owner in model.named_modules():
@@ -66,10 +65,10 @@ def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
-    """Reads boxes of the weights of a model, with their names; of a value head that is not there, zeros.
+    """Fills boxes of a model's weights, by name; a value head without weights is filled with zeros.
 
     Raises:
-        ValueError: the directory lacks some, or has them in other shapes.
+        ValueError: the directory lacks a weight, or has it in another shape.
     """
     with WeightsReader(directory) as reader:
         for name, shard in shards:
@@ -80,8 +79,8 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> No
 def read_first_values(
     load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters, with their names, with the values that `load_on_meta` and `read_parts` give
-    them together: parameters that the files lack, such as a new head, and whole models come from `load`.
+    """Fills boxes of a model's parameters, by name, with the values of a newly loaded model: those of `load` for
+    parameters that the files lack, such as a new head, and for models loaded whole; otherwise those of the files.
 
     Raises:
         FileNotFoundError, ValueError: as `load` and `read_parts`.
@@ -98,7 +97,7 @@ def read_first_values(
 
 
 def repeated_names(model: nn.Module) -> set[str]:
-    """Names under which a weight appears again: a checkpoint holds it once, under its first name."""
+    """Further names of tied weights: a checkpoint holds a weight once, under its first name."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 

@@ -17,7 +17,7 @@ from services.compute.transformers_internals import initialize_module
 def model_on_meta(
     auto_class: Any, directory: Path, dtype: torch.dtype, config: Any = None
 ) -> PreTrainedModel:
-    """A model that has shapes in place of weights."""
+    """A model whose weights are on the meta device; computed buffers have values."""
     config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -28,11 +28,11 @@ def model_on_meta(
 
 
 def compute_buffers(module: nn.Module, model: Any) -> None:
-    """Give values to those buffers of a module, and of what is in it, that are computed from the configuration and not
-    in files. The nearest model that a module is in knows how (transformers' `smart_apply`).
+    """Compute the buffers of a module and its children that are computed from the configuration and not in files. As in
+    transformers' `smart_apply`, the innermost model that contains a module computes them.
 
     Raises:
-        ValueError: it does not; where the buffer is of floats, which begin as nan.
+        ValueError: the model does not compute a buffer; detected for floats, which are nan before.
     """
     for child in module.children():
         compute_buffers(child, child if isinstance(child, PreTrainedModel) else model)
@@ -47,7 +47,7 @@ def compute_buffers(module: nn.Module, model: Any) -> None:
 
 
 def _without_values(on_meta: Tensor) -> Tensor:
-    """In host memory, and nan where there is such a thing."""
+    """A tensor in host memory; nan for floats, undefined for others."""
     if on_meta.is_floating_point():
         return torch.full_like(on_meta, float("nan"), device="cpu")
     return torch.empty_like(on_meta, device="cpu")

@@ -14,20 +14,25 @@ from services.models.value_model import ValueModel, transformer_of
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Raises FileNotFoundError or ValueError, naming the directory, where there is no tokenizer to load."""
+    """The tokenizer of a directory.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the directory has no tokenizer that can be loaded.
+    """
     require_model_directory(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
-        # Of some families transformers makes one where there is none, with nothing but special tokens.
+        # Without tokenizer files, transformers returns a tokenizer of special tokens alone for some families.
         raise ValueError(f"{directory} has no files of a tokenizer, such as tokenizer.json")
     return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
-    """Raises ValueError where the tokenizer has ids that the model has no embedding for."""
+    """Raises ValueError where the tokenizer has token ids without an embedding in the model."""
     backbone = transformer_of(model)
     embedding: Any = backbone.get_input_embeddings()
     check_vocabulary(tokenizer, embedding.num_embeddings, backbone.name_or_path)
@@ -36,7 +41,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel |
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None
 ) -> None:
-    """Raises ValueError where the tokenizer has ids for which the model, named for the message, has no embedding."""
+    """Raises ValueError where the tokenizer has token ids without one of the `num_embeddings` of `model`."""
     num_ids = max(tokenizer.get_vocab().values()) + 1
     if num_ids > num_embeddings:
         raise ValueError(
@@ -46,6 +51,6 @@ def check_vocabulary(
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 (hex) of the map from token to id: equal where two services mean the same by a token id."""
+    """sha256 (hex) of the map from token to id: equal for services whose token ids have the same meaning."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()

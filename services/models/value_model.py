@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 
 class ValueModel(nn.Module):
-    """A transformer that gives each position a scalar: what the episode is worth from there on.
+    """A transformer with a scalar head: the value of the state at each position.
 
-    The head begins at zero, so a new critic says 0 everywhere and its first update moves the head alone.
+    A new head is zero, so a new critic's values are 0 and its first update moves the head alone.
     """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
@@ -22,7 +22,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: Tensor, *, logits_to_keep: int = 0, **arguments: Any) -> Tensor:
-        """Values [B, K] of the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T. Further
+        """Values [B, K] at the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T. Further
         arguments are those of the backbone."""
         hidden_BTH = self.backbone(input_ids=input_ids, **arguments).last_hidden_state
         return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]

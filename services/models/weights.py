@@ -1,4 +1,4 @@
-"""Boxes of tensors from and to Hugging Face directories, never more of a model in memory than is asked for."""
+"""Reads boxes of tensors from Hugging Face directories, and writes tensors to them file by file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BACKBONE = "backbone."
 
 
 class WeightsReader:
-    """The tensors of a Hugging Face directory, by their names in the model. Use it as a context.
+    """The tensors of a Hugging Face directory, by their names in the model. A context manager.
 
-    A value model finds its backbone in a directory of its own or in one of a causal language model; a value head
-    that is not there is zero.
+    The backbone of a value model is read from a directory of a value model or of a causal language model; a missing
+    value head is zero.
 
     Raises:
         ValueError: There are no safetensors files, or they are damaged.
@@ -52,13 +52,13 @@ class WeightsReader:
         self._open_files.close()
 
     def holds(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is such a tensor."""
+        """Whether the directory has a tensor of this name and shape."""
         stored = self._stored(name)
         return stored is not None and tuple(stored.get_shape()) == shape
 
     @torch.no_grad()
     def fill(self, name: str, shard: WeightShard) -> None:
-        """Read the box of a tensor that `shard` is, in the type of its tensor.
+        """Read a box of a tensor into `shard`, converted to its type.
 
         Raises:
             ValueError: The directory lacks the tensor, or has it in another shape.
@@ -94,17 +94,17 @@ class WeightsReader:
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A floating-point tensor in `dtype`; any other, and where there is none, as it is."""
+    """A floating-point tensor converted to `dtype`; other tensors, and all if `dtype` is None, unchanged."""
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
 class WeightsWriter:
-    """Writes tensors, given one at a time, as the safetensors files of a Hugging Face directory.
+    """Writes tensors, added one at a time, as the safetensors files of a Hugging Face directory.
 
     Args:
-        sizes: Bytes of every tensor that will be given, in that order; of a value model, backbone and value head.
-        max_file_bytes: A file is written when its tensors are complete; at most so much is held in memory, or one
-            tensor where that is larger.
+        sizes: Bytes of every tensor that will be added, by name, in order; of a value model, backbone and value head.
+        max_file_bytes: Most bytes of a file, or one tensor if it is larger. A file is held in memory until its tensors
+            are complete.
     """
 
     def __init__(
@@ -116,7 +116,11 @@ class WeightsWriter:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises OSError where a file could not be written."""
+        """Adds a tensor; writes its file if it is complete.
+
+        Raises:
+            OSError: The file could not be written.
+        """
         file = self._files[name]
         waiting = self._waiting.setdefault(file, {})
         waiting[_file_key(name)] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -127,12 +131,12 @@ class WeightsWriter:
                 raise OSError(f"{self._directory / file} could not be written: {error}") from error
 
     def finish(self) -> None:
-        """Write the index, where there are several files.
+        """Write the index of several files.
 
         Raises:
             OSError: It could not be written.
         """
-        assert not self._waiting, "every tensor was given"
+        assert not self._waiting, "every tensor was added"
         weight_map = {_file_key(name): file for name, file in self._files.items() if file != VALUE_HEAD_FILE}
         if set(weight_map.values()) != {WHOLE_FILE}:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
@@ -144,8 +148,8 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
     `services.models.export.tensors_sha256`.
 
     Args:
-        sizes: As of `WeightsWriter`.
-        gathered: The tensors, in that order.
+        sizes: As in `WeightsWriter`.
+        gathered: Name and tensor, in the order of `sizes`.
 
     Raises:
         OSError: A file could not be written.
@@ -163,7 +167,7 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
 
 
 def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
-    """The file of each tensor: in order, as many to a file as fit; the value head has one of its own."""
+    """The file of each tensor: consecutive tensors fill a file up to its size; the value head has its own file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -185,7 +189,7 @@ def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """Under which names a file may hold a tensor of the model."""
+    """Names under which a file may hold a tensor of the model."""
     if not name.startswith(_BACKBONE):
         return (name,)
     path = name.removeprefix(_BACKBONE)

@@ -51,7 +51,7 @@ class RpcBoundary:
 
     Args:
         service: Name of the service in the config.
-        stop: Set once the rank is told to stop; failures after that are not logged.
+        stop: Set when the rank begins to shut down; failures after that are not logged.
     """
 
     def __init__(self, worker: Worker, service: str, stop: asyncio.Event) -> None:

@@ -35,7 +35,7 @@ from settings.services import load_service, output_roots
 PR_SET_PDEATHSIG = 1
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 
 LEAVE_WITHIN_S = 10.0
 
@@ -74,8 +74,8 @@ def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
         )
         try:
             _die_with_launcher()
-            _leave_torchruns_files()
-            _warn_of_an_open_store()
+            _remove_torchrun_directories()
+            _warn_of_open_store()
             table = load_service(config, name, settings)
             _check(table, role, name)
             _serve(table, name, worker_class, output_roots(config, table, settings))
@@ -87,27 +87,26 @@ def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Asks the kernel to kill this rank with the process that started it, however that ends."""
+    """Asks the kernel to kill this rank when the process that started it ends."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
 
 
-def _leave_torchruns_files() -> None:
-    """Removes the directories that torchrun makes for logs of its own, unless something is in them: it leaves them
-    behind, and no rank of ours writes there."""
+def _remove_torchrun_directories() -> None:
+    """Removes the empty directories that torchrun creates for logs and leaves behind; ranks write nothing there."""
     for top in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
         if top.name.startswith("torchelastic_"):
-            # A peer may be doing the same, also while this rank lists them.
+            # A peer may remove them at the same time, also while this rank lists them.
             with contextlib.suppress(FileNotFoundError):
                 for directory in (*sorted(top.rglob("*"), reverse=True), top):
                     with contextlib.suppress(OSError):
                         directory.rmdir()
 
 
-def _warn_of_an_open_store() -> None:
-    """Where torchrun runs with a rendezvous of its own, its store listens on every interface."""
+def _warn_of_open_store() -> None:
+    """Warns where ranks meet by torchrun's own rendezvous, whose store listens on every interface."""
     if (
         "TORCHELASTIC_RUN_ID" in os.environ
         and not os.environ.get(VARIABLE)
@@ -120,7 +119,11 @@ def _warn_of_an_open_store() -> None:
 
 
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """Checks what can be known before torch is imported: role, ranks, model, port."""
+    """Checks role, number of ranks, model directory and port, before torch is imported.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
     if table.role != role:  # type: ignore[attr-defined]
         raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -128,8 +131,8 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
         raise ConfigError(f"services.{name}.ranks is {table.ranks}, but {started} were started")
     model = getattr(table, "model", None)
     if model is not None and not (model / "config.json").is_file():
-        what = "has no config.json" if model.is_dir() else "does not exist"
-        raise ConfigError(f"services.{name}.model: directory {model} {what}")
+        defect = "has no config.json" if model.is_dir() else "does not exist"
+        raise ConfigError(f"services.{name}.model: directory {model} {defect}")
     check_model_fits(name, table)
     if int(os.environ.get("RANK", "0")) == 0:
         try:
@@ -143,14 +146,14 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
 def _serve(
     table: ServiceTable, name: str, worker_class: Callable[[Any], type[Worker]], roots: tuple[Path, ...]
 ) -> None:
-    # Logs are read by people and by the launcher: no progress bars in them.
+    # People and the launcher read the logs, so progress bars are off.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
-    # Without it, cuBLAS may choose other kernels for the same product.
+    # cuBLAS may choose different kernels for the same product without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
     os.environ.update(network_interfaces(host_addresses(table), os.environ))
     try:
-        with _all_is_kept():
+        with _without_collection():
             chosen = worker_class(table)
     except ImportError as error:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
@@ -165,13 +168,13 @@ def _serve(
     logging.info("left")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of gRPC and torch may still wind down; nothing of ours is left to do.
+    # Threads of gRPC and torch may still wind down; the rank has nothing left to do.
     os._exit(0)
 
 
 @contextlib.contextmanager
-def _all_is_kept() -> Iterator[None]:
-    """For imports: what they make stays, so nothing need look for garbage in it, then or later."""
+def _without_collection() -> Iterator[None]:
+    """Disables garbage collection during imports, then freezes the survivors."""
     gc.disable()
     try:
         yield
@@ -181,11 +184,11 @@ def _all_is_kept() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Has malloc keep what is freed, up to a bound. glibc would give what tensors leave behind back to the kernel,
-    which clears it again, page by page, for the next call (docs/engines.md says what that costs). On GPUs tensors have
-    an allocator that keeps it.
+    """Makes malloc keep freed memory, up to KEPT_BYTES. glibc would return the memory of tensors to the kernel, which
+    clears it page by page for the next call (docs/engines.md has the cost). Tensors on GPUs have an allocator of their
+    own.
 
-    What the environment says of malloc counts; other C libraries do as they do.
+    No effect where the environment has MALLOC_ variables, or with another C library.
     """
     libc = ctypes.CDLL(None)
     if any(name.startswith("MALLOC_") for name in os.environ) or not hasattr(libc, "mallopt"):
@@ -193,7 +196,7 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     libc.mallopt(M_TOP_PAD, KEPT_BYTES // 8)
-    # The arenas of threads are cut into pieces that are smaller than some tensors.
+    # Arenas of threads consist of heaps that are smaller than some tensors.
     libc.mallopt(M_ARENA_MAX, 1)
 
 
@@ -211,5 +214,5 @@ async def _run(worker: Worker, name: str) -> None:
 
 
 def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
-    """Ends this process if it has not ended by itself by then, and says where its threads were."""
+    """Ends this process after `within_s` seconds unless it ends before, and prints the stacks of its threads."""
     faulthandler.dump_traceback_later(within_s, exit=True)

@@ -1,7 +1,7 @@
-"""The ranks of one service: who they are, and the few small collectives the control plane needs.
+"""The ranks of one service, and the few small collectives of the control plane.
 
-torch.distributed is only imported where there is more than one rank or an engine asks for a mesh, so that a
-reward service of one rank runs without torch.
+torch.distributed is imported only for several ranks or for an engine that asks for a mesh, so that a reward service of
+one rank runs without torch.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ E = TypeVar("E", bound=BaseException)
 
 ALONE_S = 5.0
 """How long a rank that failed in the middle of a call waits for its peers to end the call too. They may be in a
-collective that needs this rank, and then only its leaving can free them."""
+collective that needs this rank, and then only its exit frees them."""
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 class FailedAlone(RuntimeError):
-    """This rank failed in a collective that others wait in, so that there is nothing to agree on any more."""
+    """This rank failed in a collective that its peers wait in, so no agreement is possible any more."""
 
 
 def known_to_all(error: E) -> E:
-    """Notes that every rank of the group has heard of an error, so that none waits for another."""
+    """Marks an error that every rank of the group has received, so that no rank waits for another."""
     error.known_to_all = True  # type: ignore[attr-defined]
     return error
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, was noted by `known_to_all`."""
+    """Whether an error or one of its causes was marked by `known_to_all`."""
     while error is not None:
         if getattr(error, "known_to_all", False):
             return True
@@ -65,10 +65,10 @@ class Ranks:
         epoch: Incarnation of the service: milliseconds of Unix time at which rank 0 started, so that it grows
             at each restart. The same on every rank.
         store: torch.distributed store of the service; None where there is one rank without torch.
-        endpoints: Where each rank serves, in rank order; filled in by `exchange`.
+        endpoints: Endpoint of each rank, in rank order; filled in by `exchange`.
         model_mesh: As in `join`.
-        group: Of all ranks, for rounds alone; None where there is one rank.
-        round: The last one begun.
+        group: Process group of all ranks, used by rounds alone; None for one rank.
+        round: The last round begun.
         rounds: Number of rounds begun.
     """
 
@@ -84,7 +84,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.store is not None and self.size > 1:
-            from services.runtime.rounds import make_group  # needs torch
+            from services.runtime.rounds import make_group  # imports torch
 
             self.group = make_group(self.size)
 
@@ -95,20 +95,20 @@ class Ranks:
 
     @property
     def is_row_owner(self) -> bool:
-        """Whether this rank is the one, of those that have the same rows, that counts in sums over rows."""
+        """Whether this rank counts in sums over rows: one rank of those that hold the same rows does."""
         pipeline, tensor, _ = self.mesh.position(self.rank)
         return (pipeline, tensor) == (0, 0)
 
     @staticmethod
     def join(needs_torch: bool, model_mesh: Mesh | None = None) -> Ranks:
-        """Joins the ranks that were started together, as the environment names them (`rlhf.rendezvous`).
+        """Joins the ranks that were started together; the environment says where (`rlhf.rendezvous`).
 
         Args:
-            needs_torch: Make a process group also where there is only one rank.
-            model_mesh: Training mesh of a model that is spread over several ranks for the same rows.
+            needs_torch: Make a process group for one rank too.
+            model_mesh: Training mesh of a model that is sharded over ranks with the same rows.
 
         Raises:
-            OutOfStep: A rank did not come.
+            OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         epoch = time.time_ns() // 1_000_000
@@ -118,7 +118,7 @@ class Ranks:
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-        from services.runtime.process_groups import COLLECTIVE_TIMEOUT
+        from services.runtime.process_groups import COLLECTIVE_TIMEOUT  # imports torch
 
         base = _open_store(rank, size)
         store = PrefixStore("rlhf-cluster", base)
@@ -134,10 +134,10 @@ class Ranks:
         return Ranks(rank, size, epoch, store, model_mesh=model_mesh)
 
     def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tells every rank where this one serves; returns each rank's details in rank order.
+        """All-gathers endpoints, and details of each rank, which it returns in rank order.
 
         Raises:
-            OutOfStep: A peer did not tell, for as long as RENDEZVOUS_TIMEOUT_S.
+            OutOfStep: A peer did not come within RENDEZVOUS_TIMEOUT_S.
         """
         if self.size == 1 or self.store is None:
             self.endpoints = [own]
@@ -149,8 +149,8 @@ class Ranks:
         return [answer["details"] for answer in answers]
 
     def begin_round(self, note: Sequence[float]) -> Round:
-        """A round with the other ranks, see `Round`. Every rank begins the same rounds, in the same order."""
-        from services.runtime.rounds import Round  # needs torch
+        """Begins a round with the other ranks; see `Round`. Every rank begins the same rounds in the same order."""
+        from services.runtime.rounds import Round  # imports torch
 
         assert self.group is not None, "there are other ranks"
         self.rounds += 1
@@ -162,7 +162,7 @@ class Ranks:
 
         Args:
             values: This rank's values; the same number on every rank.
-            until: `time.monotonic()` until which the peers may take.
+            until: Latest time of the peers, by `time.monotonic()`.
 
         Raises:
             PeerFailed: A peer has failed since the last agreement.
@@ -175,11 +175,10 @@ class Ranks:
         return [sum(note[1 + i] for note in notes) for i in range(len(values))]
 
     def agree(self, mine: Exception | None, until: float) -> None:
-        """Every rank goes on, or none does: raises this rank's error, or PeerFailed where only others failed.
-        Collective.
+        """Agrees with all ranks to continue, or raises on every rank: this rank's error, or PeerFailed where only
+        others failed. Collective.
 
-        A rank that fails goes to its next agreement at once, wherever its peers are, so that they learn of it at
-        theirs.
+        A rank that fails goes to its next agreement at once, wherever its peers are, and they learn of it at theirs.
 
         Raises:
             OutOfStep: A peer did not come, or died.
@@ -202,8 +201,8 @@ class Ranks:
 
     @contextmanager
     def together(self, until: float) -> Iterator[None]:
-        """A block without collectives after which every rank goes on, or none does; see `agree`. So a row that
-        only one rank has cannot leave the others waiting in a collective."""
+        """A block without collectives, after which all ranks `agree`: so a row that only one rank has cannot leave the
+        others waiting in a collective."""
         error: Exception | None = None
         try:
             yield
@@ -214,7 +213,7 @@ class Ranks:
         self.agree(error, until)
 
     def leave(self) -> None:
-        """Ends the process group; ranks that leave together leave cleanly."""
+        """Ends the process group, after a barrier where all ranks leave together."""
         if self.store is None or (self.round is not None and not self.round.is_over):
             return  # a group cannot be ended while a rank waits in it for peers that will not come
         import torch.distributed as dist
@@ -229,11 +228,11 @@ class Ranks:
 
 
 def _meet(store: Store, rank: int, size: int, epoch: int) -> int:
-    """Waits for every rank, which a process group would do for as long as its collectives may take; returns rank 0's
-    epoch.
+    """Waits for every rank and returns rank 0's epoch. A process group would wait for as long as its collectives may
+    take.
 
     Raises:
-        OutOfStep: A rank did not come.
+        OutOfStep: A rank did not join.
     """
     store.set(f"epoch/{rank}", str(epoch))
     _wait_for_all(store, "epoch", rank, size)
@@ -244,7 +243,7 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
     """Waits until every rank has set its own entry, KEY/RANK, in the store.
 
     Raises:
-        OutOfStep: A rank did not within RENDEZVOUS_TIMEOUT_S; the text names each.
+        OutOfStep: Ranks did not within RENDEZVOUS_TIMEOUT_S; the text names them.
     """
     try:
         store.wait([f"{key}/{peer}" for peer in range(size)], timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
@@ -256,7 +255,7 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
 
 
 def _open_store(rank: int, size: int) -> Store:
-    """The store of a service, at the place that the environment names."""
+    """The store of a service, at the rendezvous that the environment names."""
     from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 

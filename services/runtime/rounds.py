@@ -1,6 +1,6 @@
 """One small all-gather at a time between the ranks of a service, on a process group that nothing else uses.
 
-Engines have other groups: so a rank that tells its peers of a failure completes no collective of theirs by mistake.
+Engines use other groups, so a rank that tells its peers of a failure completes no collective of an engine by mistake.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlhf.errors import OutOfStep
 from services.runtime.process_groups import own_group
 
 NOTE_LENGTH = 8
-"""Numbers that a rank says in a round; the same in all rounds, since ranks may be at different places of a call."""
+"""Numbers in a note; the same in all rounds, since ranks may be at different places of a call."""
 
 
 def make_group(size: int) -> ProcessGroup:
-    """The group of all ranks that rounds take place in. Collective."""
+    """The process group of all ranks for rounds. Collective."""
     return own_group([range(size)])
 
 
 class Round:
-    """A note of every rank, in rank order. It ends when every rank has begun it.
+    """An all-gather of one note per rank. It ends when every rank has begun it.
 
     Args:
-        note: At most NOTE_LENGTH numbers, float64; the rest is 0.
+        note: At most NOTE_LENGTH numbers, float64; padded with 0.
 
     Raises:
         OutOfStep: A peer has died.
@@ -50,14 +50,14 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has come, or one has died."""
+        """Whether every rank has begun the round, or one has died."""
         return self._work.is_completed()
 
     def wait(self, until: float) -> list[list[float]]:
-        """The notes; blocks this thread.
+        """The notes of all ranks, in rank order; blocks this thread.
 
         Args:
-            until: `time.monotonic()` at which to give up.
+            until: Latest time of the peers, by `time.monotonic()`.
 
         Raises:
             OutOfStep: A peer did not come, or died. The round is still open, so this rank can begin no other.
@@ -69,7 +69,7 @@ class Round:
         return self._table.tolist()
 
     async def arrive(self) -> list[list[float]]:
-        """The notes, once every rank has come.
+        """The notes of all ranks, in rank order; waits without a deadline.
 
         Raises:
             OutOfStep: A peer died.

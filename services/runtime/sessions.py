@@ -1,4 +1,4 @@
-"""The session whose calls a rank runs: who may have it, and whether its controller is there."""
+"""The session whose calls a rank runs, and whether its controller is connected."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2
 
 ABSENCE_S = 10.0
-"""How long a session may be without any stream of its controller before it is ended: a controller that lives makes one
-that broke anew, sooner than that."""
+"""Time without a stream of its controller after which a session ends. A controller that is alive reopens a broken
+stream sooner than that."""
 
 MOST_AHEAD_S = 3600.0
-"""How far a controller's clock may be ahead of this rank's. No later start is ever remembered, so that no controller
-can lock out all that come after it."""
-
+"""How far a controller's clock may be ahead of this rank's. A session with a later start is refused, since its start
+would lock out all sessions after it."""
 
 MAX_NAME = 256
-"""Most characters of the name of a session or a call, of which a rank remembers many."""
+"""Most characters of a session's name and of a call's id; a rank remembers many."""
 
 
 def check_name(field: str, name: str) -> None:
@@ -30,14 +29,14 @@ def check_name(field: str, name: str) -> None:
 
 
 class CurrentSession:
-    """One session at a time has the rank. Used from the event loop.
+    """The one session whose ordered calls the rank runs. Used from the event loop.
 
     Args:
-        ended: Told of a session that has ended, so that its calls are stopped and its rows are freed.
+        ended: Called with the name of a session that has ended: stops its calls and frees its rows.
 
     Attributes:
-        name: Of the current session; empty where there is none.
-        started_unix_ns: Start of the youngest session there was: an older one is refused.
+        name: Name of the current session; empty where there is none.
+        started_unix_ns: Latest start of a session so far; sessions that started earlier are refused.
     """
 
     def __init__(self, ended: Callable[[str], None]) -> None:
@@ -49,22 +48,22 @@ class CurrentSession:
 
     @property
     def holder(self) -> str:
-        """The current session, where its controller is there or was a moment ago; only a take-over ends it. A session
-        whose calls come without a stream of them is never known to be there, and gives way to any younger one."""
+        """The current session while its controller is connected, or was within ABSENCE_S; else empty. Only a take-over
+        ends a holder. A session whose calls come without a stream is none, and gives way to any younger session."""
         return self.name if self.is_connected or self.name in self._absences else ""
 
     @property
     def is_connected(self) -> bool:
-        """Whether the current session's controller has a stream here."""
+        """Whether the current session's controller has a stream to this rank."""
         return bool(self.name) and self._streams[self.name] > 0
 
     def open(self, call: common_pb2.Call) -> None:
         """Makes a call's session the current one, and ends the one before.
 
         Raises:
-            InvalidRequest: It says that it began in the future.
-            Refused: It is not the younger one, this is not its first call, or the current one's controller is there
-                and is not to be taken over.
+            InvalidRequest: The session starts in the future.
+            Refused: The session is older than the current one, the call is not its first, or the current session has a
+                holder and the call does not ask to take over.
         """
         started = call.session_started_unix_ns
         if started > time.time_ns() + MOST_AHEAD_S * 1e9:
@@ -85,13 +84,13 @@ class CurrentSession:
             self._ended(before)
 
     def check(self, call: common_pb2.Call) -> None:
-        """Raises Refused where an ordered call is not of the current session."""
+        """Raises Refused for an ordered call of another session than the current one."""
         if call.sequence and call.session != self.name:
             how = f"was superseded by {self.name!r}" if self.name else "has ended"
             raise Refused(f"session {call.session!r} {how}")
 
     def end(self, name: str) -> None:
-        """Ends a session, whether it is the current one or another that left something here."""
+        """Ends a session: the current one, or another that left rows."""
         if absence := self._absences.pop(name, None):
             absence.cancel()
         if name == self.name:
@@ -99,13 +98,13 @@ class CurrentSession:
         self._ended(name)
 
     def opened_stream(self, name: str) -> None:
-        """A session's controller has a stream here, which tells that it is there."""
+        """Notes that a session's controller has opened a stream to this rank."""
         self._streams[name] += 1
         if absence := self._absences.pop(name, None):
             absence.cancel()
 
     def closed_stream(self, name: str) -> None:
-        """One of them closed. After the last the session ends, unless there soon is a new one."""
+        """Notes that a stream has closed. ABSENCE_S after the last one the session ends, unless a new one opens."""
         self._streams[name] -= 1
         if not self._streams[name]:
             del self._streams[name]

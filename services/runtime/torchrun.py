@@ -1,9 +1,9 @@
 """The rendezvous backend `rlhf` of torchrun: `torchrun --rdzv-backend rlhf --nproc-per-node 2 -m services.actor ...`.
 
 torch's own backends open a store that listens on every interface, and `c10d`, which `--standalone` uses too, unpickles
-what anybody writes there. With this one nothing listens for ranks on one host. For ranks on several hosts, one store
-listens on the host of `--rdzv-endpoint` alone; nothing that is written there is unpickled, but TCPStore knows no
-authentication, so the network of that host has to be trusted.
+all data that clients write there. This backend opens no port for ranks on one host. For ranks on several hosts, one
+store listens on the host of `--rdzv-endpoint` alone; its data is not unpickled, but TCPStore has no authentication, so
+the network of that host has to be trusted.
 
 torchrun loads `handler` by the entry point group `torchrun.handlers`.
 """
@@ -28,7 +28,7 @@ from rlhf.rendezvous import TCP, VARIABLE, LocalRendezvous
 
 BACKEND = "rlhf"
 TIMEOUT_S = 600.0
-"""Longest that hosts wait for each other."""
+"""Longest time that hosts wait for each other."""
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -40,7 +40,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """The backend for a command line.
 
     Raises:
-        ValueError: For several hosts, `--rdzv-endpoint HOST:PORT` or `--rdzv-conf rank=N` is missing or wrong.
+        ValueError: `--rdzv-endpoint HOST:PORT` or `--rdzv-conf rank=N`, which several hosts need, is missing or wrong.
     """
     if parameters.max_nodes == 1:
         return OneHost(parameters.run_id)
@@ -95,7 +95,7 @@ class OneHost(_Backend):
     _local: LocalRendezvous | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A new place for each start of the ranks."""
+        """A new rendezvous for each start of the ranks."""
         if self._local is not None:
             self._local.close()
         self._local = LocalRendezvous()
@@ -112,7 +112,7 @@ class SeveralHosts(_Backend):
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousClosedError for a second start of the ranks: other hosts would not take part in it."""
+        """Raises RendezvousClosedError for a second start of the ranks, in which other hosts would not take part."""
         if self._store is not None:
             raise RendezvousClosedError(f"--rdzv-backend {BACKEND} over several hosts cannot restart ranks")
         self._store = self._listen() if self._rank == 0 else self._connect()
@@ -122,7 +122,7 @@ class SeveralHosts(_Backend):
         return RendezvousInfo(store, self._rank, self._hosts, RendezvousStoreInfo(self._host, self._port))
 
     def _listen(self) -> TCPStore:
-        # Left to bind for itself, a TCPStore listens on every interface, whatever host it is given.
+        # A TCPStore that binds by itself listens on every interface, whatever host it is given.
         family, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The base of every role: methods registered with their transfer protocol, run one at a time in call order."""
+"""The base class of every role: methods registered with their transfer protocol, run one at a time in call order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from settings.service import ServiceTable
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_SHOWN = 300
-"""Characters of a value that an error shows."""
+"""Characters of a value in an error message."""
 
 PATIENCE = 0.8
-"""Share of `stuck_timeout_s` after which a rank gives up waiting for its peers: so it can still say so before it is
-taken for stuck itself."""
+"""Share of `stuck_timeout_s` after which a rank gives up waiting for its peers, so that it can report this before it
+counts as stuck itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Registration:
     Attributes:
         protocol: Name of its transfer protocol; must be the one its proto declares.
         collective: Whether ranks meet in collectives while it runs. If so, no rank starts before all are at the call,
-            and its first collective, if it has any, is an agreement (`Ranks.agree`, `together` or `total`), before
-            which it changes nothing: so a rank that fails before it can tell its peers there.
+            and its first collective, if it has any, is an agreement (`Ranks.agree`, `together` or `total`). It changes
+            no state before that, so a rank that fails earlier can tell its peers there.
         instant: Whether it returns at once, so that the event loop runs it without a thread.
     """
 
@@ -97,11 +97,11 @@ class CallContext:
     """A running call, as its method sees it.
 
     Attributes:
-        call: The call's header.
-        deadline: `time.monotonic()` at which it must have ended.
-        cancelled: Whether it should stop.
+        call: Header of the call.
+        deadline: Latest end of the call, by `time.monotonic()`.
+        cancelled: Whether the call should stop.
         done, done_of: Progress, for Watch.
-        stuck_timeout_s: How long after its deadline it may be without progress.
+        stuck_timeout_s: How long after its deadline the call may be without progress.
         progressed_at: `time.monotonic()` of the newest progress.
     """
 
@@ -115,7 +115,7 @@ class CallContext:
 
     @property
     def peers_deadline(self) -> float:
-        """Until when to wait for ranks that are in the call too: they may have a while to go after the deadline."""
+        """Latest time to wait for the other ranks of the call, which may end some time after the deadline."""
         return max(self.deadline, time.monotonic()) + PATIENCE * self.stuck_timeout_s
 
     @property
@@ -123,7 +123,7 @@ class CallContext:
         return self.cancelled or time.monotonic() > self.deadline
 
     def check(self) -> None:
-        """Raises CallCancelled or DeadlineExceeded when the call should stop; call it between pieces of work."""
+        """Raises CallCancelled or DeadlineExceeded where the call should stop; to be called between pieces of work."""
         if self.cancelled:
             raise CallCancelled(f"call {self.call.call_id} was cancelled")
         if time.monotonic() > self.deadline:
@@ -151,26 +151,25 @@ class CallResult:
 
 
 class Worker:
-    """One rank of a service. A role adds the methods of its proto; this base has those of WorkerService.
-
-    A role without weights inherits offload and the rest as they are; ModelWorker gives them an engine.
+    """One rank of a service. A role adds the methods of its proto; this base class has those of WorkerService, for
+    roles without weights.
     """
 
     role: ClassVar[str]
     also_serves: ClassVar[tuple[str, ...]] = ()
     """Further roles whose methods its ranks run, in the same order of calls."""
     writes_to_rows: ClassVar[bool] = False
-    """Whether arrays that come from other ranks are mapped so that methods may write to them (see `Fetcher.fetch`);
-    what travels in the message itself is read-only in any case."""
+    """Whether methods may write to arrays that come from other ranks (see `Fetcher.fetch`); arrays that travel in the
+    message itself are read-only in any case."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = self.config_table = table
         self.ranks = ranks
         self.policy_version = 0
         self.output_roots: tuple[Path, ...] = ()
-        """Directories, symbolic links resolved, below which it may write."""
+        """Directories, symbolic links resolved, below which the rank may write."""
         self.progressed_at = 0.0
-        """`time.monotonic()` of the newest sign that the running method gets on."""
+        """`time.monotonic()` of the running method's newest progress."""
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
@@ -181,7 +180,8 @@ class Worker:
         """Called once on the compute thread."""
 
     def close(self) -> None:
-        """Called on the compute thread once the server has drained: a role ends what it has started outside of it."""
+        """Ends processes and threads that the role has started. Called on the compute thread after the server has
+        drained."""
 
     def device(self) -> dict[str, str]:
         """`device` and `device_uuid` of RankInfo."""
@@ -192,7 +192,7 @@ class Worker:
         return 0
 
     def peak_device_memory(self) -> int:
-        """Most bytes allocated on the device at a time during the last method; 0 on CPU."""
+        """Peak of bytes allocated on the device during the last method; 0 on CPU."""
         return 0
 
     def describe(self) -> worker_pb2.DescribeResponse:
@@ -234,12 +234,12 @@ class Worker:
         return run()
 
     def leave(self, why: str) -> NoReturn:
-        """Ends this process at once, and says why. For a rank that can do nothing else for its peers."""
+        """Ends this process at once and prints the reason: for a rank that is stuck or out of step with its peers."""
         print(f"fatal: {self.role} rank {self.ranks.rank}: {why}; leaving", file=sys.stderr, flush=True)
         os._exit(70)
 
     def progressed(self) -> None:
-        """Notes that the running method gets on: a call past its deadline is left alone as long as it does."""
+        """Notes progress of the running method: a call past its deadline may go on as long as it makes some."""
         self.progressed_at = time.monotonic()
 
     def output_path(self, directory: str) -> Path:
@@ -250,7 +250,7 @@ class Worker:
         """
         try:
             path = Path(directory).resolve()
-            path.exists()  # raises where no path can be as long
+            path.exists()  # raises for a path that is too long
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise InvalidRequest(f"directory: {directory[:MAX_SHOWN]!r} is no path: {why}") from error
@@ -264,7 +264,7 @@ class Worker:
 
 
 def require(request: Any, *names: str) -> None:
-    """Raises InvalidRequest where a field that the proto requires is not set."""
+    """Raises InvalidRequest where one of these fields, which the proto requires, is not set."""
     given = {field.name for field, _ in request.ListFields()}
     missing = [name for name in names if name not in given]
     if missing:

@@ -35,7 +35,7 @@ class WorkerHandlers:
         service: Name of the service in the config.
         methods: Methods that take turns, by Python name.
         ranks_info: All ranks of the service, in rank order.
-        stop: Set once the rank is told to stop, which ends Watch.
+        stop: Set when the rank begins to shut down, which ends Watch.
         drained: Set once the last call is answered, which ends Dispatch.
     """
 

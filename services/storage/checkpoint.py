@@ -1,8 +1,8 @@
-"""Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing that could be pickled.
+"""Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing pickled.
 
-A shard is a box of a global tensor. Each file says in its header where its boxes lie, so a reader takes whatever
-overlaps the boxes it needs, and the number of ranks may change between writing and reading. A rank that has several
-boxes of a tensor names the further ones NAME#1, NAME#2 and so on.
+A shard is a box of a global tensor. The header of each file has the offsets of its boxes, so a reader copies the
+overlaps with the boxes it needs, and the number of ranks may change between writing and reading. Further boxes of the
+same tensor on a rank are named NAME#1, NAME#2 and so on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _BOXES = "boxes"
 PART = "#"
-"""Between the name of a tensor and the number of a further box of it."""
+"""Separates the name of a tensor from the number of a further box."""
 
 Scalars = Mapping[str, int | float]
 NO_SCALARS: Scalars = MappingProxyType({})
@@ -41,12 +41,12 @@ class WeightShard:
 
     @classmethod
     def of_whole(cls, tensor: Tensor) -> Self:
-        """A box that is all of its tensor."""
+        """The box that is the whole tensor."""
         return cls(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it lies in the global tensor."""
+        """Slices of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
@@ -63,11 +63,11 @@ def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) 
         save_file(tensors, path, metadata={_BOXES: boxes})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    sync(path)  # by the rank that wrote it: on a shared file system the others could not
+    sync(path)  # by the rank that wrote it: other hosts of a shared file system cannot
 
 
 def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
-    """Write what belongs to no tensor; once per checkpoint, beside the shards of `num_ranks` ranks."""
+    """Write the scalars of a checkpoint beside the shards of `num_ranks` ranks; on one rank."""
     manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -77,7 +77,7 @@ def read_manifest(directory: Path) -> tuple[int, Scalars]:
 
     Raises:
         FileNotFoundError: there is no checkpoint in the directory.
-        ValueError: it has a format that is not ours.
+        ValueError: the checkpoint has another format.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -94,7 +94,7 @@ def read_shards(
     shards: Mapping[str, WeightShard],
     progressed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill `shards` from whatever parts of the checkpoint overlap them.
+    """Fill `shards` from the overlapping boxes of a checkpoint.
 
     Args:
         progressed: called after each box.
@@ -132,7 +132,7 @@ def _file_name(rank: int) -> str:
 
 
 def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of names that mean boxes of one tensor."""
+    """Pairs of a shard's name and a stored name that are boxes of the same tensor."""
     stored: dict[str, list[str]] = {}
     for stored_name in stored_names:
         stored.setdefault(stored_name.partition(PART)[0], []).append(stored_name)
@@ -141,7 +141,7 @@ def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[
 
 
 def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: str) -> int:
-    """Copy what a stored box and `shard` have in common; returns the number of elements."""
+    """Copy the overlap of a stored box and `shard`; returns its number of elements."""
     begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
     ends = [
         min(mine + size, theirs + stored_size)

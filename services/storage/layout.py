@@ -1,4 +1,4 @@
-"""How the tensors of a model lie on the ranks of a mesh: which stage, which part, in which shape."""
+"""Layouts of a model's tensors on the ranks of a mesh: pipeline stage, tensor shard and shape."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from services.storage.checkpoint import WeightShard
 
 VOCABULARY_MULTIPLE = 64
-"""Vocabularies are padded to a multiple of this, as vLLM does it, so that training shards nest in its own."""
+"""Vocabularies are padded to a multiple of this, as in vLLM, so that training shards nest in vLLM's."""
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""In which ways a plan may cut the modules of a layer."""
+"""Styles by which a tensor-parallel plan may cut the modules of a layer."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks keep a tensor of the checkpoint.
+    """Layout of a checkpoint's tensor on the ranks of a mesh.
 
-    A tensor is kept whole on all ranks of its stage or cut into equal parts; always along the first dimension of
-    what is kept, so that a gather of the parts is one contiguous copy.
+    Each rank of the stage keeps the whole tensor or one of several equal parts, cut along the first dimension of the
+    kept tensor, so that gathering the parts is one contiguous copy.
 
     Args:
-        shape: Of the tensor in the checkpoint.
-        stage: Pipeline stage that has it.
-        parts: Into how many parts it is cut; 0: every rank of the stage keeps it whole.
-        transposed: Kept as its transpose.
-        padding: Rows of zeros at the end, which the checkpoint does not have.
-        partial_gradient: Kept whole, but each rank of the tensor group sees only a part of its gradient.
-        tied: The last stage keeps it too, as output weights.
+        shape: Shape in the checkpoint.
+        stage: Pipeline stage that keeps the tensor.
+        parts: Number of parts; 0 for a tensor that every rank of the stage keeps whole.
+        transposed: Ranks keep the transpose.
+        padding: Rows of zeros at the end that the checkpoint does not have.
+        partial_gradient: Each rank of the tensor group computes only a part of the whole tensor's gradient.
+        tied: The last stage keeps a replica, as output weights.
 
     Raises:
-        ValueError: It cannot be cut into equal parts.
+        ValueError: The tensor cannot be cut into equal parts.
     """
 
     shape: tuple[int, ...]
@@ -58,31 +58,31 @@ class Layout:
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """Of all parts end to end."""
+        """Shape of all parts, concatenated."""
         first, *rest = reversed(self.shape) if self.transposed else self.shape
         return (first + self.padding, *rest)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Of what one rank keeps."""
+        """Shape of one rank's tensor."""
         first, *rest = self.gathered_shape
         return (first // max(self.parts, 1), *rest)
 
     def merged(self, stages: int, parts: int) -> Self:
-        """How ranks keep it of which each has what so many stages have, and so many parts of it."""
+        """This layout after merging `stages` pipeline stages and `parts` tensor shards."""
         return replace(self, stage=self.stage // stages, parts=self.parts // parts)
 
     def whole(self, gathered: Tensor) -> Tensor:
-        """All parts, end to end, as the tensor of the checkpoint, sharing memory."""
+        """The checkpoint's tensor as a view of all parts, concatenated."""
         real = gathered[: len(gathered) - self.padding]
         return real.t() if self.transposed else real
 
     def shard(self, kept: Tensor, part: int, first_row: int = 0) -> WeightShard:
-        """View of a rank's part as a box of the checkpoint's tensor.
+        """A rank's part as a box of the checkpoint's tensor; a view.
 
         Args:
             part: Number of the rank's part.
-            first_row: Of the part, with which `kept` begins.
+            first_row: Row of the part with which `kept` begins.
         """
         num_real = self.gathered_shape[0] - self.padding
         begin = min((part * self.kept_shape[0] if self.is_cut else 0) + first_row, num_real)
@@ -95,17 +95,17 @@ class Layout:
 def layouts_of(
     model: nn.Module, backbone: Any, *, tied: bool, pipeline: int, tensor: int
 ) -> dict[str, Layout]:
-    """The layout of every tensor of a model, by its name in `model.state_dict()`; a tied one only by its first name.
+    """The layout of every tensor of a model, by name in `model.state_dict()`; a tied tensor under its first name alone.
 
     Layers are cut by the model's own `base_model_tp_plan`, embedding and output layer by tokens.
 
     Args:
-        model: Whole; its weights may be on the meta device.
-        backbone: Its transformer: `embed_tokens`, `layers`, `norm`.
+        model: The whole model; its weights may be on the meta device.
+        backbone: Its transformer, with `embed_tokens`, `layers` and `norm`.
         tied: Whether the output layer is the embedding.
 
     Raises:
-        ValueError: The model has no plan, or one with styles that are not known, or its sizes do not divide.
+        ValueError: The model has no plan, or a plan with unknown styles, or its sizes do not divide.
     """
     plan: Mapping[str, str] = backbone.config.base_model_tp_plan or {}
     for path, style in plan.items():
@@ -141,7 +141,7 @@ def layouts_of(
 
 
 def style_of(backbone: Any, path: str) -> str:
-    """How the model's plan cuts the module at `path` of each layer; "replicated" where the plan does not name it."""
+    """Style by which the model's plan cuts the module at `path` of each layer; "replicated" if the plan omits it."""
     return backbone.config.base_model_tp_plan.get(f"layers.*.{path}", "replicated")
 
 

@@ -1,6 +1,7 @@
-"""Directories that appear whole or not at all, in place of an earlier one of ours and of nothing else.
+"""Directories that are published atomically: they appear whole or not at all.
 
-A directory of ours lists its files. One that holds anything else may hold somebody's work, so it is not replaced.
+A published directory lists its files, and may be replaced by a later one. A directory with any other file is not
+replaced, since it may hold a user's work.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def partial_of(directory: Path) -> Path:
-    """Where a directory is written before it takes its name: a sibling, so that this is one rename."""
+    """Path at which a directory is written before `publish` renames it: a sibling, so that one rename suffices."""
     return directory.with_name(f".{directory.name}.rlhf-partial")
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raises ValueError where `directory` holds something that was not written here."""
+    """Raises ValueError where `directory` holds files that were not published."""
     if not os.path.lexists(directory):
         return
     if directory.is_symlink() or not directory.is_dir():
@@ -48,8 +49,8 @@ def check_replaceable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises ValueError where `directory` could not be written now: something else has its name, or the first directory
-    above it that exists takes no file. Leaves nothing behind."""
+    """Raises ValueError where `directory` could not be written now: its name is taken, or its nearest existing parent
+    is not writable. Leaves nothing behind."""
     check_replaceable(directory)
     nearest = next(parent for parent in directory.parents if os.path.lexists(parent))
     try:
@@ -61,8 +62,8 @@ def check_writable(directory: Path) -> None:
 
 
 def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lambda: None) -> None:
-    """Lists the files of `partial`, brings them to the disk, and gives it the name `directory`. A crash leaves the old
-    directory of that name or the new one; `settle` removes what else is left.
+    """Lists the files of `partial`, syncs them, and renames it to `directory`. A crash leaves the old directory or the
+    new one; the next `settle` removes other remains.
 
     Raises:
         OSError: It could not be written.
@@ -102,7 +103,7 @@ def settle(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the names in a directory, to the disk."""
+    """fsync of a file, or of the entries of a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,13 +116,13 @@ def _previous_of(directory: Path) -> Path:
 
 
 def _files(directory: Path) -> set[str]:
-    """Paths within a directory of all that is no directory itself."""
+    """Relative paths of all files and links below a directory."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(directory).as_posix() for path in paths}
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Gives two directories each other's name at once; False where the file system cannot."""
+    """Exchanges the names of two directories atomically; False where the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -114,7 +114,7 @@ def started(request: pytest.FixtureRequest, directory: Path, process_group: None
 @needs_vllm
 @pytest.mark.parametrize("temperature", [0.009, 2.1])
 def test_vllm_refuses_temperatures_that_it_would_change(temperature: float) -> None:
-    from services.rollout.vllm import check_temperature
+    from services.rollout.vllm_requests import check_temperature
 
     with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0"):
         check_temperature(SamplingOptions(max_new_tokens=1, temperature=temperature))

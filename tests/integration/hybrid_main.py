@@ -22,7 +22,7 @@ from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.engines.three_d.transition import Kind
+from services.engines.three_d.gather_groups import Kind
 from services.models.export import tensors_sha256
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import transfer_gpu
-from benchmarks.transfer import aims, device_table, main
+from benchmarks.transfer import main
 from benchmarks.transfer_gpu import expected, measure_cuda_ipc
+from benchmarks.transfer_tables import aims, device_table
 from contract.host_devices import HostCuda
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engines.zero.flat import Piece, boxes, cut_each, cut_together
+from services.engines.zero.flat import FlatPiece, boxes, cut_each, cut_together
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 NUMELS = st.lists(st.integers(1, 30), min_size=1, max_size=6).map(
@@ -70,6 +70,6 @@ def test_tensors_are_cut_one_by_one_without_gap_or_overlap(numels: dict[str, int
 
 def test_parts_of_one_size_follow_each_other_in_a_partition():
     assert cut_each({"a": 5, "b": 2, "c": 1}, 2, 0) == {
-        "a": Piece(0, 3, 0), "b": Piece(0, 1, 3), "c": Piece(0, 1, 4),
+        "a": FlatPiece(0, 3, 0), "b": FlatPiece(0, 1, 3), "c": FlatPiece(0, 1, 4),
     }  # fmt: skip
-    assert cut_each({"a": 5, "b": 2, "c": 1}, 2, 1) == {"a": Piece(3, 5, 0), "b": Piece(1, 2, 3)}
+    assert cut_each({"a": 5, "b": 2, "c": 1}, 2, 1) == {"a": FlatPiece(3, 5, 0), "b": FlatPiece(1, 2, 3)}

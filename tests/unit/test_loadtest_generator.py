@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from loadtest import generator
+from loadtest.caller import Reply
 from loadtest.generator import Generator, Sending
 from loadtest.recorder import StepRecorder, Window
 from loadtest.schedule import constant
-from loadtest.target import Reply
 
 DRAIN_S = 1.0
 
@@ -22,8 +22,6 @@ class NeverAnswers:
     async def call(self) -> Reply:
         await asyncio.sleep(3600)
         raise AssertionError
-
-    async def cancel(self) -> None: ...
 
     async def release(self) -> None: ...
 

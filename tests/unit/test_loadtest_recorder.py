@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from loadtest.caller import OK, Reply
 from loadtest.recorder import UNFINISHED, StepRecorder, Window
-from loadtest.target import OK, Reply
 from rlhf.v1.common_pb2 import Timing
 
 

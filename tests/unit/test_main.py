@@ -90,8 +90,8 @@ def test_ranks_remove_the_directories_of_their_torchrun_at_the_same_time(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(top / "none" / "attempt_0" / "0" / "error.json"))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rglob", vanishing)
-        main._leave_torchruns_files()
-    main._leave_torchruns_files()
+        main._remove_torchrun_directories()
+    main._remove_torchrun_directories()
     assert not list(tmp_path.iterdir())
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from unit.test_execution import MetRanks
 
+from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session
 from controller.role_groups import group
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.fanout import FanOut
 from controller.role_groups.futures import resolved
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
@@ -121,7 +121,9 @@ def connected(servers: list[RankServer], session: Session) -> Iterator[Reference
 
         clients, description = loop.run(connect(), TIMEOUT_S)
         try:
-            ranks = ReferenceGroup(FanOut(clients), description, frozenset({"0"}), session, Placement(), loop)
+            ranks = ReferenceGroup(
+                FanOut(clients, description.epoch), description, frozenset({"0"}), session, Placement(), loop
+            )
             ranks.synchronize().records(TIMEOUT_S)  # the first call begins the session
             yield ranks
         finally:

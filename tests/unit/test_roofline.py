@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.model_flops import Architecture, training_flops
-from benchmarks.roofline import Shape, Work
+from benchmarks.roofline import MatmulShape, MatmulWork
 
 MODEL = Architecture(hidden=32, intermediate=48, layers=3, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
 
 
-def flops(work: list[Work]) -> float:
+def flops(work: list[MatmulWork]) -> float:
     return sum(each.flops for each in work)
 
 
@@ -41,13 +41,13 @@ def test_generation_has_the_operations_of_a_forward_pass_over_all_but_the_last_t
 
 
 def test_seconds_are_operations_over_the_rate_of_their_shape():
-    slow, fast = Shape("forward", 1, 2, 3, 4), Shape("forward", 1, 4, 3, 4)
-    assert roofline.seconds([Work(slow, 10.0), Work(fast, 40.0)], {slow: 5.0, fast: 20.0}) == 4.0
+    slow, fast = MatmulShape("forward", 1, 2, 3, 4), MatmulShape("forward", 1, 4, 3, 4)
+    assert roofline.seconds([MatmulWork(slow, 10.0), MatmulWork(fast, 40.0)], {slow: 5.0, fast: 20.0}) == 4.0
 
 
 def test_every_kind_of_product_is_measured():
     kinds = ("forward", "input gradient", "weight gradient", "attention")
-    shapes = [Shape(kind, 2 if kind == "attention" else 1, 16, 8, 24) for kind in kinds]
+    shapes = [MatmulShape(kind, 2 if kind == "attention" else 1, 16, 8, 24) for kind in kinds]
     rates = roofline.measure(shapes, 1)
     assert set(rates) == set(shapes)
     assert all(rate > 0 for rate in rates.values())

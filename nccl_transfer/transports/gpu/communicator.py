@@ -1,4 +1,4 @@
-"""The few NCCL calls of the data plane, behind an interface: the transport and its tests never see NCCL itself."""
+"""The NCCL calls of the data plane behind an interface, so that the transport and its tests do not depend on NCCL."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ READER, SOURCE = 0, 1
 
 
 class CommunicatorError(Exception):
-    """A communicator failed or was aborted; nothing can be sent over it any more. The transport turns it into an
-    error of the contract."""
+    """A communicator failed or was aborted, and can no longer be used. The transport converts this to an error of the
+    contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Bytes of device memory that go to, or come from, a rank of a communicator. Bytes have no element type, so
-    every type travels."""
+    """Device memory to send to, or receive from, a rank of a communicator. Bytes, so any element type is supported."""
 
     peer: int
     pointer: int
@@ -41,37 +40,37 @@ class Message:
 
 
 class Communicator(ABC):
-    """Ranks that send to each other, each on a private stream of its own."""
+    """Ranks that send to each other, each on a private stream."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Groups from now on wait for what a producer has recorded."""
+        """Makes later groups wait for the point that `event` recorded."""
 
     @abstractmethod
     def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Enqueues all messages as one group. The peer's group must hold the same messages in the same order. May
-        block until the peer enters, when the two meet for the first time.
+        """Enqueues all messages as one group. The peer's group must contain the same messages in the same order. The
+        first group may block until the peer enters.
 
         Raises:
-            CommunicatorError: It failed, or was aborted by another thread.
+            CommunicatorError: The communicator failed, or was aborted by another thread.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether everything enqueued has been carried out.
+        """Whether all enqueued groups have completed.
 
         Raises:
-            CommunicatorError: It failed, or was aborted.
+            CommunicatorError: The communicator failed, or was aborted.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends everything under way, also in other threads, and frees the communicator. May be called again."""
+        """Ends all operations, also those of other threads, and frees the communicator. Idempotent."""
 
 
 def abort_in_background(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
-    """Aborts a communicator, if it was made, and then does what had to wait for that. Of NCCL's calls this is the
-    one that may block, so it gets a thread of its own."""
+    """Aborts a communicator, if it was created, then calls `then`. In a thread of its own, because NCCL's abort may
+    block."""
 
     def run() -> None:
         if joined.exception() is None:
@@ -82,34 +81,34 @@ def abort_in_background(joined: Future[Communicator], then: Callable[[], None] =
 
 
 class Nccl(ABC):
-    """The library.
+    """The NCCL library.
 
     Attributes:
-        version: As NCCL counts: 2.27.3 is 22703.
+        version: As NCCL encodes it: 2.27.3 is 22703.
     """
 
     version: int
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """Name of a new communicator, UNIQUE_ID_BYTES long; made by the rank that will be 0."""
+        """Unique id of a new communicator, UNIQUE_ID_BYTES long; created by its rank 0."""
 
     @abstractmethod
     def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        """Returns when all ranks have joined.
+        """Joins a communicator; returns when all ranks have joined.
 
         Raises:
-            CommunicatorError: The others did not come.
+            CommunicatorError: The other ranks did not join.
         """
 
 
 def version_text(version: int) -> str:
-    """22703 is 2.27.3."""
+    """Formats a version: 22703 is 2.27.3."""
     return f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
 
 
 def why_no_nccl() -> str | None:
-    """Why this process cannot use NCCL; None where it can."""
+    """Why this process cannot use NCCL; None if it can."""
     reason = why_no_cuda()
     if reason is None and not cupy("cuda.nccl").available:
         reason = f"cupy finds no libnccl: {INSTALL_HINT}"

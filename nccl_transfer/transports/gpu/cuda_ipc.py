@@ -1,9 +1,9 @@
-"""Between processes on the same GPU: the source lends staging memory, which the reader opens once and copies from.
+"""Transport between processes on the same GPU: the source shares staging memory, and the reader copies from it.
 
-The memory has slots. The reader says which slot is filled next, and so never asks for one whose bytes it still
-needs; with two of them the source fills one while the reader empties the other. An event per slot orders the
-copies on the GPU. A generation before the data of each slot says which request it holds the answer to: the reader
-looks at it before and after its copy, so bytes of another request are an error, never garbage.
+The memory has slots. The reader chooses the slot to fill next, and so never overwrites bytes that it still needs; with
+two slots the source fills one while the reader copies from the other. An event per slot orders the copies on the GPU.
+The header of each slot contains a generation, the number of the request that filled it: the reader checks it before and
+after its copy, so bytes of another request are an error, never garbage.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rlhf.v1 import transfer_pb2 as pb
 
 HEADER_BYTES = 64
 GENERATION = struct.Struct("<Q")
-"""At the beginning of the header of a slot."""
+"""First field of the header of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a range, as large as fits into what is left of a slot; `target` is where it goes in the whole."""
+    """Part of a range, as large as fits into the rest of a slot; `target` is its offset in the result."""
 
     range: ByteRange
     target: int
 
 
-def fills(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
-    """Cuts ranges into lists of pieces that fill a slot each, but for the last."""
+def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
+    """Cuts ranges into lists of pieces, each list filling a slot; the last may be shorter."""
     offsets, _ = layout(r.nbytes for r in ranges)
     for chunk in cut_chunks((r.nbytes for r in ranges), slot_bytes):
         yield [
@@ -57,7 +57,7 @@ class CudaIpcTransport(Transport):
 
     Args:
         cuda: The GPU; this process's own by default.
-        channel: Opens a channel to an address; called anew for a source that was gone.
+        channel: Opens a channel to an address; called anew for a source that had ended.
     """
 
     name = "cuda_ipc"
@@ -86,15 +86,14 @@ class CudaIpcTransport(Transport):
         def copy_out(target: int, pointer: int, nbytes: int) -> None:
             self._cuda.copy_out(data[target : target + nbytes], pointer)
 
-        self._clients.of(source).read(source, ranges, copy_out, deadline)
+        self._clients.to(source).read(source, ranges, copy_out, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """The bytes in memory of this process on the GPU, each range where `layout` puts it. Errors as in `read`,
-        and
+        """Reads into device memory of this process, each range at its offset of `layout`. Errors as in `read`, and
 
         Raises:
-            OutOfSpace: The GPU has no room for them.
+            OutOfSpace: The GPU has no memory for the bytes.
         """
         buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
 
@@ -102,7 +101,7 @@ class CudaIpcTransport(Transport):
             self._cuda.copy(buffer.pointer + target, pointer, nbytes)
 
         try:
-            self._clients.of(source).read(source, ranges, copy, deadline)
+            self._clients.to(source).read(source, ranges, copy, deadline)
         except BaseException:
             buffer.free()
             raise
@@ -113,7 +112,7 @@ class CudaIpcTransport(Transport):
 
 
 class _MappedStaging:
-    """Staging memory of a source, open in this process."""
+    """Staging memory of a source, opened in this process."""
 
     def __init__(self, cuda: Cuda, liveness: LivenessStream, lent: pb.OpenStagingResponse) -> None:
         self.liveness = liveness
@@ -128,13 +127,13 @@ class _MappedStaging:
         return self._memory + number * (HEADER_BYTES + self.slot_bytes)
 
     def generation(self, number: int) -> int:
-        """Generation that the header of a slot has now."""
+        """Current generation in the header of a slot."""
         header = memoryview(bytearray(GENERATION.size))
         self._cuda.copy_out(header, self.slot(number))
         return GENERATION.unpack(header)[0]
 
     def end(self) -> None:
-        """Lets go of the memory, then tells the source."""
+        """Closes the memory, then ends the liveness stream, so that the source frees it."""
         self._cuda.synchronize()
         self._cuda.close(self._memory)
         for event in self.events:
@@ -143,7 +142,7 @@ class _MappedStaging:
 
 
 class StagingClient(PeerConnection):
-    """This process and one source: at most one staging, and one read at a time."""
+    """Reader of the staging memory of one source; one read at a time."""
 
     def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel)
@@ -167,21 +166,21 @@ class StagingClient(PeerConnection):
         copy: Callable[[int, int, int], None],
         deadline: float,
     ) -> None:
-        """Hands every piece to `copy(target, pointer, nbytes)`, which puts it at `target` of the whole."""
+        """Calls `copy(target, pointer, nbytes)` for every piece; `target` is its offset in the result."""
         with self.turn(source, str(source), deadline):
             try:
                 staging = self._open_staging(source, deadline)
-                under_way: deque[tuple[list[_Piece], int, int, Any]] = deque()
-                for number, pieces in enumerate(fills(ranges, staging.slot_bytes)):
+                in_flight: deque[tuple[list[_Piece], int, int, Any]] = deque()
+                for number, pieces in enumerate(cut_slots(ranges, staging.slot_bytes)):
                     slot, generation = number % len(staging.events), next(staging.generations)
-                    if len(under_way) == len(staging.events):
-                        self._empty(source, staging, *under_way.popleft(), copy, deadline)
-                    call = self._fill(source, slot, generation, pieces, deadline)
-                    under_way.append((pieces, slot, generation, call))
-                while under_way:
-                    self._empty(source, staging, *under_way.popleft(), copy, deadline)
+                    if len(in_flight) == len(staging.events):
+                        self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
+                    call = self._request_slot(source, slot, generation, pieces, deadline)
+                    in_flight.append((pieces, slot, generation, call))
+                while in_flight:
+                    self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
             except BaseException:
-                # What is still under way would fill slots that the next read asks for.
+                # Requests in flight would fill slots that the next read uses.
                 self.end()
                 raise
 
@@ -202,7 +201,7 @@ class StagingClient(PeerConnection):
                 raise
         return self._staging
 
-    def _fill(
+    def _request_slot(
         self, source: Endpoint, slot: int, generation: int, pieces: Sequence[_Piece], deadline: float
     ) -> Any:
         request = pb.StageRequest(reader=self._reader, epoch=source.epoch, slot=slot, generation=generation)
@@ -211,7 +210,7 @@ class StagingClient(PeerConnection):
             request.ranges.add(shard=r.shard.id, start=r.start, nbytes=r.nbytes)
         return self.stub.Stage.future(request, timeout=remaining_s(deadline, source))
 
-    def _empty(
+    def _copy_slot(
         self,
         source: Endpoint,
         staging: _MappedStaging,

@@ -1,4 +1,4 @@
-"""The few CUDA calls of the data plane, behind an interface: transports and their tests never see CUDA itself."""
+"""The CUDA calls of the data plane behind an interface, so that transports and their tests do not depend on CUDA."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Event(ABC):
 
     @abstractmethod
     def record(self) -> None:
-        """The point is what the device's stream has been given so far."""
+        """Records the point after all work enqueued on the device's stream so far."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Makes later work of the device's stream wait for the point last recorded."""
+        """Makes later work of the device's stream wait for the last recorded point."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the event back."""
+        """Destroys the event."""
 
 
 class Cuda(ABC):
-    """One GPU, as this process uses it: plain memory and one private stream. Thread-safe.
+    """One GPU in this process: memory and one private stream. Thread-safe.
 
     Attributes:
         uuid: The GPU's UUID, as NVIDIA's tools write it: "GPU-5b9a0c9e-...".
@@ -53,64 +53,64 @@ class Cuda(ABC):
 
     @abstractmethod
     def malloc(self, nbytes: int) -> int:
-        """Address of device memory that can be shared with other processes.
+        """Allocates device memory that can be shared with other processes; returns its address.
 
         Raises:
-            OutOfSpace: The device has no room.
+            OutOfSpace: The device has too little free memory.
         """
 
     @abstractmethod
     def free(self, pointer: int) -> None:
-        """Gives back what `malloc` returned."""
+        """Frees the result of `malloc`."""
 
     @abstractmethod
     def share(self, pointer: int) -> bytes:
-        """The handle by which other processes open memory of `malloc`; 64 bytes."""
+        """Handle by which other processes open memory of `malloc`; 64 bytes."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:
-        """Address in this process of memory that another one shares.
+        """Opens memory of another process; returns its address in this process.
 
         Raises:
-            TransferError: It cannot be opened.
+            TransferError: The memory cannot be opened.
         """
 
     @abstractmethod
     def close(self, pointer: int) -> None:
-        """Lets go of what `open` returned."""
+        """Closes the result of `open`."""
 
     @abstractmethod
     def copy_in(self, pointer: int, data: memoryview) -> None:
-        """Host to device, in stream order. `data` may change once this returns."""
+        """Copies host to device, in stream order. `data` may change after the return."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Device to device, in stream order."""
+        """Copies device to device, in stream order."""
 
     @abstractmethod
     def copy_out(self, data: memoryview, pointer: int) -> None:
-        """Device to host, in stream order; returns when the bytes are there."""
+        """Copies device to host, in stream order; returns when the copy is complete."""
 
     @abstractmethod
     def event(self) -> Event:
-        """An event that other processes can open."""
+        """Creates an event that other processes can open."""
 
     @abstractmethod
     def open_event(self, handle: bytes) -> Event:
-        """An event of another process."""
+        """Opens an event of another process."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when the stream has done all it was given."""
+        """Waits for all work of the stream."""
 
 
 class DeviceBuffer:
-    """Device memory that is freed by `free`, or with the last reference to it.
+    """Device memory, freed by `free` or with the last reference.
 
-    `__cuda_array_interface__` lets torch and cupy see it as bytes without a copy.
+    `__cuda_array_interface__` exposes it to torch and cupy as bytes, without a copy.
 
     Raises:
-        OutOfSpace: The device has no room.
+        OutOfSpace: The device has too little free memory.
     """
 
     def __init__(self, cuda: Cuda, nbytes: int) -> None:
@@ -124,12 +124,12 @@ class DeviceBuffer:
 
 
 def address(data: memoryview) -> int:
-    """Where bytes of the host lie; valid while `data` is referenced."""
+    """Address of host memory; valid while `data` is referenced."""
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
 def cupy(module: str) -> Any:
-    """A module of cupy, such as "cuda.runtime". It is imported when first used, for few processes have a GPU.
+    """Imports a module of cupy, such as "cuda.runtime"; lazily, because few processes have a GPU.
 
     Raises:
         ImportError: cupy is not installed.
@@ -139,7 +139,7 @@ def cupy(module: str) -> Any:
 
 @functools.cache
 def why_no_cuda() -> str | None:
-    """Why this process has no GPU to use; None where it has."""
+    """Why this process cannot use a GPU; None if it can."""
     try:
         runtime = cupy("cuda.runtime")
     except ImportError as error:
@@ -152,9 +152,9 @@ def why_no_cuda() -> str | None:
 
 
 class CupyCuda(Cuda):
-    """CUDA through `cupy.cuda.runtime`, on the device that was current when this was made.
+    """CUDA through `cupy.cuda.runtime`, on the device that is current at construction.
 
-    Memory is from plain cudaMalloc: what torch's and cupy's allocators hand out cannot be shared piece by piece.
+    Memory is from plain cudaMalloc: memory of torch's and cupy's allocators cannot be shared piece by piece.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class CupyCuda(Cuda):
         self.stream: int = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
 
     def use(self) -> None:
-        """Makes the device the calling thread's current one, which CUDA keeps per thread."""
+        """Makes the device current in the calling thread; CUDA keeps it per thread."""
         self._runtime.setDevice(self.number)
 
     def malloc(self, nbytes: int) -> int:
@@ -194,7 +194,7 @@ class CupyCuda(Cuda):
         self._runtime.ipcCloseMemHandle(pointer)
 
     def copy_in(self, pointer: int, data: memoryview) -> None:
-        # From memory that is not pinned, the call returns when the bytes are staged: `data` may change.
+        # From pageable memory the call returns once the bytes are staged, so `data` may change.
         self._copy(pointer, address(data), len(data), self._runtime.memcpyHostToDevice)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -249,7 +249,7 @@ _own_lock = threading.Lock()
 
 
 def own_cuda() -> Cuda:
-    """The GPU of this process: the same object for all its transports, on the device that was current at first."""
+    """The GPU of this process, shared by its transports: the device that is current at the first call."""
     with _own_lock:
         return _own_cuda()
 
@@ -266,7 +266,7 @@ def _memory_error(error: Any, nbytes: int) -> RlhfError:
 
 
 def _uuid_of(number: int) -> str:
-    """The driver is asked itself: cupy hands the 16 bytes out as a C string, which a zero byte cuts short."""
+    """Asks the driver: cupy returns the 16 bytes as a C string, which a zero byte truncates."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     for status in (

@@ -1,4 +1,4 @@
-"""How the two sides of a lasting arrangement hear of each other's end."""
+"""Streams by which the two sides of a connection detect each other's end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error
 
 CLOSED = "the transport was closed"
-"""Why this side waits no longer."""
+"""Error text of waits that end because this side was closed."""
 
 LONGEST_PAUSE_S = 1e-3
-"""Between two looks at something awaited; the first pauses are shorter."""
+"""Longest pause between two polls of a wait; the first pauses are shorter."""
 
 
 def liveness_channel(address: str) -> grpc.Channel:
@@ -27,12 +27,12 @@ def liveness_channel(address: str) -> grpc.Channel:
 
 
 class LivenessStream:
-    """A stream from a source that gives one message and then stays open while both sides live. Its end, whichever side
-    closed it or died, tells the other side to free its memory.
+    """A stream from a source that yields one message and then stays open while both sides live. Its end tells either
+    side that the other closed it or died, and to free its memory.
 
     Args:
         stream: The call, just started.
-        closed: Set where this side is to wait no longer.
+        closed: Set to end the waits of this side.
     """
 
     def __init__(self, stream: Any, closed: threading.Event) -> None:
@@ -44,20 +44,20 @@ class LivenessStream:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the other side is still there, as far as is known."""
+        """Whether the stream is open."""
         return not self._ended.is_set()
 
     def first(self, deadline: float, where: str) -> Any:
-        """The message. Errors as in `wait`, and those with which the source refused."""
+        """Waits for the message. Errors as in `wait`, and those by which the source refused."""
         self.wait(self._first.done, deadline, where)
         return self._first.result()
 
     def wait(self, done: Callable[[], bool], deadline: float, where: str) -> None:
-        """Returns once `done` says so.
+        """Waits until `done()` is true.
 
         Raises:
-            DeadlineExceeded: It was not done by the deadline, as of `time.monotonic`.
-            ServiceLost: The other side has gone.
+            DeadlineExceeded: The deadline, as of `time.monotonic`, has passed.
+            ServiceLost: The other side has ended.
             Refused: This side was closed.
         """
         pause = LONGEST_PAUSE_S / 64
@@ -74,7 +74,7 @@ class LivenessStream:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def end_cause(self, where: str, within_s: float) -> RlhfError | None:
-        """Why the other side has gone; None where it is still there after `within_s` seconds."""
+        """Why the other side has ended; None if it is alive after `within_s` seconds."""
         return self._why_ended(where) if self._ended.wait(within_s) else None
 
     def _why_ended(self, where: str) -> RlhfError:
@@ -83,7 +83,7 @@ class LivenessStream:
         return from_rpc_error(self._stream, where)
 
     def cancel(self) -> None:
-        """Ends the stream from here."""
+        """Ends the stream."""
         self._stream.cancel()
 
     def _read(self) -> None:
@@ -91,7 +91,7 @@ class LivenessStream:
             for message in self._stream:
                 self._first.set_result(message)
         except grpc.RpcError:
-            pass  # what it says is read from the stream, by `end`
+            pass  # `end_cause` reads the error from the stream
         finally:
             self._ended.set()
 
@@ -100,7 +100,7 @@ def wait_for_answer(call: Any, liveness: LivenessStream, deadline: float, where:
     """Waits for the answer to a call.
 
     Raises:
-        RlhfError: The one it failed with; or the source has gone; or it did not answer in time.
+        RlhfError: The call failed, the source has ended, or it did not answer in time.
     """
     try:
         liveness.wait(call.done, deadline, where)

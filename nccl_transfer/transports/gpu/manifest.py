@@ -1,4 +1,4 @@
-"""Manifest of a two-sided transfer, message by message, which both sides compare before either sends."""
+"""Manifest of a two-sided transfer: one item per message, checked by the source before it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.v1 import transfer_pb2 as pb
 
 
 def manifest_item(r: ByteRange) -> pb.ManifestItem:
-    """A range as its message of the group: with column, element type and shape as far as they are known."""
+    """Manifest item of a range, with column, element type and shape where known."""
     return pb.ManifestItem(
         range=pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes),
         column=r.column,
@@ -24,14 +24,14 @@ def manifest_item(r: ByteRange) -> pb.ManifestItem:
 
 
 def check_manifest(items: Sequence[pb.ManifestItem], nbytes: int) -> None:
-    """Holds a manifest against itself.
+    """Checks that a manifest is consistent.
 
     Args:
-        items: What is sent.
-        nbytes: What it should be in all.
+        items: The messages.
+        nbytes: Their claimed total size.
 
     Raises:
-        InvalidRequest: The bytes do not add up, or an item's are not those of its shape and element type.
+        InvalidRequest: The sum of sizes is not `nbytes`, or an item's size is not that of its shape and element type.
     """
     total = sum(item.range.nbytes for item in items)
     if total != nbytes:

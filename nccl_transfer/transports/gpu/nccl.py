@@ -1,9 +1,9 @@
-"""Between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
+"""Transport between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
 
-The reader leads. Attach makes a communicator of the two; Prepare tells the source what is wanted, and it
-acknowledges once the bytes are staged on its GPU; only then does Commit send both into the group. Whatever goes
-wrong after that, a deadline included, aborts the communicator on both sides, because NCCL itself would wait for
-ever; the next transfer makes a new one, with the next communicator epoch.
+The reader leads. Attach creates a communicator of two ranks. Prepare sends the manifest to the source, which
+acknowledges once the bytes are staged on its GPU. Commit then makes both sides enter the group. Any later failure, a
+deadline included, aborts the communicator on both sides, because NCCL would wait for ever; the next transfer creates a
+new one, with the next communicator epoch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nccl_transfer.transports.gpu.peer_connection import PeerConnections
 
 
 class NcclTransport(Transport):
-    """Receives from GPUs of other ranks into this rank's GPU, and from there into host memory.
+    """Receives from GPUs of other ranks into this rank's GPU, and copies to host memory.
 
     Args:
         nccl, cuda: The library and the GPU; this process's own by default.
-        channel: Opens a channel to an address; called anew for a source that was gone.
+        channel: Opens a channel to an address; called anew for a source that had ended.
     """
 
     name = "nccl"
@@ -76,12 +76,12 @@ class NcclTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """The bytes in this rank's GPU, each range where `layout` puts it. Errors as in `read`, and
+        """Reads into this rank's GPU, each range at its offset of `layout`. Errors as in `read`, and
 
         Raises:
-            OutOfSpace: One of the two GPUs has no room for them.
+            OutOfSpace: One of the two GPUs has no memory for the bytes.
         """
-        return self._clients.of(source).receive(source, ranges, deadline)
+        return self._clients.to(source).receive(source, ranges, deadline)
 
     def close(self) -> None:
         self._clients.close()

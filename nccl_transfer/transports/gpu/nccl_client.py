@@ -39,14 +39,14 @@ from rlhf.v1 import transfer_pb2 as pb
 T = TypeVar("T")
 
 CAUSE_WAIT_S = 0.5
-"""How long a communicator that broke is given for the reason to come in: that its other rank has died."""
+"""Seconds to wait for the cause of a broken communicator: the end of the liveness stream of a dead source."""
 
 ABORT_S = 1.0
-"""How long the source may take to hear that a plan was given up; it notices by itself, too."""
+"""Timeout of an Abort call; the source also aborts by itself."""
 
 
 class NcclReaderSession:
-    """A communicator with one source, and the thread in which it is used."""
+    """A communicator with one source, and the thread that uses it."""
 
     def __init__(self, epoch: int, liveness: LivenessStream) -> None:
         self.epoch = epoch
@@ -60,23 +60,23 @@ class NcclReaderSession:
         return self._joined.result()
 
     def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
-        """Makes the communicator; the source is doing the same."""
+        """Creates the communicator together with the source."""
         self._joined = self.submit(join)
         self.liveness.wait(self._joined.done, deadline, where)
         self._joined.result()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in the session's thread, where NCCL may hold it for as long as it likes."""
+        """Runs `work` in the session's thread, where NCCL may block for ever."""
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """The cause of a broken communicator."""
+        """Error of the contract for a broken communicator: the end of the source if it has ended."""
         return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Aborts the communicator here, and by cutting the liveness at the source; then frees what it was used on."""
+        """Aborts the communicator, here and by the end of the liveness stream at the source; then calls `free`."""
         if self._joined is not None:
-            # At once where it has been made, and else as soon as it is.
+            # At once, or as soon as the communicator exists.
             self._joined.add_done_callback(lambda joined: abort_in_background(joined, free))
         else:
             free()
@@ -85,7 +85,7 @@ class NcclReaderSession:
 
 
 class NcclClient(PeerConnection):
-    """This process and one source: at most one communicator, and one transfer at a time."""
+    """Reader from one source by NCCL: at most one communicator, and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel)
@@ -96,6 +96,7 @@ class NcclClient(PeerConnection):
         self._session: NcclReaderSession | None = None
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
+        """As `NcclTransport.receive`."""
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
@@ -108,7 +109,7 @@ class NcclClient(PeerConnection):
         return self._session.liveness if self._session is not None else None
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """As in `PeerConnection`; then frees what the communicator was used on."""
+        """Ends the session, then calls `free` to free the memory that its communicator used."""
         if self._session is not None:
             self._session.end(free)
         self._session = None
@@ -198,7 +199,7 @@ class NcclClient(PeerConnection):
         deadline: float,
         where: str,
     ) -> None:
-        """Enters the group while the source is told to; done when the bytes are here and the source says the same."""
+        """Makes both sides enter the group; returns when the bytes have arrived and the source has confirmed."""
         request = pb.CommitRequest(
             reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
@@ -207,7 +208,7 @@ class NcclClient(PeerConnection):
 
         def received() -> bool:
             if commit.done():
-                commit.result()  # raises where the source did not enter or fell out, for which nobody else waits
+                commit.result()  # raises if the source did not enter or failed
             if entered.done():
                 entered.result()
             return entered.done() and communicator.done()
@@ -221,7 +222,7 @@ class NcclClient(PeerConnection):
         wait_for_answer(commit, session.liveness, deadline, where)
 
     def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
-        """Aborts here at once. The source hears it by three ways: the message, the liveness, its own deadline."""
+        """Aborts here at once. The source learns of it by the message, the liveness stream or its own deadline."""
         request = pb.AbortRequest(
             reader=self._reader,
             plan=transaction.plan,
@@ -233,5 +234,5 @@ class NcclClient(PeerConnection):
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether it was refused, and the source is well."""
+    """Whether the error is an answer of the source, which is alive."""
     return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))

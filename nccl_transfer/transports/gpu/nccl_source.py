@@ -28,17 +28,17 @@ from rlhf.errors import Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
 
 SEND_PAUSE_S = 1e-4
-"""Between two looks at whether everything was sent."""
+"""Pause between two polls of a send."""
 
 GRACE_S = 0.25
-"""Between the deadline of a transfer, at which its reader ends it, and the end that its source puts to it where the
-reader does not: one that ended at the same moment would be blamed for what nobody could do in time."""
+"""Seconds between the deadline of a transfer, at which its reader aborts it, and the source's own abort: a source that
+aborted at the same moment would be blamed for the missed deadline."""
 
 
 class NcclSession:
-    """The source's side of an attachment: a communicator, the thread in which it is used, and one transaction.
+    """The source's side of a communicator with one reader: the thread that uses it, and one transaction.
 
-    Everything but what runs in the thread is called from the event loop.
+    Methods are called from the event loop, except where they say that they run in the thread.
     """
 
     def __init__(self, epoch: int, cuda: Cuda, join: Callable[[], Communicator]) -> None:
@@ -55,16 +55,16 @@ class NcclSession:
 
     @property
     def nbytes(self) -> int:
-        """Bytes staged."""
+        """Number of staged bytes."""
         return sum(message.nbytes for message in self._sends)
 
     def begin(self, transaction: Transaction, within_s: float) -> None:
-        """Takes up a transaction; what is not over soon after its deadline ends the session."""
+        """Begins a transaction that has to end within `within_s` seconds; the session ends GRACE_S after that."""
         self.transaction = transaction
         self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
-    def rest(self) -> None:
-        """The transaction is over, and the communicator is good for the next."""
+    def finish(self) -> None:
+        """Ends the transaction: stops its timer and frees its buffer. The communicator stays usable."""
         if self._timer is not None:
             self._timer.cancel()
         if not self.ended.is_set():
@@ -75,7 +75,7 @@ class NcclSession:
         self.end("it was not done by its deadline")
 
     async def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Runs work in the thread.
+        """Runs `work` in the thread.
 
         Raises:
             Refused: The session has ended.
@@ -89,7 +89,7 @@ class NcclSession:
             raise TransferError(f"{self.transaction}: {error}") from error
 
     def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """In the thread: copies the items to the GPU."""
+        """Copies the items to the GPU. Runs in the thread."""
         self._joined.result()
         offsets, total = layout(item.range.nbytes for item in items)
         self._buffer = buffer = DeviceBuffer(self._cuda, total)
@@ -101,7 +101,7 @@ class NcclSession:
         self._produced.record()
 
     def send(self) -> None:
-        """In the thread: sends what was staged, and returns when it is gone, or when the session has ended."""
+        """Sends the staged bytes; returns when they are sent or the session has ended. Runs in the thread."""
         communicator = self._joined.result()
         communicator.wait(self._produced)
         communicator.group(self._sends, [])
@@ -109,16 +109,16 @@ class NcclSession:
             time.sleep(SEND_PAUSE_S)
 
     def _free(self) -> None:
-        """In the thread: gives the staged bytes back."""
+        """Frees the staged bytes. Runs in the thread."""
         if self._buffer is not None:
             self._buffer.free()
         self._buffer, self._sends = None, []
 
     def end(self, reason: str) -> None:
-        """Aborts whatever is under way and frees everything. May be called again."""
+        """Aborts the transaction and the communicator, and frees everything. Idempotent."""
         if self.ended.is_set():
             return
-        self.rest()
+        self.finish()
         self.ended.set()
         if self.transaction is not None and self.transaction.phase is not Phase.DONE:
             self.transaction.abort(reason)
@@ -128,7 +128,7 @@ class NcclSession:
 
 
 class NcclSource:
-    """The sending side of a rank. Used from the event loop; works in a thread per reader.
+    """The sending side of a rank. Used from the event loop; sends in a thread per reader.
 
     Args:
         store: Where the shards are.
@@ -142,7 +142,7 @@ class NcclSource:
         self._sessions: dict[str, NcclSession] = {}
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
-        """The stream that answers an Attach.
+        """Answers an Attach.
 
         Raises:
             Refused: Wrong epoch, another NCCL version, or not a newer communicator epoch.
@@ -169,13 +169,13 @@ class NcclSource:
                 del self._sessions[request.reader]
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
-        """The answer to a Prepare.
+        """Answers a Prepare.
 
         Raises:
-            Refused: Wrong epoch or communicator, a plan under way already, or a shard was released.
+            Refused: Wrong epoch or communicator, another plan is running, or a shard was released.
             InvalidRequest: The manifest contradicts itself.
             TransferError: A range reaches beyond its shard.
-            OutOfSpace: The GPU has no room to stage it.
+            OutOfSpace: The GPU has too little memory to stage the bytes.
         """
         check_epoch(self._store, request.epoch)
         session = self._session_of(request)
@@ -190,15 +190,15 @@ class NcclSource:
         except BaseException as error:
             if not transaction.phase.over:
                 transaction.abort(str(error))
-            session.rest()
+            session.finish()
             raise
         return pb.PrepareResponse(nbytes=request.nbytes)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """The answer to a Commit, when everything was sent.
+        """Answers a Commit once everything is sent.
 
         Raises:
-            Refused: It is not what was prepared, or was given up.
+            Refused: Another plan was prepared, or the plan was aborted.
             TransferError: The communicator failed or was aborted.
         """
         session = self._session_of(request)
@@ -213,11 +213,11 @@ class NcclSource:
         except BaseException as error:
             session.end(str(error))
             raise
-        session.rest()
+        session.finish()
         return pb.CommitResponse(nbytes=nbytes)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        """The answer to an Abort."""
+        """Answers an Abort."""
         session = self._sessions.get(request.reader)
         if session is None or session.epoch != request.communicator_epoch:
             return pb.AbortResponse(found=False)

@@ -1,4 +1,4 @@
-"""Connections of the GPU transports to their sources, kept from one transfer to the next."""
+"""Connections of GPU transports to their sources, kept between transfers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlhf.errors import DeadlineExceeded, Refused
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 CLOSING_S = 5.0
-"""How long `close` waits for the transfer under way. It ends at once, unless it is held up in a call of CUDA."""
+"""Seconds that `close` waits for a running transfer, which ends at once unless a CUDA call blocks it."""
 
 
 class PeerConnection(ABC):
-    """This process and one source: a channel, something that lasts until a liveness is cut, and one transfer at a time.
-    All but `closed`, `close` and `forget` is for the transfer whose turn it is.
+    """Connection of this process to one source: a channel, resources that last as long as a liveness stream, and one
+    transfer at a time. Only `closed`, `close` and `forget` may be used outside a turn.
 
     Args:
         channel: Opens a channel to the source.
 
     Attributes:
-        closed: For its streams: ends their waits.
+        closed: Ends the waits of liveness streams.
     """
 
     def __init__(self, channel: Callable[[], grpc.Channel]) -> None:
@@ -41,15 +41,15 @@ class PeerConnection(ABC):
     @property
     @abstractmethod
     def liveness(self) -> LivenessStream | None:
-        """Of what there is now."""
+        """Liveness stream of the current resources; None without resources."""
 
     @abstractmethod
     def end(self) -> None:
-        """Lets go of what there is, if anything, and cuts its liveness."""
+        """Frees the current resources, if any, and cancels their liveness stream."""
 
     @property
     def stub(self) -> pb_grpc.TransferServiceStub:
-        """Calls the source."""
+        """Stub of the source's TransferService."""
         if self._channel is None:
             self._channel = self._open()
             self._stub = pb_grpc.TransferServiceStub(self._channel)
@@ -57,10 +57,10 @@ class PeerConnection(ABC):
 
     @contextmanager
     def turn(self, source: Endpoint, where: str, deadline: float) -> Iterator[None]:
-        """Until it is left, no other transfer is under way.
+        """Excludes other transfers within the block.
 
         Raises:
-            DeadlineExceeded: An earlier one took until the deadline.
+            DeadlineExceeded: An earlier transfer took until the deadline.
             Refused: The transport was closed.
         """
         if not self._turn.acquire(timeout=remaining_s(deadline, source)):
@@ -73,30 +73,30 @@ class PeerConnection(ABC):
             self._leave()
 
     def forget(self) -> None:
-        """Lets go of a source that has gone, unless a transfer is under way. Should it come back, all begins anew."""
+        """Frees everything of a source that has ended, unless a transfer is running. A later transfer connects anew."""
         if self._turn.acquire(blocking=False):
             try:
                 if self.liveness is None or not self.liveness.is_alive:
-                    self._release_all()
+                    self._free()
             finally:
                 self._leave()
 
     def close(self) -> None:
-        """Ends the transfer that is under way and lets go of everything; later ones are refused."""
+        """Ends the running transfer and frees everything; later transfers are refused."""
         self.closed.set()
-        if self._turn.acquire(timeout=CLOSING_S):  # else the transfer itself lets go when it leaves
+        if self._turn.acquire(timeout=CLOSING_S):  # else the transfer frees everything when its turn ends
             self._leave()
 
     def _leave(self) -> None:
-        """Ends the turn, and where it was closed, everything."""
+        """Ends the turn; frees everything if the connection was closed."""
         try:
             if self.closed.is_set():
-                self._release_all()
+                self._free()
         finally:
             self._turn.release()
 
-    def _release_all(self) -> None:
-        """The source is told last: it frees its own, of which nothing is in use here any more."""
+    def _free(self) -> None:
+        """Frees the resources first: the source frees its memory when the channel ends."""
         self.end()
         if self._channel is not None:
             self._channel.close()
@@ -107,10 +107,10 @@ A = TypeVar("A", bound=PeerConnection)
 
 
 class PeerConnections(Generic[A]):
-    """Those of a transport, by the address of the source. Thread-safe.
+    """The connections of a transport, by the address of the source. Thread-safe.
 
     Args:
-        make: Makes one, with what opens its channel.
+        make: Creates a connection from a function that opens its channel.
         channel: Opens a channel to an address.
     """
 
@@ -120,29 +120,29 @@ class PeerConnections(Generic[A]):
         self._make = make
         self._channel = channel
         self._closed = False
-        self._of: dict[str, A] = {}
+        self._connections: dict[str, A] = {}
         self._lock = threading.Lock()
 
-    def of(self, source: Endpoint) -> A:
-        """That with a source. One for each address, for good: a rank that restarts may come back at its own.
+    def to(self, source: Endpoint) -> A:
+        """The connection to a source. Connections are never removed: a rank may restart at its address.
 
         Raises:
-            Refused: They were closed.
+            Refused: The transport was closed.
         """
         with self._lock:
             if self._closed:
                 raise Refused(f"{source}: {CLOSED}")
-            if source.address in self._of:
-                return self._of[source.address]
-            others = list(self._of.values())
-            made = self._of[source.address] = self._make(partial(self._channel, source.address))
+            if source.address in self._connections:
+                return self._connections[source.address]
+            others = list(self._connections.values())
+            made = self._connections[source.address] = self._make(partial(self._channel, source.address))
         for other in others:
-            other.forget()  # the new one may be a rank that restarted elsewhere
+            other.forget()  # the new source may be a rank that restarted at another address
         return made
 
     def close(self) -> None:
-        """Closes all, and makes no more."""
+        """Closes all connections; later ones are refused."""
         with self._lock:
             self._closed = True
-        for connection in self._of.values():
+        for connection in self._connections.values():
             connection.close()

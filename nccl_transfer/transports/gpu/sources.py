@@ -1,4 +1,4 @@
-"""Sources that a rank with a GPU serves, for other GPUs to fetch from."""
+"""The sending sides of the GPU transports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhf.errors import Refused
 
 
 class DeviceSources:
-    """The sending sides of `cuda_ipc` and `nccl`, as handlers of TransferService.
+    """Handlers of TransferService for `cuda_ipc` and `nccl`.
 
     Args:
-        store: Where the shards are.
-        cuda: The GPU; None where there is none, and every request is refused.
-        nccl: The library; None where there is none.
+        store: Store of the shards.
+        cuda: The GPU; None refuses every request.
+        nccl: The library; None refuses requests of `nccl`.
         slot_bytes: Size of a slot of staging memory.
 
     Attributes:
@@ -37,13 +37,13 @@ class DeviceSources:
 
     @staticmethod
     def of_this_process(store: TensorStore) -> DeviceSources:
-        """With what cupy finds here."""
+        """Sources with the GPU and NCCL that cupy finds."""
         cuda = own_cuda() if why_no_cuda() is None else None
         nccl = own_nccl() if why_no_nccl() is None else None
         return DeviceSources(store, cuda, nccl)
 
     def handlers(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Handlers of grpc.aio by method name."""
+        """grpc.aio handlers by method name."""
         return {
             "Attach": lambda request, _: self._nccl_source().attach(request),
             "Prepare": lambda request, _: self._nccl_source().prepare(request),
@@ -54,7 +54,7 @@ class DeviceSources:
         }
 
     def close(self) -> None:
-        """Ends what is lent and attached."""
+        """Frees all staging memory and ends all communicators."""
         for source in (self._staging, self._nccl):
             if source is not None:
                 source.close()

@@ -1,4 +1,4 @@
-"""The lending side of `cuda_ipc`: see `nccl_transfer.transports.gpu.cuda_ipc`."""
+"""The sending side of `cuda_ipc`: see `nccl_transfer.transports.gpu.cuda_ipc`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhf.v1 import transfer_pb2 as pb
 
 SLOTS = 2
 SLOT_BYTES = 32 << 20
-"""Data in a slot: each reader costs its source SLOTS times as much device memory."""
+"""Data bytes of a slot; each reader costs its source SLOTS times as much device memory."""
 
 
-class _Staging:
-    """The source's side of a staging: the memory, and the thread that fills it."""
+class _StagingMemory:
+    """Staging memory for one reader, and the thread that fills it."""
 
     def __init__(self, cuda: Cuda, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -31,13 +31,13 @@ class _Staging:
         self._worker = ThreadPoolExecutor(1, "staging")
 
     def check(self, request: pb.StageRequest) -> None:
-        """Takes a request, or raises InvalidRequest or Refused."""
+        """Accepts a request, or raises InvalidRequest or Refused."""
         nbytes = sum(r.nbytes for r in request.ranges)
         if request.slot >= SLOTS or nbytes > self.slot_bytes:
             raise InvalidRequest(
                 f"{nbytes} bytes in slot {request.slot}: there are {SLOTS} of {self.slot_bytes}"
             )
-        newest = self._newest[request.slot]  # requests for different slots may overtake each other on the way
+        newest = self._newest[request.slot]  # requests for different slots may arrive in any order
         if request.generation <= newest:
             raise Refused(f"slot {request.slot}: generation {request.generation} is not newer than {newest}")
         self._newest[request.slot] = request.generation
@@ -46,7 +46,7 @@ class _Staging:
         await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
 
     def end(self) -> None:
-        """Frees everything once the thread has done what it is at. May be called again."""
+        """Frees everything after the current work of the thread. Idempotent."""
         if not self.ended.is_set():
             self.ended.set()
             self._worker.submit(self._free)
@@ -70,31 +70,31 @@ class _Staging:
 
 
 class StagingSource:
-    """The lending side of a rank. Used from the event loop; works in a thread per reader.
+    """The sending side of a rank. Used from the event loop; copies in a thread per reader.
 
     Args:
-        store: Where the shards are.
-        cuda: The GPU they are staged on.
-        slot_bytes: Data in a slot.
+        store: Store of the shards.
+        cuda: The GPU to stage them on.
+        slot_bytes: Data bytes of a slot.
     """
 
     def __init__(self, store: TensorStore, cuda: Cuda, slot_bytes: int = SLOT_BYTES) -> None:
         self._store = store
         self._cuda = cuda
         self._slot_bytes = slot_bytes
-        self._stagings: dict[str, _Staging] = {}
+        self._stagings: dict[str, _StagingMemory] = {}
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
-        """The stream that answers an OpenStaging.
+        """Answers an OpenStaging.
 
         Raises:
             Refused: Wrong epoch, or the reader is on another GPU.
-            OutOfSpace: The GPU has no room.
+            OutOfSpace: The GPU has too little free memory.
         """
         check_epoch(self._store, request.epoch)
         if request.device_uuid != self._cuda.uuid:
             raise Refused(f"the reader is on {request.device_uuid}, this rank on {self._cuda.uuid}")
-        staging = _Staging(self._cuda, self._slot_bytes)
+        staging = _StagingMemory(self._cuda, self._slot_bytes)
         before = self._stagings.get(request.reader)
         if before is not None:
             before.end()
@@ -112,11 +112,11 @@ class StagingSource:
                 del self._stagings[request.reader]
 
     async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
-        """The answer to a Stage, once the copies are under way; the slot's event tells when they are done.
+        """Answers a Stage once the copies are enqueued; the slot's event is recorded after them.
 
         Raises:
             Refused: Wrong epoch, no staging, an old generation, or a shard was released.
-            InvalidRequest: There is no such slot, or it is too small.
+            InvalidRequest: The slot does not exist, or is too small.
             TransferError: A range reaches beyond its shard.
         """
         check_epoch(self._store, request.epoch)
@@ -128,6 +128,6 @@ class StagingSource:
         return pb.StageResponse(generation=request.generation)
 
     def close(self) -> None:
-        """Ends all loans."""
+        """Frees the staging memory of all readers."""
         for staging in self._stagings.values():
             staging.end()

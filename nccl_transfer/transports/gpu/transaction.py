@@ -1,4 +1,4 @@
-"""A two-sided transfer, step by step, as both of its sides keep book of it. Pure: no clock, no thread, no device."""
+"""State machine of a two-sided transfer, used by both sides. Pure: no clock, thread or device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhf.errors import Refused
 
 
 class Phase(enum.Enum):
-    """How far a transfer has come."""
+    """State of a transfer."""
 
     IDLE = enum.auto()
     """The manifest is not acknowledged yet."""
     PREPARED = enum.auto()
-    """Both sides know the manifest and have their buffers; nobody has entered."""
+    """Both sides have the manifest and their buffers; neither has entered the group."""
     COMMITTED = enum.auto()
-    """Both sides are told to enter the group."""
+    """Both sides enter the group."""
     DONE = enum.auto()
     ABORTED = enum.auto()
 
@@ -37,15 +37,15 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 @dataclass
 class Transaction:
-    """One transfer of one plan over one communicator: IDLE, PREPARED, COMMITTED, DONE; ABORTED from anywhere but
-    DONE, and as often as one likes.
+    """One transfer of one plan over one communicator: IDLE, PREPARED, COMMITTED, DONE; ABORTED from any state but DONE.
+    Aborting again has no effect.
 
     Attributes:
         plan: Name of the plan.
-        communicator_epoch: The communicator it belongs to. A failed transfer ends the communicator, so whatever
-            still arrives for it is told apart from the next transfer by this number.
-        phase: How far it has come.
-        reason: Why it was aborted.
+        communicator_epoch: Number of its communicator. A failed transfer ends the communicator, so this number
+            distinguishes late messages from those of the next transfer.
+        phase: Current state.
+        reason: Reason of the abort; empty before.
     """
 
     plan: str
@@ -54,14 +54,14 @@ class Transaction:
     reason: str = ""
 
     def prepare(self) -> None:
-        """The manifest is acknowledged and buffers are there."""
+        """Records that the manifest is acknowledged and buffers are allocated."""
         self._advance(Phase.PREPARED)
 
     def commit(self, plan: str, communicator_epoch: int) -> None:
-        """Both sides enter.
+        """Records that both sides enter the group.
 
         Raises:
-            Refused: Another plan or communicator was prepared, or it is not the time.
+            Refused: Another plan or communicator was prepared, or the transfer is not PREPARED.
         """
         if (plan, communicator_epoch) != (self.plan, self.communicator_epoch):
             raise Refused(
@@ -70,11 +70,11 @@ class Transaction:
         self._advance(Phase.COMMITTED)
 
     def finish(self) -> None:
-        """Every byte has arrived, or has been sent."""
+        """Records that every byte has arrived, or has been sent."""
         self._advance(Phase.DONE)
 
     def abort(self, reason: str) -> None:
-        """It will not happen. The first reason counts."""
+        """Records that the transfer is given up; keeps the first reason."""
         self._advance(Phase.ABORTED)
         self.reason = self.reason or reason
 

@@ -1,4 +1,4 @@
-"""Data-parallel training on FSDP2: every rank holds a shard of each weight, its gradient and its moments."""
+"""Data-parallel training with FSDP2: every rank holds a shard of each weight, its gradient and its moments."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ Output = TypeVar("Output")
 
 
 class FSDPEngine(DataParallelEngine):
-    """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
+    """A model on all ranks of the default process group, which must be initialized (gloo for CPU, nccl for CUDA).
 
     Args:
-        model: in float32 where it is trained; whole, with the same weights on every rank, or of `load_on_meta`.
-        device: where this rank computes; the current device, if CUDA.
-        optimizer: None for a model that is never trained: it has no optimizer state.
-        compute_dtype: of forward and backward, default that of the model; weights, gradients and moments keep
-            the model's own.
-        reshard_after_forward: gather the weights of a block again for its backward, so that a rank never holds more
-            than a few blocks whole. False keeps them from forward to backward: more memory, less communication.
-        activation_checkpointing: compute each block again in the backward pass, and keep its input alone.
-        directory: where a model on the meta device has its weights; each rank reads the parts it keeps.
-        load: what loaded the model from the directory; `start_over` needs both.
+        model: in float32 if trained; whole with the same weights on every rank, or on the meta device (`load_on_meta`).
+        device: device of this rank; the current device, if CUDA.
+        optimizer: None for a model that is not trained and has no optimizer state.
+        compute_dtype: type of forward and backward passes, default that of the model; weights, gradients and moments
+            have the model's type.
+        reshard_after_forward: free a block's gathered weights after its forward pass and gather them again for its
+            backward pass. False keeps them in between: more memory, less communication.
+        activation_checkpointing: save the input of each block alone, and recompute the block in the backward pass.
+        directory: weights of a model on the meta device; each rank reads its shards.
+        load: function that loaded the model from the directory; `start_over` needs both.
 
     Raises:
-        ValueError: the directory lacks some weights, or has them in other shapes.
+        ValueError: the directory lacks weights, or has them in other shapes.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class FSDPEngine(DataParallelEngine):
     ) -> None:
         self._directory, self._load, self._dtype = directory, load, next(model.parameters()).dtype
         self.config = transformer_of(model).config
-        self.packs = _know_packed_rows(model)
+        self.packs = _enable_packed_rows(model)
         self._reader = _ModelAndHead(model)
         if activation_checkpointing:
             recompute_in_backward(_blocks(model))
         casts = compute_dtype is not None and any(p.dtype != compute_dtype for p in model.parameters())
         is_sharded = dist.get_world_size() > 1 or casts
         if is_sharded:
-            # Each transformer block on its own, and embeddings, norm and head together as the root.
+            # One FSDP group per transformer block; embeddings, norm and head form the root group.
             shard_modules(
                 [*_blocks(model), self._reader],
                 init_device_mesh(device.type, (dist.get_world_size(),)),
@@ -83,7 +83,7 @@ class FSDPEngine(DataParallelEngine):
             )
         self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)}, directory)
         if is_sharded:
-            # FSDP sets itself up in its first forward, and before that it cannot recover from an error in one.
+            # FSDP initializes in its first forward pass, and cannot recover from an error in it.
             with torch.no_grad(), self._computing():
                 self._reader(dummy_micro_batch().to(device), dummy_head)
         else:
@@ -91,19 +91,19 @@ class FSDPEngine(DataParallelEngine):
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self._parameters = dict(model.named_parameters())
         trained = [name for name, p in self._parameters.items() if p.requires_grad]
-        # AdamW works element by element, so it may as well see the local shards: DTensors would only slow it down.
+        # AdamW is element-wise, so it gets the local shards, which are faster than DTensors.
         shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(model, device, shards, trained, optimizer)
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
-        """Gives values to what has none yet of this rank's tensors."""
+        """Fills this rank's tensors that have no values yet."""
         if empty:
-            assert directory is not None, "a model on the meta device has its weights in files"
+            assert directory is not None, "the weights of a model on the meta device are in files"
             read_parts(directory, empty.items())
 
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         if self._directory is None or self._load is None:
-            raise RuntimeError("this engine was made of a model in memory, which it cannot load again")
+            raise RuntimeError("this engine was built from a model in memory, which it cannot load again")
         read_first_values(self._load, self._directory, self._dtype, weights.items())
 
     @contextmanager
@@ -138,8 +138,8 @@ class FSDPEngine(DataParallelEngine):
 
 
 class _ModelAndHead(nn.Module):
-    """A model and what a head reads off it, as one forward pass: so the weight of the output layer is gathered while
-    the head computes with it, chunk by chunk."""
+    """A model and a head in one forward pass, so that FSDP keeps the weight of the output layer gathered while the head
+    computes logits chunk by chunk."""
 
     def __init__(self, model: PreTrainedModel | ValueModel) -> None:
         super().__init__()
@@ -159,9 +159,9 @@ class _ModelAndHead(nn.Module):
         return DeferredLogits(hidden_BTH, layer)
 
 
-def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
-    """Have the model understand packed micro-batches, where it is of a family that hands on to its attention whatever
-    it is given; returns whether it does."""
+def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
+    """Sets a model up for packed micro-batches, if its family passes keyword arguments on to attention; returns whether
+    it does."""
     backbone = transformer_of(model)
     if backbone.config.model_type not in FAMILIES:
         return False
@@ -171,7 +171,7 @@ def _know_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """The output layer of model families whose logits are a plain matrix product; None for other models."""
+    """The output layer of a model whose logits are a plain matrix product; None for other models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()

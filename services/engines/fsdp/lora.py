@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by peft, sharded as the model they are in: they alone learn."""
+"""Low-rank adapters (LoRA, Hu et al. 2021) by peft, trained on a frozen model and sharded like it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_m
 from services.storage.publish import readable_path
 
 ADAPTER_DIRECTORY = "adapter"
-"""Of an export: what peft loads, beside the merged model."""
+"""Directory of an export with the adapters, for peft, beside the merged model."""
 ALPHA = "lora.alpha"
-"""Scalar of a checkpoint: the adapters' weight in what they were learned with."""
+"""Scalar of a checkpoint: the alpha that the adapters were trained with."""
 _NAME = "default"
-"""Name that peft gives a single adapter."""
+"""peft's name of a single adapter."""
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Each target's weight W [out, in] becomes W + alpha / rank * B A, with B [out, rank] and A [rank, in].
+    """Options of adapters: the weight W [out, in] of a target becomes W + alpha / rank * B A, with B [out, rank] and
+    A [rank, in].
 
     Args:
         rank: inner dimension.
-        alpha: above 0.
-        target_modules: names of linear layers, or the ends of them; or "all-linear", which is all but the output layer.
-        seed: of A. B begins at zero, so that a new adapter changes nothing.
+        alpha: scale, above 0.
+        target_modules: names of linear layers, or suffixes of them; "all-linear" for all but the output layer.
+        seed: seed of the initial A. B is initially zero, so a new adapter changes nothing.
     """
 
     rank: int = 16
@@ -53,17 +54,17 @@ class AdapterOptions:
 
 
 class LoRAEngine(FSDPEngine):
-    """A causal language model whose weights stay as they were loaded, and adapters that learn.
+    """A causal language model with frozen weights and trained adapters.
 
-    Adapters, their gradients and moments are float32, or of the model's own dtype, if that is finer; so the model may
-    be in the dtype that it is computed in. Snapshots and checkpoints are of adapters and moments alone. Exports and
-    `full_tensors` are of the merged model, by default in its own dtype, and a hash of an export is that of
-    the merged weights.
+    Adapters, their gradients and moments are in float32 or the model's type, whichever is finer, so the model may be in
+    the type it is computed in. Snapshots and checkpoints hold adapters and moments alone. Exports and `full_tensors`
+    are of the merged model, by default in its own type, and the hash of an export is that of the merged weights.
 
     Args:
-        model: as of `FSDPEngine`; adapters are put into it.
-        adapters: the same on every rank.
-        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory: as `FSDPEngine`.
+        model: as in `FSDPEngine`; adapters are added to it.
+        adapters: options of the adapters, the same on every rank.
+        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory: as in
+            `FSDPEngine`.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -96,7 +97,7 @@ class LoRAEngine(FSDPEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Within, inference is that of the model as it was loaded, bit for bit."""
+        """A block in which inference is that of the model without adapters, bit for bit."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -132,7 +133,7 @@ class LoRAEngine(FSDPEngine):
             weights[name].tensor.copy_(first[weights[name].box])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Without adapters, under the names that the checkpoint has."""
+        """Tensors without adapters, under their names in the checkpoint."""
         learned = set(self._trained_names)
         return dict(
             sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
@@ -146,7 +147,7 @@ class LoRAEngine(FSDPEngine):
             yield name, cast(weight, dtype) if layer is None else _merged(weight, layer, dtype)
 
     def _state(self) -> dict[str, Tensor]:
-        """Without what never changes."""
+        """State without frozen weights."""
         frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
         return {name: x for name, x in super()._state().items() if name not in frozen}
 
@@ -158,13 +159,13 @@ class LoRAEngine(FSDPEngine):
         gathered = {name: x.cpu() for name, x in adapters if self.data_rank == 0}
         config = _config(self._adapters)
         config.inference_mode, config.base_model_name_or_path = True, self._base
-        # Given to peft at once, they would become a set, and their order in the file chance.
+        # peft's constructor would turn them into a set, whose order in the file is arbitrary.
         config.target_modules = sorted(self._layers)
         return lambda directory: _write_adapter(directory / ADAPTER_DIRECTORY, gathered, config)
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
-    """Puts adapters, without values yet, into a model and freezes all else; returns the layers that have one, by name.
+    """Adds adapters without values to a model and freezes its weights; returns the layers with an adapter, by name.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -189,12 +190,12 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
 
 @torch.no_grad()
 def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
-    """Initial values of adapters, one tensor at a time, by name: the numbers that peft draws."""
+    """Initial values of adapters, one tensor at a time, by name; the same numbers as peft draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, layer in layers.items():
             assert isinstance(layer.base_layer, nn.Linear), "other layers are refused"
-            # Both draw numbers of their own when they are made.
+            # Both constructors draw random numbers, which peft discards too.
             a = nn.Linear(layer.base_layer.in_features, options.rank, bias=False)
             b = nn.Linear(options.rank, layer.base_layer.out_features, bias=False)
             nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
@@ -203,7 +204,7 @@ def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iter
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """All names of weights that have several."""
+    """Names of weights that have several names."""
     named = list(model.named_parameters(remove_duplicate=False))
     times = Counter(id(parameter) for _, parameter in named)
     return {name for name, parameter in named if times[id(parameter)] > 1}
@@ -220,7 +221,7 @@ def _config(options: AdapterOptions) -> LoraConfig:
 
 
 def _merged(weight: Tensor, layer: Linear, dtype: torch.dtype | None) -> Tensor:
-    """W + alpha / rank * B A, rounded once to `dtype`, by default that of W [out, in]."""
+    """W + alpha / rank * B A, rounded once to `dtype`, by default the type of W [out, in]."""
     a, b = (whole(each.get_parameter(f"{_NAME}.weight")) for each in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(dtype or weight.dtype)
 
@@ -234,7 +235,7 @@ def _write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraC
     """Writes adapters as `PeftModel.from_pretrained` reads them.
 
     Args:
-        weights: by their names in the model.
+        weights: adapters by their names in the model.
 
     Raises:
         OSError: a file could not be written.

@@ -21,10 +21,11 @@ from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
+from services.engines.three_d.gather_groups import Kind
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.pipeline import run_forward, run_forward_backward
 from services.engines.three_d.stage import ModelStage
-from services.engines.three_d.transition import Kind, Transition
+from services.engines.three_d.transition import Transition
 from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
 from services.models.weights import write_weights
 from services.storage.checkpoint import WeightShard
@@ -32,39 +33,38 @@ from services.storage.checkpoint import WeightShard
 Output = TypeVar("Output")
 
 CACHED_TOKENS = 2048
-"""With oneDNN, activations of more tokens than these leave the caches of a CPU before they are used again. With MKL one
-pass over all tokens is the fastest (5 % on an Intel Xeon)."""
+"""Tokens up to which activations stay in a CPU's caches with oneDNN. With MKL one pass over all tokens is the fastest
+(by 5 % on an Intel Xeon)."""
 
 ROUND_PER_STAGE = 4
-"""Micro-batches per stage that an inference runs before it asks whether to stop: a pipeline drains at each stop, so
-that a fifth of the time is lost at most."""
+"""Micro-batches per stage between two checks of `should_stop`. The pipeline drains at each check, which costs at most a
+fifth of the time."""
 
 
 class ThreeDParallelEngine(ShardedEngine):
     """A model on a p-t-d mesh of all ranks of the default process group (gloo for CPU, nccl for CUDA).
 
-    Each rank keeps its part of one stage's weights, in place, the same on all data ranks; their gradients are summed
-    when all micro-batches are done. Or data ranks keep a shard of it each. Hidden states are the same on all ranks of
-    a tensor group, and no rank has the logits of the whole vocabulary.
+    Each rank keeps a tensor shard of one stage's weights. Data ranks replicate it, and sum its gradients after all
+    micro-batches, or each keep a shard of it. Hidden states are the same on all ranks of a tensor group, and no rank
+    has the logits of the whole vocabulary.
 
     Args:
-        directory: Hugging Face directory; each rank reads its own part.
-        mesh: p-t-d.
-        device: Where this rank computes; the current device, if CUDA.
-        dtype: Of the weights and of what is computed. Weights of less than 32 bits that learn are rounded copies of
-            float32 ones, which have the gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
-        optimizer: None for a model that is never trained.
-        with_value_head: Whether it is a value model.
-        transition: How ranks come by the weights that they generate with, on the mesh's generation part; None for a
-            model that does not generate.
-        generates_in_place: Whether the weights of training are a part of those of generation, in memory; else
+        directory: Hugging Face directory; each rank reads its shards.
+        mesh: p-t-d mesh.
+        device: Device of this rank; the current device, if CUDA.
+        dtype: Type of weights and activations. Trained weights of fewer than 32 bits are rounded copies of float32
+            masters, which have gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
+        optimizer: None for a model that is not trained.
+        with_value_head: Whether the model is a value model.
+        transition: Kind of the transition to generation weights; None for a model that does not generate.
+        generates_in_place: Whether training weights are a part of the generation weights' memory; otherwise
             `rollout_weights` copies. For `hybridflow` only.
-        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
-        shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2). Not where it
-            generates in place.
+        activation_checkpointing: Whether layers save their input alone, and recompute in the backward pass.
+        shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2); excludes
+            generation in place.
 
     Attributes:
-        transition: As above.
+        transition: The transition; None for a model that does not generate.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -102,10 +102,10 @@ class ThreeDParallelEngine(ShardedEngine):
             else None
         )
         memory = self.transition.training_memory() if self.transition and generates_in_place else None
-        assert not (memory and shards_over_data), "shards are no part of what generation reads"
+        assert not (memory and shards_over_data), "shards over data ranks are not in generation memory"
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
         self.sees_outputs, self.packs = self._groups.is_last_stage, True
-        # Where each micro-batch gathers weights, fewer of them are worth more.
+        # With sharding over data ranks each micro-batch gathers weights, so fewer micro-batches are faster.
         is_cached = device.type == "cpu" and not shards_over_data and matmul.backend() == "onednn"
         self.cached_tokens = CACHED_TOKENS if is_cached else None
         self.config = self._stage.config
@@ -191,11 +191,11 @@ class ThreeDParallelEngine(ShardedEngine):
         def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
             if not micro_batch.is_dummy and not failures:
                 try:
-                    loss, counts = loss_fn(head(raw, micro_batch), micro_batch)
-                except Exception as error:  # noqa: BLE001 - raised below: the other stages wait for this gradient
+                    loss, stats = loss_fn(head(raw, micro_batch), micro_batch)
+                except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other stages join
                     failures.append(error)
                 else:
-                    accumulator.add(loss, counts)
+                    accumulator.add(loss, stats)
                     return loss
             return dummy_head(raw, micro_batch) * 0
 
@@ -209,13 +209,13 @@ class ThreeDParallelEngine(ShardedEngine):
         return accumulator.total(is_primary=self.sees_outputs and self._groups.tensor_index == 0)
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches, and blank ones where data ranks must run equally many."""
-        missing = self._sharding.num_passes(len(micro_batches)) - len(micro_batches)
+        """The micro-batches, padded with dummies where data ranks must run the same number."""
+        missing = self._sharding.padded_count(len(micro_batches)) - len(micro_batches)
         return [*micro_batches, *(dummy_micro_batch() for _ in range(missing))]
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
-        """Add up the gradients of all ranks that keep the same weight and saw different parts of its gradient."""
+        """Sum the gradients of each weight over the ranks that computed parts of them."""
         self._sharding.sum_gradients()
         tied = set(self._stage.aliases.values())
         for name, x in self._kept.items():
@@ -232,7 +232,7 @@ class ThreeDParallelEngine(ShardedEngine):
         self._sharding.weights_changed()
 
     def _resident(self) -> list[Tensor]:
-        # With masters, the weights that are computed with are others.
+        # With masters, the model computes with other tensors.
         computing = [x.detach() for x in self._sharding.weights.values()]
         return [*super()._resident(), *computing, *(self.transition.resident() if self.transition else ())]
 
@@ -240,16 +240,15 @@ class ThreeDParallelEngine(ShardedEngine):
         return self._stage.shard(name, kept, self._sharding.first_row(name))
 
     def _is_primary(self, name: str) -> bool:
-        return self._sharding.counts and not self._stage.is_replica(name)
+        return self._sharding.is_primary and not self._stage.is_replica(name)
 
     def _gather(
         self, kept: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of one type that lie as the weights, whole on every rank, one at a time in the order of names.
-        Collective.
+        """Tensors with the layout of the weights, whole on every rank, one at a time in the order of names. Collective.
 
         Args:
-            dtype: theirs; where weights are sharded over data ranks, also a coarser one.
+            dtype: type of the tensors; with sharding over data ranks also a coarser one.
         """
         groups, parts = self._groups, self._sharding.parts(kept, dtype)
         for name in sorted(names):
@@ -274,7 +273,7 @@ class ThreeDParallelEngine(ShardedEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype,
     ) -> str:
-        """Write the weights, as they are gathered, as a Hugging Face directory; returns their sha256."""
+        """Write weights while they are gathered, as a Hugging Face directory; returns their sha256."""
         layouts = self._stage.layouts
         sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in layouts.items()}
         sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))

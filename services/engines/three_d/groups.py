@@ -9,21 +9,21 @@ from services.runtime.process_groups import own_group
 
 
 class MeshGroups:
-    """Whom a rank meets along each axis of the training mesh. All ranks of the default process group make it together.
+    """This rank's process group along each axis of a mesh. Constructed by all ranks of the default process group
+    together.
 
-    The order of a group is that of its axis, whatever the numbers of its ranks: a gather along an axis puts the parts
-    in their places. (A `DeviceMesh` made from rank numbers sorts them, which on a permuted mesh puts parts in wrong
-    places without a word.)
+    Ranks of a group are in the order of its axis, whatever their numbers, so that a gather along the axis concatenates
+    parts in order. (A `DeviceMesh` of rank numbers sorts them, which silently misplaces parts on a permuted mesh.)
 
     Attributes:
-        mesh: Sizes of the axes.
+        mesh: The mesh.
         stage, tensor_index, data_index: This rank's position.
-        pipeline, tensor, data: The group along each axis.
-        ends: First and last stage at this rank's tensor and data index, in that order; of the stages between, each
-            is in a group with nobody else.
+        pipeline, tensor, data: Group along each axis.
+        ends: First and last stage at this rank's tensor and data index, in that order; a stage in between is alone in
+            its group.
 
     Raises:
-        ValueError: The mesh has another size than the default process group.
+        ValueError: The sizes of the mesh and the default process group differ.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,8 +1,8 @@
-"""Micro-batches through the stages of a pipeline: forwards only, or forwards and backwards (1F1B).
+"""Micro-batches through the stages of a pipeline: forward passes only, or forward and backward passes (1F1B).
 
-All stages of a pipeline have the same micro-batches, so only hidden states and their gradients travel. Between two
-stages all of a call have one shape, [N, H] with N tokens of the largest, because the schedule allocates its buffers
-once; a stage computes on the real ones alone, in the micro-batch's own shape.
+All stages of a pipeline have the same micro-batches, so ranks exchange hidden states and their gradients alone. The
+schedule allocates its buffers once, so all hidden states of a call are padded to one shape [N, H], N being the tokens
+of the largest micro-batch; a stage computes on the tokens of the micro-batch alone, in its own shape.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def run_forward(
     hidden_template: Tensor,
 ) -> Iterator[Tensor | Output]:
     """Outputs of this stage for each micro-batch, in order: hidden states [B, T, H], which are sent to the next stage,
-    or, on the last, what the head reads.
+    or on the last stage outputs of the head.
 
     Args:
-        hidden_template: A tensor of the type, device and last dimension of hidden states.
+        hidden_template: A tensor with the type, device and last dimension of hidden states.
     """
     for micro_batch in micro_batches:
         incoming = None
@@ -59,8 +59,8 @@ def run_forward_backward(
     """Add the gradient of the sum of all losses to `.grad` of this stage's parameters.
 
     Args:
-        loss_head: Reads the loss of a micro-batch, a scalar. Called on the last stage only, in order, and also for
-            blank micro-batches.
+        loss_head: Head whose output is the loss of a micro-batch, a scalar. Called on the last stage only, in order,
+            also for dummy micro-batches.
         hidden_template: As in `run_forward`.
     """
     num_stages = groups.mesh.pipeline
@@ -68,7 +68,7 @@ def run_forward_backward(
         for micro_batch in micro_batches:
             stage.forward(None, micro_batch, loss_head).backward()
         return
-    # With fewer micro-batches than stages 1F1B does not run.
+    # 1F1B needs at least as many micro-batches as stages.
     missing = max(num_stages - len(micro_batches), 0)
     every = [*micro_batches, *(dummy_micro_batch().to(hidden_template.device) for _ in range(missing))]
     wired = _StageBetweenWires(stage, groups, every, loss_head)
@@ -83,14 +83,14 @@ def run_forward_backward(
     schedule = Schedule1F1B(
         pipeline_stage, len(numbers), loss_fn=lambda loss, number: loss, scale_grads=False
     )
-    # The schedule cuts its inputs into micro-batches itself: it gets their numbers.
+    # The schedule splits its inputs into micro-batches itself, so its inputs are their numbers.
     arguments = (numbers,) if groups.is_first_stage else ()
     target = numbers if groups.is_last_stage else None
     schedule.step(*arguments, target=target, return_outputs=False, number=numbers)
 
 
 class _StageBetweenWires(nn.Module):
-    """A stage between two wires; the last one ends in the loss."""
+    """A stage with padded hidden states [N, H] as input and output; the output of the last stage is the loss."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _StageBetweenWires(nn.Module):
         incoming = None if self._groups.is_first_stage else _unpacked(wire_NH, micro_batch)
         output = self._stage.forward(incoming, micro_batch, self._loss_head)
         if self._groups.is_last_stage:
-            # In one type, whatever the loss is computed in.
+            # The schedule's buffer has one type, whatever type the loss is computed in.
             return output.double()
         hidden_NH = output.flatten(0, 1)
         return F.pad(hidden_NH, (0, 0, 0, self.num_tokens - len(hidden_NH)))

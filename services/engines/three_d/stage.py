@@ -1,4 +1,4 @@
-"""The part of a transformer that one rank of a mesh has: some of the layers, and of each of their weights a part."""
+"""The part of a transformer on one rank of a mesh: the layers of its stage, each with a tensor shard of its weights."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ _BACKBONE = "backbone."
 
 Output = TypeVar("Output")
 Memory = Callable[[str], Tensor]
-"""Gives a tensor of this rank its memory, in the shape its layout keeps it in."""
+"""Memory for a weight of this rank, by name, in the kept shape of its layout."""
 
 
 class ModelStage:
-    """One rank's part of a causal language model or value model of a Hugging Face directory. Its parameters have
-    shapes and no memory before `allocate`, and no values before `load`, which reads only what the rank keeps.
+    """One rank's part of a causal language model or value model. Parameters have no memory before `allocate` and no
+    values before `load`, which reads this rank's shards alone.
 
-    The model's own transformers classes compute; its linear layers are replaced by their parallel forms, and the
-    layers of other stages are taken away.
+    Computation is that of the model's transformers classes, with linear layers replaced by parallel ones and without
+    the layers of other stages.
 
     Args:
-        directory: Of a model of one of the `FAMILIES`.
-        groups: The rank's place in the mesh.
-        device: Where this rank computes.
-        dtype: Of the weights and of what is computed.
-        with_value_head: Whether each position gets a value instead of logits.
-        layouts: Of every tensor on these groups; default as the mesh cuts them.
-        activation_checkpointing: Whether layers compute again in the backward pass, and keep their input alone.
+        directory: Hugging Face directory of a model of one of the `FAMILIES`.
+        groups: Position and process groups of the rank.
+        device: Device of this rank.
+        dtype: Type of weights and activations.
+        with_value_head: Whether the model has a value head instead of an output layer.
+        layouts: Layout of every tensor on these groups; default as the mesh cuts them.
+        activation_checkpointing: Whether layers save their input alone, and recompute in the backward pass.
 
     Attributes:
         device, dtype: As above.
-        config: Of the model.
-        layouts: Of every tensor of the model, by its name in the checkpoint; a tied one only by its first name.
-        aliases: Further names of tied tensors, and their first name.
-        parameters: What this rank keeps, by name. The last stage keeps a replica of a tied embedding.
-        module: All that computes, as one forward pass.
-        layers: Those of the model's layers that are in it.
+        config: Configuration of the whole model.
+        layouts: Layout of every tensor of the model, by its name in the checkpoint; tied tensors under the first name.
+        aliases: First name of a tied tensor, by each further name.
+        parameters: This rank's weights, by name. The last stage keeps a replica of a tied embedding.
+        module: The stage as one module.
+        layers: The model's layers in this stage.
 
     Raises:
-        ValueError: The model is of another kind, does not divide, or is not in the directory.
+        ValueError: The model is of another kind, does not divide over the mesh, or is not in the directory.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ModelStage:
             recompute_in_backward(backbone.layers)
 
     def allocate(self, memory: Memory | None = None) -> None:
-        """Give the parameters memory; default memory of their own."""
+        """Allocate the parameters; by default each in memory of its own."""
         names = {parameter: name for name, parameter in self.parameters.items()}
         self.parameters = {name: nn.Parameter((memory or self._own_memory)(name)) for name in self.parameters}
         for path, parameter in list(self.module.named_parameters(remove_duplicate=False)):
@@ -139,10 +139,10 @@ class ModelStage:
     def forward(
         self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, head: Head[Output]
     ) -> Tensor | Output:
-        """Hidden states [B, T, H] after this stage's layers; on the last stage, what the head reads off them.
+        """Hidden states [B, T, H] after this stage's layers; on the last stage, the output of the head.
 
         Args:
-            incoming_BTH: What the previous stage gives; None on the first.
+            incoming_BTH: Hidden states of the previous stage; None on the first.
         """
         return self.module(incoming_BTH, micro_batch, head)
 
@@ -151,27 +151,27 @@ class ModelStage:
         return DynamicCache(config=self._backbone.config)
 
     def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """Append tokens to a KV cache of this stage's layers; returns their hidden states [B, T, H] after these.
+        """Append tokens to a KV cache of this stage's layers; returns the hidden states [B, T, H] after them.
 
         Args:
-            incoming: Token ids [B, T] on the first stage, on others what the previous one gives.
-            padding: Attention mask and position ids, where rows are padded.
+            incoming: Token ids [B, T] on the first stage, hidden states of the previous stage on others.
+            padding: Attention mask and position ids of padded rows.
         """
         hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
         output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
         return output.last_hidden_state
 
     def next_logits(self, hidden_BTH: Tensor) -> Tensor:
-        """Logits [B, V] over the whole vocabulary, of the token after the last position. On the last stage only."""
-        assert isinstance(self._head, VocabularyParallelHead), "a value model generates nothing"
+        """Logits [B, V] over the whole vocabulary of the token after the last position. On the last stage only."""
+        assert isinstance(self._head, VocabularyParallelHead), "a value model does not generate"
         return self._head.logits(hidden_BTH[:, -1])
 
     def shard(self, name: str, kept: Tensor, first_row: int = 0) -> WeightShard:
-        """This rank's part of a tensor, as a box of the checkpoint's tensor; as `Layout.shard`."""
+        """This rank's part of a tensor as a box of the checkpoint's tensor; as `Layout.shard`."""
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
     def write_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write what a Hugging Face directory with weights in `dtype` has beside weights and tokenizer.
+        """Write the configuration files of a Hugging Face directory with weights in `dtype`.
 
         Raises:
             OSError: A file could not be written.
@@ -181,8 +181,7 @@ class ModelStage:
             self._generation_config.save_pretrained(directory)
 
     def is_replica(self, name: str) -> bool:
-        """Whether another rank of the same data index keeps the same and counts for it, where something is counted or
-        written once."""
+        """Whether this rank's copy of a weight is a replica of the primary one, on another rank of its data index."""
         layout, groups = self.layouts[name], self._groups
         return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 
@@ -191,19 +190,19 @@ class ModelStage:
         first = self._groups.stage * num_layers
         backbone.layers = backbone.layers[first : first + num_layers]
         for number, layer in enumerate(backbone.layers, first):
-            # By which the layer finds its part of a KV cache, which has those of this stage only.
+            # The layer's index into a KV cache, which has the layers of this stage only.
             layer.self_attn.layer_idx -= first
             self._cut(layer, backbone)
             self._keep(layer, f"{prefix}layers.{number}.")
-        # The transformer goes over as many layers as its configuration says, and looks up the type of each.
+        # The transformer runs as many layers as its configuration says, and looks up the type of each.
         backbone.config.num_hidden_layers = num_layers
         if getattr(backbone.config, "layer_types", None):
             backbone.config.layer_types = backbone.config.layer_types[first : first + num_layers]
-        # What it knows of positions is computed, and not in the checkpoint.
+        # Rotary frequencies are computed, and not in the checkpoint.
         backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
-        """Put the parallel form of each linear layer that the plan cuts in its place."""
+        """Replace each linear layer that the plan cuts by its parallel form."""
         group, fanned_out = self._groups.tensor, set()
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
@@ -218,7 +217,7 @@ class ModelStage:
             fan_out_input(layer.get_submodule(path), group)
 
     def _keep(self, module: nn.Module, prefix: str) -> None:
-        """Note the module's weights under their names."""
+        """Register the module's weights under their names in the checkpoint."""
         self.parameters |= {f"{prefix}{path}": parameter for path, parameter in module.named_parameters()}
 
     def _own_memory(self, name: str) -> Tensor:
@@ -227,7 +226,7 @@ class ModelStage:
     def _keep_ends(
         self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
     ) -> tuple[nn.Module | None, nn.Module | None]:
-        """Keeps the modules before the first layer and after the last, on the ranks that have them."""
+        """Embedding of the first stage, and norm and head of the last; returns embedding and head, or None for each."""
         groups, embedding, head = self._groups, None, None
         if groups.is_first_stage:
             num_rows = self.layouts[self._embedding_name].kept_shape[0]
@@ -254,11 +253,12 @@ class ModelStage:
 
 
 class _StageModule(nn.Module):
-    """A stage, and what is read off the last one, as one forward pass: its weights need not be there for longer.
+    """A stage as one module; on the last stage the forward pass includes the head's computation, so that FSDP keeps its
+    weights gathered for it.
 
     Args:
-        embedding: On the first stage.
-        head: What values or logits come out of, on the last.
+        embedding: Embedding on the first stage, else None.
+        head: Output layer or value head on the last stage, else None.
     """
 
     def __init__(self, embedding: nn.Module | None, backbone: nn.Module, head: nn.Module | None) -> None:
@@ -284,7 +284,7 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
 
 
 def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tuple[Any, Any]:
-    """The whole model without memory, and its transformer."""
+    """The whole model on the meta device, and its transformer."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         if with_value_head:

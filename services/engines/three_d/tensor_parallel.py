@@ -1,9 +1,9 @@
-"""Layers of which every rank of a tensor group holds a part (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Tensor-parallel layers, sharded over the ranks of a tensor group (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-Between layers all ranks hold the same activations, and all compute the same loss from them; so the gradient of an
-activation is whole on every rank, unless it went into a layer that is cut by columns.
+Between layers all ranks have the same activations, and compute the same loss from them. So the gradient of an
+activation is whole on every rank, except that of the input of a column-parallel layer.
 
-Layers are made without memory, on the meta device: the model that they are put into gives their weights memory.
+Weights are constructed on the meta device; `ModelStage.allocate` allocates them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from services.compute.logits import DeferredLogits, OutputLayer, local_rows
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks of a group; backward, each rank's part gets the whole gradient."""
+    """All-reduce over a group; in the backward pass, the gradient is passed on unchanged."""
     return x if group.size() == 1 else _SumForward.apply(x, group)
 
 
 def fan_out(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The same activation for ranks that each compute a part of what follows; backward, gradients are summed."""
+    """The activation unchanged, as input of column-parallel layers; in the backward pass, gradients are all-reduced."""
     return x if group.size() == 1 else _SumBackward.apply(x, group)
 
 
 def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
-    """Make the first argument of a block, `hidden_states`, come through `fan_out`."""
+    """Pass the first argument of a block, `hidden_states`, through `fan_out`."""
 
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -42,9 +42,9 @@ def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some of the outputs. Weight [out / t, in], bias [out / t].
+    """A linear layer sharded by outputs. Weight [out / t, in], bias [out / t].
 
-    Its input must come through `fan_out`, once for all such layers that share it.
+    Its input must have passed `fan_out`, once for all layers that share it.
     """
 
     def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
@@ -58,9 +58,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank multiplies some of the inputs. Weight [in / t, out], bias [out].
+    """A linear layer sharded by inputs. Weight [in / t, out], bias [out].
 
-    The weight is stored transposed: so the parts of a group, end to end, are the (transposed) weight, and gathering
+    The weight is stored transposed, so that the concatenated shards of a group are the transposed weight, and gathering
     it is one contiguous copy.
     """
 
@@ -77,11 +77,11 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """An embedding of which each rank holds the rows of some tokens. Weight [padded vocabulary / t, hidden].
+    """An embedding sharded by tokens. Weight [padded vocabulary / t, hidden].
 
     Args:
-        whole: The embedding that is cut.
-        num_rows: Tokens of each rank, those of the padding included.
+        whole: The whole embedding.
+        num_rows: Tokens per rank, padding included.
     """
 
     def __init__(self, whole: nn.Embedding, num_rows: int, group: ProcessGroup) -> None:
@@ -100,14 +100,14 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """An output layer of which each rank computes the logits of some tokens. Weight [padded vocabulary / t, hidden].
+    """An output layer sharded by tokens. Weight [padded vocabulary / t, hidden].
 
-    In training no rank ever has the logits of all tokens: only sums and maxima over the vocabulary are exchanged, a few
-    numbers per position.
+    In training no rank has the logits of all tokens: ranks exchange sums and maxima over the vocabulary, a few numbers
+    per position.
 
     Args:
-        weight: Of this rank.
-        vocabulary: Number of tokens that exist; the others are padding.
+        weight: Shard of this rank.
+        vocabulary: Number of tokens without padding.
     """
 
     def __init__(self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup) -> None:
@@ -122,7 +122,7 @@ class VocabularyParallelHead(nn.Module):
         return DeferredLogits(fan_out(hidden_BKH, self._group), layer)
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """Logits [B, V] of all tokens, on every rank. Without a gradient."""
+        """Logits [B, V] of all tokens, on every rank, without gradient."""
         ours_BV = linear(hidden_BH, self.weight)
         parts = [ours_BV]
         if self._group.size() > 1:

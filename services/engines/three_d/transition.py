@@ -1,142 +1,66 @@
-"""From the weights of training to those of generation, on the same ranks (HybridFlow, section 5).
+"""Transition from training to generation weights on the same ranks (HybridFlow, section 5).
 
-A rank of a p-t-d mesh keeps 1/(p t) of the model and generates with 1/(pg tg) of it. In between, ranks gather what they
-lack from those that train it. Three ways to choose whom to gather with, by the names of the paper's Table 2:
+A rank of a p-t-d mesh trains 1/(p t) of the model and generates with 1/(pg tg) of it. Before generation, it gathers the
+missing weights from the ranks that train them, in one of three ways, named as in the paper's Table 2:
 
     transition    ranks that gather           bytes received            most weights held
     hybridflow    the micro-DP group          (tp - tg pg)/(tg pg tp)   1/(tg pg)
     hybridflow_v  one model-parallel group    (tp - 1)/(tp)             1
     gather_all    all ranks, d of a part      (tpd - 1)/(tpd)           1
 
-With `hybridflow` ranks are numbered so that what a rank trains is a part of what it generates with; its own part is
-then in its place before and after, and the gather fills in the rest around it. The others exist to be compared with:
-`hybridflow_v` numbers ranks in the usual order, so that parts do not nest, and `gather_all` is how DeepSpeed-Chat
-leaves ZeRO-3.
+With `hybridflow` ranks are numbered so that each rank's training shard is a part of its generation shard: it stays in
+place, and the gather fills in the rest around it. The other two are baselines for comparison: `hybridflow_v` numbers
+ranks in the usual order, so shards do not nest, and `gather_all` is how DeepSpeed-Chat leaves ZeRO-3.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from nccl_transfer.refs.mesh import Mesh
+from services.engines.three_d.bundles import Bundle, bundle_layers
+from services.engines.three_d.gather_groups import (
+    JoinedGroup,
+    Kind,
+    gather_groups,
+    gather_groups_of_tied,
+    join,
+)
 from services.engines.three_d.stage import Memory
-from services.runtime.process_groups import own_group
 from services.storage.layout import Layout
 
-Kind = Literal["hybridflow", "hybridflow_v", "gather_all"]
-
-# Its name from torch 2.13 on, and the one before.
+# The name since torch 2.13, and the one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass
 class ReceivedBytes:
-    """Bytes that this rank got in gathers: of weights that are cut into parts, and of those kept whole (norms)."""
+    """Bytes that this rank received in gathers: of weights cut into parts, and of weights kept whole (norms)."""
 
     cut: int = 0
     whole: int = 0
 
 
-@dataclass(frozen=True)
-class GatherGroup:
-    """The ranks that gather from each other, by what they have: every stage of `stages` in every part of `parts`, each
-    `copies` times, of which each gives its share."""
-
-    stages: range
-    parts: range
-    copies: int
-    ranks: tuple[int, ...]
-
-    def member(self, stage: int, part: int, copy: int) -> int:
-        """Number within the group."""
-        return (self.stages.index(stage) * len(self.parts) + self.parts.index(part)) * self.copies + copy
-
-    def of_stages(self, stages: range) -> GatherGroup:
-        """Those of its ranks that have some of its stages."""
-        first, last = (self.member(stage, self.parts[0], 0) for stage in (stages[0], stages[-1]))
-        return replace(self, stages=stages, ranks=self.ranks[first : last + len(self.parts) * self.copies])
-
-
-def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
-    """The groups of a transition; each rank is in one."""
-    stages, parts = mesh.pipeline_ratio, mesh.tensor_ratio
-    if kind == "hybridflow":
-        return [
-            GatherGroup(
-                range(p, p + stages), range(t, t + parts), 1, tuple(mesh.micro_data_group(mesh.rank(p, t, d)))
-            )
-            for p in range(0, mesh.pipeline, stages)
-            for t in range(0, mesh.tensor, parts)
-            for d in range(mesh.data)
-        ]
-    everywhere = range(mesh.pipeline), range(mesh.tensor)
-    if kind == "hybridflow_v":
-        return [_gathering(mesh, *everywhere, range(d, d + 1)) for d in range(mesh.data)]
-    return [_gathering(mesh, *everywhere, range(mesh.data))]
-
-
-def _gathering(mesh: Mesh, stages: range, parts: range, copies: range) -> GatherGroup:
-    ranks = tuple(mesh.rank(p, t, d) for p in stages for t in parts for d in copies)
-    return GatherGroup(stages, parts, len(copies), ranks)
-
-
-def gather_groups_of_tied(mesh: Mesh, groups: Sequence[GatherGroup]) -> list[GatherGroup]:
-    """The groups for a tensor that first and last stage have alike: where one holds both, its last stage gathers apart,
-    and is not sent what it has."""
-    ends, found = {0, mesh.pipeline - 1}, []
-    for group in groups:
-        if mesh.pipeline > 1 and ends <= set(group.stages):
-            found += [group.of_stages(group.stages[:-1]), group.of_stages(group.stages[-1:])]
-        else:
-            found.append(group)
-    return found
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Tensors of one shape that one collective gathers: the same weight of a layer of each stage, or a weight that one
-    stage has."""
-
-    names: tuple[str, ...]
-    layout: Layout
-    stages: tuple[int, ...]
-
-    def buffer_shape(self, num_parts: int) -> tuple[int, ...]:
-        """Of all parts that a gathering has, of all names."""
-        rows, *rest = self.layout.kept_shape
-        return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
-
-
-class JoinedGroup(NamedTuple):
-    """The gathering that a rank is in, and its process group."""
-
-    gathering: GatherGroup
-    group: ProcessGroup
-
-
 class Transition:
-    """Gathers the weights that this rank generates with. All ranks of the default process group make it and use it
-    together.
+    """Gathers this rank's generation weights. All ranks of the default process group construct it, and call its
+    methods, together.
 
     Args:
-        layouts: Of all tensors, on the training mesh.
-        in_place: Keep what is gathered in memory of its own, for life, of which the weights of training are a part.
-            For `hybridflow` only.
+        layouts: Layouts of all tensors on the training mesh.
+        mesh: Training and generation mesh.
+        kind: Ranks to gather with.
+        dtype: Type of the gathered weights.
+        in_place: Gather into permanent buffers, of which the training weights are a part; for `hybridflow` only.
 
     Attributes:
-        layouts: Of all tensors, on the generation mesh.
+        layouts: Layouts of all tensors on the generation mesh.
         in_place: As above.
-        received: Counted since it was made.
+        received: Bytes received since construction.
     """
 
     def __init__(
@@ -149,21 +73,25 @@ class Transition:
         device: torch.device,
         in_place: bool,
     ) -> None:
-        assert not in_place or kind == "hybridflow", "only then the weights of training are a part"
+        assert not in_place or kind == "hybridflow", "only hybridflow trains in generation memory"
         rank = dist.get_rank()
         self._mesh, self._dtype, self._device = mesh, dtype, device
         self._stage, self._part, _ = mesh.position(rank)
         self._generation_stage, self._generation_part, _ = mesh.generation_position(rank)
         groups = gather_groups(mesh, kind)
-        self._joined = self._joined_for_tied = _join(groups)
+        self._joined = self._joined_for_tied = join(groups)
         groups_of_tied = gather_groups_of_tied(mesh, groups)
         if groups_of_tied != groups and any(layout.tied for layout in layouts.values()):
-            self._joined_for_tied = _join(groups_of_tied)
+            self._joined_for_tied = join(groups_of_tied)
         self.layouts = {
             name: layout.merged(mesh.pipeline_ratio, mesh.tensor_ratio) for name, layout in layouts.items()
         }
-        self._training = layouts
-        self._buckets = self._bundled()
+        self._buckets = bundle_layers(
+            layouts,
+            self._joined.ranks.stages,
+            self._joined_for_tied.ranks.stages,
+            last_stage=mesh.pipeline - 1,
+        )
         bundles = [bundle for bucket in self._buckets for bundle in bucket]
         self._of_name = {name: bundle for bundle in bundles for name in bundle.names}
         self._buffers = {bundle: self._empty(bundle) for bundle in bundles} if in_place else None
@@ -171,10 +99,9 @@ class Transition:
         self.received = ReceivedBytes()
 
     def training_memory(self) -> Memory:
-        """Of the weights of training: parts of what generation reads."""
-
+        """Memory of the training weights: views of the gather buffers."""
         buffers = self._buffers
-        assert buffers is not None, "only weights that are gathered in place are parts of others"
+        assert buffers is not None, "only with in_place are training weights views of the buffers"
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]
@@ -183,7 +110,7 @@ class Transition:
         return memory
 
     def generation_memory(self) -> Memory:
-        """Of the weights of generation; where they are not gathered in place, none, in the right shape."""
+        """Memory of the generation weights: views of the gather buffers, or placeholders of their shape."""
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]
@@ -195,17 +122,19 @@ class Transition:
         return memory
 
     def resident(self) -> list[Tensor]:
-        """The memory of what is gathered in place."""
+        """The permanent buffers."""
         return list(self._buffers.values()) if self._buffers is not None else []
 
     @torch.no_grad()
     def gather(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All-gathers this rank's generation weights, by name, one layer of each stage at a time.
+        """All-gathers this rank's generation weights, by name, one layer of each stage at a time. The iterator is
+        collective: run it to its end on every rank.
 
         Args:
-            weights: Of this rank, in training.
+            weights: This rank's training weights.
 
-        The iterator is collective: run it to its end on every rank. What was not gathered in place is the caller's.
+        Yields:
+            Name and tensor: a view of a permanent buffer, or without `in_place` of one that the caller owns.
         """
         for bucket in self._buckets:
             yield from self._gather_bucket(bucket, weights)
@@ -227,7 +156,7 @@ class Transition:
                     yield name, self._generated(bundle, buffer, number)
 
     def _generates_with(self, bundle: Bundle, stage: int) -> bool:
-        """Whether this rank needs what a stage of training has of a bundle."""
+        """Whether this rank generates with the tensor of a training stage in a bundle."""
         if bundle.layout.tied:
             return self._generation_stage in (0, self._mesh.generation_pipeline - 1)
         return stage // self._mesh.pipeline_ratio == self._generation_stage
@@ -235,55 +164,27 @@ class Transition:
     def _joined_for(self, layout: Layout) -> JoinedGroup:
         return self._joined_for_tied if layout.tied else self._joined
 
-    def _bundled(self) -> list[list[Bundle]]:
-        """All tensors of the stages that are gathered: first those that stand alone, then layer by layer."""
-        stages, layouts = self._joined.gathering.stages, self._training
-        per_stage = 1 + max(
-            int(found[1]) for name, x in layouts.items() if x.stage == 0 and (found := _LAYER.search(name))
-        )
-        buckets: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name, layout in layouts.items():
-            if (found := _LAYER.search(name)) is not None:
-                if layout.stage in stages:
-                    number = int(found[1]) % per_stage
-                    buckets[number][_LAYER.sub(f".layers.{number}.", name)].append(name)
-            elif self._stage_of(name) is not None:
-                buckets[-1][name].append(name)
-        return [[self._bundle(names) for names in bucket.values()] for _, bucket in sorted(buckets.items())]
-
-    def _bundle(self, names: list[str]) -> Bundle:
-        staged = sorted((stage, name) for name in names if (stage := self._stage_of(name)) is not None)
-        return Bundle(
-            tuple(name for _, name in staged), self._training[names[0]], tuple(stage for stage, _ in staged)
-        )
-
-    def _stage_of(self, name: str) -> int | None:
-        """The stage of the gathering that has a tensor. A tied one the last stage has too."""
-        layout = self._training[name]
-        has = [layout.stage, *([self._mesh.pipeline - 1] if layout.tied else [])]
-        return next((stage for stage in has if stage in self._joined_for(layout).gathering.stages), None)
-
     def _empty(self, bundle: Bundle) -> Tensor:
-        shape = bundle.buffer_shape(len(self._joined.gathering.parts))
+        shape = bundle.buffer_shape(len(self._joined.ranks.parts))
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _trained(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
-        """This rank's part of a buffer."""
+        """View of a buffer: this rank's training shard."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
-        return buffer[number].narrow(0, self._joined.gathering.parts.index(self._part) * rows, rows)
+        return buffer[number].narrow(0, self._joined.ranks.parts.index(self._part) * rows, rows)
 
     def _generated(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
-        """The part of a buffer that this rank generates with."""
+        """View of a buffer: this rank's generation shard."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
-        first = self._generation_part * self._mesh.tensor_ratio - self._joined.gathering.parts.start
+        first = self._generation_part * self._mesh.tensor_ratio - self._joined.ranks.parts.start
         return buffer[number].narrow(0, first * rows, self._mesh.tensor_ratio * rows)
 
     def _start(self, bundle: Bundle, buffer: Tensor, weights: Mapping[str, Tensor]) -> list[dist.Work]:
-        """Begin to fill a buffer with what the ranks have of a bundle."""
+        """Starts the collectives that fill a buffer."""
         if self._buffers is None and self._stage in bundle.stages:
             number = bundle.stages.index(self._stage)
             self._trained(bundle, buffer, number).copy_(weights[bundle.names[number]])
@@ -304,11 +205,11 @@ class Transition:
         ]
 
     def _shares(self, bundle: Bundle, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """Which member of the group gives which bytes of a buffer."""
-        group, shares = self._joined_for(bundle.layout).gathering, []
+        """The bytes of a buffer that each member of the group contributes."""
+        group, shares = self._joined_for(bundle.layout).ranks, []
         for number, stage in enumerate(bundle.stages):
             givers = [group.member(stage, part, copy) for part in group.parts for copy in range(group.copies)]
-            # All of them have what is kept whole.
+            # A tensor that is not cut is the same on all members.
             givers = givers if bundle.layout.is_cut else givers[:1]
             shares += zip(givers, _bytes(buffer[number]).tensor_split(len(givers)), strict=True)
         return shares
@@ -320,13 +221,8 @@ class Transition:
             self.received.whole += nbytes
 
 
-def _join(gather_groups: Sequence[GatherGroup]) -> JoinedGroup:
-    own = next(each for each in gather_groups if dist.get_rank() in each.ranks)
-    return JoinedGroup(own, own_group([each.ranks for each in gather_groups]))
-
-
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory, as bytes: every backend moves them, whatever the type."""
+    """A view as bytes, which every backend transfers."""
     return x.view(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""How the data ranks of a mesh keep the weights that they share: each all of them, or each a shard."""
+"""Sharding of a stage's weights over the data ranks of a mesh: replicated, or fully sharded."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ from services.runtime.process_groups import add_up
 
 
 class WeightSharding(ABC):
-    """A stage's weights on the ranks of `groups.data`, loaded.
+    """A stage's weights on the ranks of `groups.data`, with values.
 
     Attributes:
-        kept: What this rank keeps, in the type it learns in, by name.
-        weights: The same in the type the stage computes in, or `kept`.
-        counts: Whether what it keeps counts where each weight is counted or written once, not as a replica.
+        kept: This rank's weights in the type of the optimizer, by name.
+        weights: The same weights in the type that the stage computes in; `kept` itself if the types are the same.
+        is_primary: Whether this rank, of those with a replica of the weights, counts them in norms and writes them.
     """
 
     kept: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
-    counts: bool
+    is_primary: bool
 
     @abstractmethod
     def first_row(self, name: str) -> int:
-        """Of this rank's part of a tensor, with which what is kept begins."""
+        """First row of a weight's part on this stage that this rank keeps."""
 
     @abstractmethod
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """This rank's parts of tensors, whole and in a type not finer than theirs, of some that lie as what is kept. To
-        read one is collective."""
+        """The stage's parts of tensors with the layout of `kept`, in a type not finer than theirs. Reading one is
+        collective."""
 
     @abstractmethod
-    def num_passes(self, count: int) -> int:
-        """How many micro-batches a rank must run that has so many. Collective."""
+    def padded_count(self, count: int) -> int:
+        """Number of micro-batches, dummies included, to run for `count` micro-batches of this rank. Collective."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """Around forward and backward passes."""
+        """A block of forward and backward passes."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
-        """Leave the gradients of all data ranks, added up, in `.grad` of what is kept. Collective."""
+        """Store the gradients summed over data ranks in `.grad` of `kept`. Collective."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget those of the weights."""
+        """Drop gradients of the stage's parameters."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Called when the kept weights have new values."""
+        """Update copies of `kept` after it has changed."""
 
 
 class Replicated(WeightSharding):
-    """Each has all of them, in place; gradients are summed when all micro-batches are done.
+    """Every data rank has all weights of the stage; gradients are summed after all micro-batches.
 
     Args:
-        stage: Its weights have no memory yet.
-        kept_dtype: Other than that of the weights: they are rounded copies of what is kept.
-        memory: For the weights; default memory of their own.
+        stage: The stage; its weights have no memory yet.
+        kept_dtype: Type of `kept`. If it is not the stage's type, the weights are rounded copies of `kept`.
+        memory: Memory of the weights; default memory of their own.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Replicated(WeightSharding):
         self.weights = self.kept = stage.parameters
         if any(x.dtype != kept_dtype for x in self.weights.values()):
             self.kept = _masters(self.weights, kept_dtype)
-        self.counts = groups.data_index == 0
+        self.is_primary = groups.data_index == 0
         _load(stage, self)
 
     def first_row(self, name: str) -> int:
@@ -95,7 +95,7 @@ class Replicated(WeightSharding):
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         return kept
 
-    def num_passes(self, count: int) -> int:
+    def padded_count(self, count: int) -> int:
         return count
 
     def computing(self) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ class Replicated(WeightSharding):
             add_up([x.grad for x in self.kept.values() if x.grad is not None], self._group)
 
     def drop_gradients(self) -> None:
-        """Weights have none that are not of what is kept."""
+        """Parameters have no gradients besides those of `kept`."""
 
     @torch.no_grad()
     def weights_changed(self) -> None:
@@ -120,20 +120,20 @@ class Replicated(WeightSharding):
 
 
 class FullySharded(WeightSharding):
-    """Each has some rows of each of them, their gradients and moments (FSDP2). A layer's are gathered while it
-    computes, and gradients are summed and cut after each micro-batch.
+    """Every data rank has a shard of each weight, its gradient and moments (FSDP2). A layer's weights are gathered to
+    compute, and gradients are reduce-scattered after each micro-batch.
 
     Args:
-        stage: Its weights have no memory yet.
-        kept_dtype: Of the shards; what is gathered of them has the stage's.
+        stage: The stage; its weights have no memory yet.
+        kept_dtype: Type of the shards; gathered weights have the stage's type.
     """
 
-    counts = True
+    is_primary = True
 
     def __init__(self, stage: ModelStage, groups: MeshGroups, kept_dtype: torch.dtype) -> None:
         self._layouts, self._group = stage.layouts, groups.data
         self._device = stage.device
-        # Still without memory, in the type of the shards: no rank ever has more than those.
+        # On the meta device, so that no rank ever has memory for more than its shards.
         stage.allocate(
             lambda name: torch.empty(stage.layouts[name].kept_shape, dtype=kept_dtype, device="meta")
         )
@@ -145,12 +145,12 @@ class FullySharded(WeightSharding):
             compute_dtype=stage.dtype if stage.dtype != kept_dtype else None,
         )
         for module in stage.module.modules():
-            # Not of those that have buffers alone, which are there.
+            # Modules with buffers alone have memory already.
             if any(True for _ in module.parameters(recurse=False)):
                 module.to_empty(device=stage.device, recurse=False)
         assert isinstance(stage.module, FSDPModule)
         self._module = stage.module
-        # FSDP sets itself up in its first forward, which may move the shards.
+        # FSDP initializes in its first forward pass, which may move the shards.
         with torch.no_grad(), self.computing():
             for parameter in stage.module.parameters():
                 parameter.zero_()
@@ -168,14 +168,14 @@ class FullySharded(WeightSharding):
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         return _Gathered(kept, partial(self._gather, dtype))
 
-    def num_passes(self, count: int) -> int:
+    def padded_count(self, count: int) -> int:
         most = torch.tensor(count, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return int(most)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Leaves nothing of the weights but the shards, whatever happened."""
+        """Frees all gathered weights after the block, also if it failed."""
         try:
             yield
         finally:
@@ -191,10 +191,10 @@ class FullySharded(WeightSharding):
             parameter.grad = None
 
     def weights_changed(self) -> None:
-        """They are what is kept."""
+        """The weights are `kept` itself."""
 
     def _rows_each(self, name: str) -> int:
-        """Of a tensor's part, on every data rank but the last that have any."""
+        """Rows per data rank; the last ranks have fewer or none."""
         return -(-self._layouts[name].kept_shape[0] // self._group.size())
 
     def _gather(self, dtype: torch.dtype, name: str, local: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class FullySharded(WeightSharding):
 
 
 class _Gathered(Mapping[str, Tensor]):
-    """Tensors that are gathered when they are read, each time anew."""
+    """Tensors that are gathered each time they are read."""
 
     def __init__(self, local: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor]) -> None:
         self._local, self._gather = local, gather
@@ -231,7 +231,7 @@ def _load(stage: ModelStage, sharding: WeightSharding) -> None:
 
 
 def _masters(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Finer tensors like them, to which the gradients of each backward pass are moved and added."""
+    """Masters of parameters in a finer type. Gradients of each backward pass are moved to them and added up."""
     masters = {name: torch.empty_like(x, dtype=dtype) for name, x in parameters.items()}
 
     def mover(master: Tensor) -> Callable[[Tensor], None]:

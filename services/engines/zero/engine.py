@@ -1,5 +1,5 @@
-"""Data-parallel training on DeepSpeed ZeRO (Rajbhandari et al. 2020): ranks share out optimizer state, gradients
-and weights."""
+"""Data-parallel training with DeepSpeed ZeRO (Rajbhandari et al. 2020), which partitions optimizer state, gradients
+and weights over ranks."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ Output = TypeVar("Output")
 
 
 class ZeROEngine(DataParallelEngine):
-    """A model on all ranks of the default process group, which must be initialised (gloo for CPU, nccl for CUDA).
+    """A model on all ranks of the default process group, which must be initialized (gloo for CPU, nccl for CUDA).
 
-    What a rank keeps of a weight is an interval of its elements in row-major order. A box of it, at most three for a
-    matrix, is what the optimizer's state, snapshots and checkpoints know.
+    A rank keeps an interval of a weight's elements in row-major order. Optimizer state, snapshots and checkpoints hold
+    it as boxes, at most three for a matrix.
 
     Args:
         directory: Hugging Face directory.
-        stage: 1 cuts the optimizer's state, 2 gradients too, 3 weights too.
-        device: Where this rank computes; the current device, if CUDA.
-        dtype: Of the weights, their gradients and moments: float32 where they are trained.
-        compute_dtype: Of matrix products, by autocast; default as the weights.
-        optimizer: None for a model that is never trained.
-        offloads: Whether the weights that learn and the optimizer's state are in host memory, and it works there.
-        with_value_head: Whether it is a value model.
+        stage: 1 partitions optimizer state, 2 gradients too, 3 weights too.
+        device: Device of this rank; the current device, if CUDA.
+        dtype: Type of weights, gradients and moments: float32 if trained.
+        compute_dtype: Type of matrix products, by autocast; default that of the weights.
+        optimizer: None for a model that is not trained.
+        offloads: Whether master weights and optimizer state are in host memory, and steps run on the CPU.
+        with_value_head: Whether the model is a value model.
 
     Raises:
         ValueError: The directory holds another kind of model, or not all of its weights.
@@ -93,7 +93,7 @@ class ZeROEngine(DataParallelEngine):
             self._fill(empty, directory)
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
-        """Read what this rank has of tensors that have no values yet. Collective."""
+        """Read this rank's parts of tensors that have no values yet. Collective."""
         has_all = self._partitions.has_all
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
@@ -112,12 +112,12 @@ class ZeROEngine(DataParallelEngine):
 
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)
-        # Later, all ranks together: one whose call fails alone restores alone, and must not wait for others.
+        # Published later by all ranks together: a rank whose call failed alone restores alone, and must not wait.
         self._is_published = False
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Have the model compute with what is kept, where that was restored. Collective."""
+        """Copy restored weights to those that the model computes with. Collective."""
         if not self._is_published and isinstance(self._partitions, TrainedPartitions):
             self._partitions.publish()
         self._is_published = True
@@ -218,7 +218,7 @@ class ZeROEngine(DataParallelEngine):
         return self._partitions.is_cut or self.data_rank == 0
 
     def _as_boxes(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The boxes of pieces of weights, as views."""
+        """Views of the pieces of weights as boxes."""
         views, used = {}, defaultdict(int)
         for key, (name, (_, sizes)) in self._boxes.items():
             numel = math.prod(sizes)

@@ -1,4 +1,4 @@
-"""A forward pass as modules with tensors in and tensors out, between which DeepSpeed can gather and release weights."""
+"""A forward pass as modules from tensors to tensors, around which DeepSpeed gathers and releases weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from services.models.value_model import ValueModel
 
 
 class ForwardPass(nn.Module):
-    """A model up to what heads read.
+    """A model up to the raw output that heads take.
 
     Args:
-        compute_dtype: of the output layer's products; default as its weight.
+        compute_dtype: type of the output layer's products; default that of its weight.
     """
 
     def __init__(self, model: PreTrainedModel | ValueModel, compute_dtype: torch.dtype | None) -> None:
@@ -30,7 +30,7 @@ class ForwardPass(nn.Module):
         self._scorer = None if layer is None else _Scorer(layer.weight_VH, compute_dtype)
 
     def read(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
-        """The tensor that heads read."""
+        """The raw output."""
         raw = self(micro_batch.input_ids_BT, micro_batch.num_scored)
         return raw if self._scorer is None else DeferredLogits(raw, _ScoredByModule(scorer=self._scorer))
 
@@ -43,18 +43,16 @@ class ForwardPass(nn.Module):
 
 
 def dummy_loss(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
-    """A loss that is 0, and gives every weight a gradient: ranks reduce those of the same weights together."""
+    """Zero-weight loss of a dummy micro-batch, with a gradient for every weight: ranks reduce the gradients of the same
+    weights together."""
     if isinstance(raw, DeferredLogits):
         raw = PolicyHead()(raw, micro_batch).log_probs_BR
     return raw.sum() * 0
 
 
 class _Scorer(nn.Module):
-    """The output layer, chunk by chunk.
-
-    What comes out is one tensor, so that its weight is gathered once in the backward pass, whatever of it the loss
-    uses: ranks must gather in the same order.
-    """
+    """The output layer, computed chunk by chunk. Its output is one tensor, so that the backward pass gathers the weight
+    once, whichever outputs the loss uses: ranks must gather in the same order."""
 
     def __init__(self, weight_VH: Any, compute_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -68,7 +66,7 @@ class _Scorer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _ScoredByModule(OutputLayer):
-    """An output layer whose weight is there only while `scorer` computes."""
+    """An output layer whose weight is gathered only while `scorer` computes."""
 
     scorer: _Scorer | None = None
 

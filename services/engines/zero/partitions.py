@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from services.engines.zero.flat import Piece
+from services.engines.zero.flat import FlatPiece
 from services.models.loading import Model
 
 BUCKET_NUMEL = 1 << 24
@@ -31,7 +31,7 @@ class Partitions(ABC):
 
     model: Model
     shapes: dict[str, tuple[int, ...]]
-    pieces: dict[str, Piece]
+    pieces: dict[str, FlatPiece]
     kept: dict[str, Tensor]
     is_cut = True
     has_all = True
@@ -58,7 +58,7 @@ class Replicas(Partitions):
     def __init__(self, model: Model) -> None:
         self.model = model
         self.shapes = weight_shapes(model)
-        self.pieces = {name: Piece(0, p.numel(), 0) for name, p in model.named_parameters()}
+        self.pieces = {name: FlatPiece(0, p.numel(), 0) for name, p in model.named_parameters()}
         self.kept = {name: p.detach().view(-1) for name, p in model.named_parameters()}
 
 

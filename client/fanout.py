@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ import grpc
 
 from client.outage import is_silence
 from client.rank import WORKER, RankClient
-from controller.role_groups.placement import Place
 from rlhf.contract import Method
 from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
-from rlhf.v1 import worker_pb2
+from rlhf.v1 import common_pb2, worker_pb2
 
 SETTLE_S = 2.0
 """After a rank has failed, how long to wait for the others' answers: the rank at fault may answer last."""
@@ -25,33 +24,39 @@ class FanOut:
 
     Args:
         clients: One per rank, in rank order.
+        epoch: Epoch of the service, in the header of every call.
 
     Attributes:
         service: Name of the service in the config.
     """
 
-    def __init__(self, clients: Sequence[RankClient]) -> None:
+    def __init__(self, clients: Sequence[RankClient], epoch: int) -> None:
         self.clients = clients
+        self._epoch = epoch
         self.service = clients[0].service
         self._sent = 0
         self._due: dict[
             str, float
         ] = {}  # by call id, of the calls without an answer, in the event loop's time
 
-    @property
-    def next_sequence(self) -> int:
-        """Sequence number of the call that is sent next, from 1."""
-        return self._sent + 1
+    def address(self, header: common_pb2.Call) -> None:
+        """Sets sequence number and epoch in the header of the call that is sent next."""
+        header.sequence, header.epoch = self._sent + 1, self._epoch
 
     async def send(
-        self, method: Method, call_id: str, requests: Sequence[bytes], timeout_s: float, place: Place
+        self,
+        method: Method,
+        call_id: str,
+        requests: Sequence[bytes],
+        timeout_s: float,
+        was_sent: Callable[[], None],
     ) -> list[Any]:
         """Sends each rank its request and returns the responses, in rank order.
 
         Args:
-            requests: One serialized request per rank, with `next_sequence` in its header.
+            requests: One serialized request per rank, with a header of `address`.
             timeout_s: Longest time of the call, which begins when the calls before it are due.
-            place: The call's place among those on its devices, which learns that it was sent.
+            was_sent: Called when the requests are sent.
 
         Raises:
             RlhfError: A rank failed; the others were asked to stop. The error is that of the rank closest to the cause.
@@ -64,7 +69,7 @@ class FanOut:
         try:
             for client, request in zip(self.clients, requests, strict=True):
                 calls.append(client.start(method, request, timeout_s))
-            place.was_sent()
+            was_sent()
             failure = await self._settled(call_id, calls, timeout_s)
         except BaseException:
             await self.cancel(call_id)

@@ -1,0 +1,65 @@
+"""Bundles of tensors that are gathered together, layer by layer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.storage.layout import Layout
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors of one shape that one collective gathers: the same weight of one layer per stage, or a weight of a single
+    stage."""
+
+    names: tuple[str, ...]
+    layout: Layout
+    stages: tuple[int, ...]
+
+    def buffer_shape(self, num_parts: int) -> tuple[int, ...]:
+        """Shape of a buffer for `num_parts` parts of every tensor."""
+        rows, *rest = self.layout.kept_shape
+        return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
+
+
+def bundle_layers(
+    layouts: Mapping[str, Layout], stages: Sequence[int], stages_of_tied: Sequence[int], last_stage: int
+) -> list[list[Bundle]]:
+    """All tensors of the gathered stages, in buckets: first those outside of layers, then one layer of each stage.
+
+    Args:
+        layouts: Layouts of all tensors on the training mesh.
+        stages: Stages that this rank's gather group covers.
+        stages_of_tied: Stages that its gather group of tied tensors covers.
+        last_stage: The stage that has tied tensors besides their own.
+    """
+
+    def stage_of(name: str) -> int | None:
+        """The gathered stage that has a tensor."""
+        layout = layouts[name]
+        has = [layout.stage, *([last_stage] if layout.tied else [])]
+        return next((stage for stage in has if stage in (stages_of_tied if layout.tied else stages)), None)
+
+    def bundle(names: list[str]) -> Bundle:
+        staged = sorted((stage, name) for name in names if (stage := stage_of(name)) is not None)
+        return Bundle(
+            tuple(name for _, name in staged), layouts[names[0]], tuple(stage for stage, _ in staged)
+        )
+
+    per_stage = 1 + max(
+        int(found[1]) for name, x in layouts.items() if x.stage == 0 and (found := _LAYER.search(name))
+    )
+    buckets: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, layout in layouts.items():
+        if (found := _LAYER.search(name)) is not None:
+            if layout.stage in stages:
+                number = int(found[1]) % per_stage
+                buckets[number][_LAYER.sub(f".layers.{number}.", name)].append(name)
+        elif stage_of(name) is not None:
+            buckets[-1][name].append(name)
+    return [[bundle(names) for names in bucket.values()] for _, bucket in sorted(buckets.items())]

@@ -1,0 +1,115 @@
+"""vLLM's engine in this process, as one of the ranks of torch.distributed.
+
+No other module imports vLLM, since this one first sets the environment that its import reads. vLLM starts no processes:
+each rank builds an engine for itself, which vLLM calls an external launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from settings.actor import VllmTable
+
+# Set before the import, which reads some of them: the engine runs in this process and on its threads, logs through its
+# handlers, and reports no usage statistics.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CONFIGURE_LOGGING="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_DO_NOT_TRACK="1",
+)
+
+# vLLM warns of intended settings: no compiler, no Triton, modules without weights. Missing weights are checked here.
+logging.getLogger("vllm").setLevel(logging.ERROR)
+
+from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found] # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # noqa: E402
+from vllm.exceptions import VLLMError  # type: ignore[import-not-found] # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # type: ignore[import-not-found] # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found] # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found] # noqa: E402
+from vllm.v1.executor.uniproc_executor import (  # type: ignore[import-not-found] # noqa: E402
+    ExecutorWithExternalLauncher,
+)
+
+__all__ = ["RequestOutputKind", "SamplingParams", "get_tp_group"]
+
+_GIB = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+# The size of the KV cache is given. vLLM would also refuse to start unless this share of the device is free, which it
+# need not be beside a training engine.
+_SHARE_THAT_MUST_BE_FREE = 0.01
+
+
+class _OwnRanks(ExecutorWithExternalLauncher):
+    """Runs the model in this process, as one of the ranks of torch.distributed."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        # vLLM names the shared memory of its tensor groups after the text behind the last colon.
+        config: Any = self.vllm_config.additional_config
+        method = f"env://:{config['identity']}"
+        return method, dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def start_engine(
+    directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str, tensor_parallel: int
+) -> LLMEngine:
+    """A running engine. Its shared memory has no names any more, so it is freed when its last process ends. Collective.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        identity: prefix of the names of shared memory; unique among the services of a host.
+        tensor_parallel: ranks that generate together, tg.
+
+    Raises:
+        ValueError: vLLM cannot run the model, or not in the memory it is given.
+    """
+    # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
+    dtype_name: Any = str(dtype).removeprefix("torch.")
+    max_model_len: Any = table.max_model_len or None
+    arguments = EngineArgs(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=dtype_name,
+        max_model_len=max_model_len,
+        max_num_seqs=table.max_num_seqs,
+        tensor_parallel_size=tensor_parallel,
+        kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
+        gpu_memory_utilization=_SHARE_THAT_MUST_BE_FREE,
+        enforce_eager=table.enforce_eager,
+        enable_sleep_mode=torch.cuda.is_available(),
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend=_OwnRanks,
+        additional_config={"identity": identity},
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    # A process killed during its start may have left some.
+    _unlink_shared_memory(identity)
+    set_num_threads = torch.set_num_threads
+    try:
+        # With this usage context vLLM takes its defaults for throughput.
+        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+    except VLLMError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        # vLLM's CPU worker replaces it by a function that does nothing.
+        torch.set_num_threads = set_num_threads
+    _unlink_shared_memory(identity)
+    return engine
+
+
+def _unlink_shared_memory(identity: str) -> None:
+    """Removes the names of shared memory, between two barriers, so that no rank is creating or opening any."""
+    dist.barrier()
+    for path in _SHARED_MEMORY.glob(f"*{identity}-*cpushm*"):
+        path.unlink(missing_ok=True)
+    dist.barrier()

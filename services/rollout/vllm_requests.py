@@ -1,0 +1,63 @@
+"""Requests to vLLM and its completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nccl_transfer.refs.columns import Jagged
+from services.rollout.base import FinishReason, Generation, SamplingOptions
+from services.rollout.vllm_engine import RequestOutputKind, SamplingParams
+from settings.actor import VLLM_TEMPERATURES
+
+
+def check_temperature(sampling: SamplingOptions) -> None:
+    """Raises ValueError for a temperature that vLLM replaces by another."""
+    lowest, highest = VLLM_TEMPERATURES
+    if not (sampling.greedy or lowest <= sampling.temperature <= highest):
+        raise ValueError(
+            f"vLLM samples at temperatures from {lowest} to {highest}, got {sampling.temperature}"
+        )
+
+
+def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
+    """vLLM's sampling parameters of one row."""
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    drawn: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": seed,
+    }
+    return SamplingParams(
+        **(greedy if sampling.greedy else drawn),
+        max_tokens=sampling.max_new_tokens,
+        ignore_eos=True,
+        stop_token_ids=list(sampling.eos_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        # Stop strings are matched in this process, token by token: vLLM would need a tokenizer, and might match
+        # elsewhere than the engine hf.
+        output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation_of(completions: Sequence[Any]) -> Generation:
+    """Responses from vLLM's completions, in the order of the rows.
+
+    Raises:
+        FloatingPointError: a log-probability is not finite.
+    """
+    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
+    log_probs = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
+    if not log_probs.isfinite().all():
+        position = int((~log_probs.isfinite()).nonzero()[0])
+        row = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")
+    tokens = torch.tensor([token for completion in completions for token in completion.token_ids])
+    reasons: list[FinishReason] = [completion.finish_reason for completion in completions]
+    return Generation(Jagged(tokens, lengths), Jagged(log_probs, lengths), reasons)
