@@ -92,9 +92,9 @@ class Bubblewrap(Isolation):
                 cwd="/",
             )  # fmt: skip
             theirs.close()
-            return self._let_go(monitor, info, gate_end)
+            return self._open_gate(monitor, info, gate_end)
 
-    def _let_go(self, monitor: subprocess.Popen[bytes], info: int, gate: int) -> Process:
+    def _open_gate(self, monitor: subprocess.Popen[bytes], info: int, gate: int) -> Process:
         """Writes the map of users and makes the control groups while bwrap waits at the gate, then opens it."""
         sandbox = SandboxedProcess(monitor, self._quota)
         try:
