@@ -378,7 +378,7 @@ class HeldFetcher(fetch.Fetcher):
         super().__init__("", [])
         self.begun, self.released = threading.Event(), threading.Event()
 
-    def fetch(self, *arguments: Any, **options: Any) -> fetch.Rows:
+    def fetch(self, *arguments: Any, **options: Any) -> fetch.FetchedRows:
         if not self.begun.is_set():
             self.begun.set()
             assert self.released.wait(20)
