@@ -24,7 +24,7 @@ def check_concurrency(target: RewardTarget) -> str:
     calls = [target.start(reward_pb2.ComputeRewardRequest(text_rows=rows)) for rows in turned]
     answers = [target.verdicts(call, len(target.rows)) for call in calls]
     if not target.alone:
-        return f"{CALLS_IN_FLIGHT} calls in flight were answered; whether each with its own verdicts cannot be told"
+        return f"{CALLS_IN_FLIGHT} calls in flight were answered; their verdicts cannot be compared"
     mixed = [i for i, answer in enumerate(answers) if not are_equal(answer, _turn(target.alone, i))]
     if mixed:
         raise Violation(
@@ -50,11 +50,11 @@ def check_malformed(target: RewardTarget) -> str:
         "both text rows and a batch": reward_pb2.ComputeRewardRequest(text_rows=target.rows[:1], batch=batch),
         "a batch, which a reward of text cannot read,": reward_pb2.ComputeRewardRequest(batch=batch),
     }
-    for what, request in requests.items():
+    for content, request in requests.items():
         code = _outcome(target.start(request), target.deadline_s)
         if code is not Status.INVALID_ARGUMENT:
             raise Violation(
-                f"a request with {what} ended with {code.name}",
+                f"a request with {content} ended with {code.name}",
                 "Refuse with INVALID_ARGUMENT every request that has `batch` set.",
             )
     return "a request with a batch is INVALID_ARGUMENT, also beside text rows"
@@ -66,7 +66,7 @@ def check_garbage(target: RewardTarget) -> str:
     if code in (Status.OK, Status.DEADLINE_EXCEEDED):
         raise Violation(
             f"bytes that are no message ended with {code.name}",
-            "Refuse what cannot be parsed: INTERNAL or INVALID_ARGUMENT.",
+            "Refuse a message that cannot be parsed: INTERNAL or INVALID_ARGUMENT.",
         )
     return f"bytes that are no message are {code.name}"
 

@@ -61,17 +61,17 @@ def check_describe(target: RewardTarget) -> str:
             return "it has no WorkerService, so it is taken for a reward that reads text"
         raise Violation(
             f"WorkerService/Describe ended with {described(error)}, not UNIMPLEMENTED",
-            "Leave WorkerService out: the controller tells by UNIMPLEMENTED that this is a reward of another make.",
+            "Leave WorkerService out: UNIMPLEMENTED shows the controller that this server is not one of the package.",
         ) from error
     description = decoded(worker_pb2.DescribeResponse, answer)
     if description.role != "reward":
         raise Violation(
             f"Describe says that its role is {description.role!r}",
-            "Look at the address: this is no reward. A reward of another make leaves WorkerService out.",
+            "Check the address: this is no reward. A reward of your own leaves WorkerService out.",
         )
     if description.input_form == worker_pb2.INPUT_FORM_TENSOR or len(description.ranks) > 1:
         raise Undecided(
             f"it has {len(description.ranks)} ranks and reads {worker_pb2.InputForm.Name(description.input_form)}",
             "These checks are for rewards of one rank that read text.",
         )
-    return f"Describe says reward, text, {description.engine or 'engine not told'}"
+    return f"Describe says reward, text, {description.engine or 'engine unknown'}"

@@ -112,7 +112,7 @@ def decoded(kind: type[M], answer: bytes) -> M:
     """Decodes an answer as a message of this kind.
 
     Raises:
-        Violation: The answer is no such message.
+        Violation: The answer is not a message of this kind.
     """
     try:
         return kind.FromString(answer)

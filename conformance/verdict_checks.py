@@ -51,8 +51,8 @@ def check_order(target: RewardTarget) -> str:
         )
     if all(are_equal(alone[:1], [verdict]) for verdict in alone):
         raise Caution(
-            f"all {len(alone)} probe rows got the same verdict, so their order cannot be told",
-            "Give rows that your reward tells apart: --rows FILE.",
+            f"all {len(alone)} probe rows got the same verdict, so their order cannot be checked",
+            "Give rows to which your reward gives different scores: --rows FILE.",
         )
     target.alone = alone
     return f"{len(alone)} rows got the same verdicts alone, together and in reverse"

@@ -50,7 +50,7 @@ class RelayRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RelayedShard:
     """Ranges of another rank's shards, concatenated in a shard of this rank."""
 
     ranges: tuple[ByteRange, ...]
@@ -61,7 +61,7 @@ class Kept:
 class _Read:
     """A read that has ended or is waited for, and the number of waiting ranks."""
 
-    future: Future[Kept] = field(default_factory=Future)
+    future: Future[RelayedShard] = field(default_factory=Future)
     waiters: int = 0
 
 
@@ -108,7 +108,7 @@ class RelayBoard:
             raise OutOfSpace(
                 f"{error}; they are of {relay.source}, kept for other ranks of this host"
             ) from None
-        kept = Kept(tuple(ranges), shard)
+        kept = RelayedShard(tuple(ranges), shard)
         self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
@@ -136,7 +136,7 @@ class RelayBoard:
         shard = kept.shard
         return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
 
-    def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[Kept]], None]) -> None:
+    def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[RelayedShard]], None]) -> None:
         """Settles a read unless it is settled; the call becomes the most recent one."""
         with self._lock:
             reads = self._calls[call_id] = self._calls.pop(call_id, {})
@@ -146,7 +146,7 @@ class RelayBoard:
             self._forget()
 
     @contextlib.contextmanager
-    def _waiting(self, call_id: str, source: str) -> Iterator[Future[Kept]]:
+    def _waiting(self, call_id: str, source: str) -> Iterator[Future[RelayedShard]]:
         """The future of a read; counts as waited for within the block."""
         with self._lock:
             read = self._calls.setdefault(call_id, {}).setdefault(source, _Read())

@@ -268,12 +268,12 @@ def test_a_public_class_name_stands_for_one_class() -> None:
 
 
 def test_docstrings_begin_with_their_subject() -> None:
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     wrong = [
         f"{path}:{getattr(node, 'lineno', 1)}"
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith("What")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (ast.get_docstring(node) or "").startswith("What")
     ]
     assert wrong == []
 

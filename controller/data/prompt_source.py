@@ -77,7 +77,7 @@ class PromptSource:
             fields = self._fields(self._rows[row])
             if isinstance(fields["prompt"], list):
                 fields["prompt"] = self._rendered(fields["prompt"])
-        except BadRow as error:
+        except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
         texts = {name: _last_text(fields[name]) for name in self._columns}
@@ -96,7 +96,7 @@ class PromptSource:
         for row, fields in enumerate(self._rows):
             try:
                 self._fields(fields)
-            except BadRow as error:
+            except MalformedRow as error:
                 raise ConfigError(f"{self.where(row)}: {error}") from None
         for row in range(min(len(self), NUM_RENDERED)):
             self[row]
@@ -109,7 +109,7 @@ class PromptSource:
             row = {ours.get(name, name): value for name, value in row.items() if name not in hidden}
         for name in ("prompt", *self._columns):
             if name not in row:
-                raise BadRow(f"not a JSON object with a {name}")
+                raise MalformedRow(f"not a JSON object with a {name}")
         given = row["prompt"]
         if not (given and isinstance(given, list)):
             check_text(given, "prompt")
@@ -123,7 +123,7 @@ class PromptSource:
         try:
             text = self._render(messages)
         except ConfigError as error:
-            raise BadRow(f"prompt: {error}") from None
+            raise MalformedRow(f"prompt: {error}") from None
         check_text(text, "prompt")
         return text
 
@@ -135,7 +135,7 @@ def no_template(messages: Any) -> str:
     )
 
 
-class BadRow(Exception):
+class MalformedRow(Exception):
     """A row is malformed; the caller adds file and line."""
 
 
@@ -155,9 +155,9 @@ def _last_text(given: Any) -> Any:
 
 
 def check_text(text: Any, name: str) -> None:
-    """Raises BadRow where a value is no text, or an empty one."""
+    """Raises MalformedRow where a value is no text, or an empty one."""
     if not isinstance(text, str) or not text:
-        raise BadRow(f"{name} is not a text, or empty: {text!r}")
+        raise MalformedRow(f"{name} is not a text, or empty: {text!r}")
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import Chat
 from controller.data.loader import shuffled
-from controller.data.prompt_source import BadRow, Prompt, PromptSource, Render, check_text, no_template
+from controller.data.prompt_source import MalformedRow, Prompt, PromptSource, Render, check_text, no_template
 from controller.data.readers import Row, RowReader, open_rows
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
@@ -117,9 +117,9 @@ class TextData:
     def _text(self, fields: Row, row: int) -> str:
         try:
             if "text" not in fields:
-                raise BadRow("not a JSON object with a text")
+                raise MalformedRow("not a JSON object with a text")
             check_text(fields["text"], "text")
-        except BadRow as error:
+        except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         return fields["text"]
 

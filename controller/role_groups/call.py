@@ -13,7 +13,7 @@ import numpy as np
 from client.fanout import FanOut
 from client.session import Session, StepContext
 from controller.role_groups.balance import deal
-from controller.role_groups.codec import Codec
+from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import awaited
 from controller.role_groups.placement import Place
@@ -48,7 +48,7 @@ class Callee:
     description: worker_pb2.DescribeResponse
     mesh: Mesh
     endpoints: Sequence[Endpoint]
-    codec: Codec
+    codec: BatchCodec
     session: Session
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from rlhf.contract import Method
 from rlhf.v1 import common_pb2
 
 
-class Codec(Protocol):
-    """Messages of the methods of a role."""
+class BatchCodec:
+    """Messages of the methods of a role: rows as batches of references and of values that the controller holds."""
 
     def request(
         self,
@@ -34,7 +34,7 @@ class Codec(Protocol):
             relays: Reads that one of the ranks makes for others.
             options: Further fields.
         """
-        ...
+        return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
         """The rows that the collected ranks made, end to end.
@@ -43,22 +43,4 @@ class Codec(Protocol):
             responses: Responses of the collected ranks, in their order.
             rows: Rows of the call.
         """
-        ...
-
-
-class BatchCodec:
-    """Rows as batches of references and of values that the controller holds."""
-
-    def request(
-        self,
-        method: Method,
-        header: common_pb2.Call,
-        batch: Batch,
-        numbers: np.ndarray,
-        relays: Sequence[Relay],
-        options: dict[str, Any],
-    ) -> Any:
-        return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
-
-    def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
         return Batch.concat([made for each in responses if (made := wire.from_proto(each.batch)).columns])

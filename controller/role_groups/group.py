@@ -15,7 +15,7 @@ from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
-from controller.role_groups.codec import BatchCodec, Codec
+from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import then
 from controller.role_groups.loop import Loop
@@ -74,7 +74,7 @@ class RoleGroup:
         endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
 
-    def _codec(self) -> Codec:
+    def _codec(self) -> BatchCodec:
         """Messages of the role."""
         return BatchCodec()
 

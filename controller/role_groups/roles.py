@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.role_groups.codec import Codec
+from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import all_of, then
 from controller.role_groups.group import RoleGroup
@@ -74,7 +74,7 @@ class RewardGroup(RoleGroup):
     TEXT = ("prompt", "response", "ground_truth", "metadata")
     TENSORS = ("prompt_ids", "response_ids")
 
-    def _codec(self) -> Codec:
+    def _codec(self) -> BatchCodec:
         return RewardCodec(self.name, self.ranks.clients, self.mesh, wants_text=self.wants_text)
 
     @property

@@ -52,7 +52,7 @@ class ByteRange:
         return replace(self, start=start, nbytes=nbytes)
 
 
-class Piece(NamedTuple):
+class ChunkPiece(NamedTuple):
     """`nbytes` bytes of item number `item`, from its byte `start` on."""
 
     item: int
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 def cut_chunks(
     sizes: Iterable[int], chunk_bytes: int, max_pieces: int | None = None
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[ChunkPiece]]:
     """Cuts the concatenation of items into chunks of `chunk_bytes` bytes; the last chunk may be shorter.
 
     Args:
@@ -70,13 +70,13 @@ def cut_chunks(
         chunk_bytes: Bytes of a chunk, at least 1.
         max_pieces: Most pieces of a chunk; a chunk of so many pieces may be shorter.
     """
-    pieces: list[Piece] = []
+    pieces: list[ChunkPiece] = []
     room = chunk_bytes
     for item, nbytes in enumerate(sizes):
         start = 0
         while start < nbytes:
             count = min(nbytes - start, room)
-            pieces.append(Piece(item, start, count))
+            pieces.append(ChunkPiece(item, start, count))
             start, room = start + count, room - count
             if room == 0 or len(pieces) == max_pieces:
                 yield pieces

@@ -125,7 +125,7 @@ def remaining_s(deadline: float, source: Endpoint) -> float:
     return left
 
 
-def persist(stream: Callable[[], None]) -> None:
+def with_retries(stream: Callable[[], None]) -> None:
     """Calls `stream`, which resumes where the previous call broke, up to ATTEMPTS times.
 
     Raises:

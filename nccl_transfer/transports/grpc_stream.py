@@ -18,8 +18,8 @@ from nccl_transfer.transports.base import (
     Transport,
     check_epoch,
     check_request,
-    persist,
     remaining_s,
+    with_retries,
 )
 from nccl_transfer.transports.sink import Sink
 from rlhf.channels import open_channel
@@ -79,7 +79,7 @@ class GrpcTransport(Transport):
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
-        persist(lambda: self._stream(source, sink, deadline))
+        with_retries(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from google.rpc import status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, persist, remaining_s
+from nccl_transfer.transports.base import Reading, Transport, remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status
 from rlhf.v1 import transfer_pb2 as pb
@@ -44,7 +44,7 @@ class TcpTransport(Transport):
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
-        persist(lambda: self._stream(source, sink, deadline))
+        with_retries(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
 
     def close(self) -> None:

@@ -22,11 +22,11 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped squared error per token: max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2.
 
-    The clip of OpenAI Baselines' PPO: to move V further than `clip` from what the advantages were computed
-    with is never rewarded.
+    The clip of OpenAI Baselines' PPO: moving V further than `clip` from the values of the advantages never lowers the
+    loss.
 
     Args:
-        clip: in units of the value, above 0; None leaves the plain squared error and reads no old values.
+        clip: in units of the value, above 0; None for the plain squared error, without old values.
 
     Returns:
         The loss [B, T], for `services.roles.losses.aggregate`, and the sums `value`, `squared_error` and `clip`

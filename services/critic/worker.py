@@ -21,7 +21,7 @@ from settings.critic import CriticTable
 
 
 class CriticWorker(ModelWorker):
-    """A value model; a cost critic is another service of this role."""
+    """The critic, a value model; a cost critic is another service of this role."""
 
     role = "critic"
 

@@ -42,7 +42,8 @@ def compute_buffers(module: nn.Module, model: Any) -> None:
     if computed:
         initialize_module(model, module)
     for name in computed:
-        if bool(torch.isnan(buffers[name]).any()):
+        value = buffers[name]
+        if value is None or bool(torch.isnan(value).any()):
             raise ValueError(f"{type(model).__name__} does not compute {name} of {type(module).__name__}")
 
 

@@ -97,7 +97,7 @@ class ForkServer:
             return wire.PID.unpack(await self._ask(wire.FORK.pack(b"f"), [theirs.fileno()]))[0]
 
     async def _discard(self, forking: asyncio.Task[int]) -> None:
-        """Ends a process that nobody waits for, when it is there."""
+        """Ends a process that its caller no longer needs, once it is forked."""
         with contextlib.suppress(
             EOFError, OSError
         ):  # then the server is closed, and the process has ended with it

@@ -69,8 +69,10 @@ class ProcessScorer(Scorer):
         try:
             child = await self._child(slot)
         except (EOFError, OSError) as error:
-            what = "did not start in time" if isinstance(error, TimeoutError) else "ended before it was ready"
-            return self._error(f"{what}; the service's log has its last words")
+            event = (
+                "did not start in time" if isinstance(error, TimeoutError) else "ended before it was ready"
+            )
+            return self._error(f"{event}; the service's log has its last words")
         try:
             score, cause = await asyncio.wait_for(child.score(row), self._row_timeout_s)
             self._causes[cause] += 1
@@ -87,8 +89,8 @@ class ProcessScorer(Scorer):
         how = f" ({described(code)})" if code is not None else ""
         return self._error(f"took longer than {self._row_timeout_s:g} s" if ran_out else f"ended{how}")
 
-    def _error(self, what: str) -> reward_pb2.RowScore:
-        return reward_pb2.RowScore(error=f"{self._name}: its process {what}")
+    def _error(self, event: str) -> reward_pb2.RowScore:
+        return reward_pb2.RowScore(error=f"{self._name}: its process {event}")
 
     async def _child(self, slot: int) -> Child:
         """Returns the slot's process, or a new one of a fork server that works. Raises as `ForkServer.fork`."""

@@ -1,7 +1,7 @@
-"""Building blocks of the losses: masked means, aggregation over a mini-batch, KL penalties.
+"""Building blocks of the losses: masked sums, aggregation over a mini-batch, KL penalties.
 
 A micro-batch is right-padded: `x_BT` holds B responses of at most T tokens; `mask_BT`, bool or float, is 1 on
-response tokens, of which a row may have none. Padding may hold any finite number: it reaches no result.
+response tokens; a row may have none. Padding may hold any finite number and affects no result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
 def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`x_BT` with 0 in the padding, whatever was there."""
+    """`x_BT` with 0 in the padding."""
     return torch.where(mask_BT.bool(), x_BT, 0)
 
 
@@ -37,9 +37,8 @@ def aggregate(
 ) -> Tensor:
     """This micro-batch's share of the loss of the whole mini-batch, a scalar.
 
-    The shares of all micro-batches on all data ranks add up to the loss, however the rows are dealt (a row is
-    never cut); so gradients are to be summed over data ranks, or, where an engine averages them, the loss
-    multiplied by the number of ranks.
+    The shares of all micro-batches on all data ranks add up to the loss, however rows are distributed; so gradients
+    are summed over data ranks.
     With l the loss of a token, n_s the tokens of sequence s, N tokens and S sequences in the mini-batch:
 
     - token-mean: sum of all l / N.
@@ -73,7 +72,7 @@ def aggregate(
 
 
 def check_aggregation(mode: str, max_length: int | None) -> None:
-    """Raises ValueError for what `aggregate` would refuse, before any loss is computed."""
+    """Raises ValueError for an unknown mode, or seq-mean-token-sum-norm without a positive `max_length`."""
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
     if mode == "seq-mean-token-sum-norm" and (max_length is None or max_length <= 0):

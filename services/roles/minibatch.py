@@ -1,4 +1,4 @@
-"""Dealing rows out to mini-batches: a function of row numbers and a key, never of the number of ranks."""
+"""Assigns rows to mini-batches: a function of row numbers and a key, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from rlhf.errors import InvalidRequest
 
 MAX_STEPS = 1 << 16
-"""Most optimizer steps of one update: they are dealt out before the first is made."""
+"""Most optimizer steps of one update: all mini-batches are planned before the first step."""
 
 
 def check_schedule(epochs: int, mini_batches: int) -> None:
-    """Raises InvalidRequest where these are no steps, or too many."""
+    """Raises InvalidRequest where an update has no optimizer steps, or more than `MAX_STEPS`."""
     if not 1 <= epochs * mini_batches <= MAX_STEPS:
         raise InvalidRequest(
             f"epochs and mini_batches must be at least 1, and {epochs} times {mini_batches} at most {MAX_STEPS}"
@@ -21,16 +21,16 @@ def check_schedule(epochs: int, mini_batches: int) -> None:
 
 
 def deal(numbers: np.ndarray, parts: int, key: tuple[int, ...]) -> list[np.ndarray]:
-    """Which of this rank's rows belong to each of `parts` mini-batches.
+    """This rank's rows of each of `parts` mini-batches.
 
     Row numbers are taken in blocks of `parts`; each block gives one row to every mini-batch, in an order drawn
-    from `key`. So a mini-batch holds the same rows whatever rank has them, and ranks with whole blocks have
-    equally many rows of each.
+    from `key`. So a mini-batch has the same rows however rows are distributed over ranks, and a rank with whole blocks
+    has the same number of rows of each.
 
     Args:
         numbers: Numbers of the rank's rows in the whole batch, [rows] int64.
         parts: Number of mini-batches.
-        key: What the shuffle depends on: (seed, step, call, epoch).
+        key: Key of the shuffle: (seed, step, call, epoch).
 
     Returns:
         Indices into `numbers` for each mini-batch, in row order.

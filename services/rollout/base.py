@@ -1,4 +1,4 @@
-"""The interface of a rollout engine: what the actor asks of whatever generates its responses."""
+"""The interface of a rollout engine, which generates the actor's responses."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ FinishReason = Literal["stop", "length"]
 
 
 class GenerationStopped(RuntimeError):
-    """`should_stop` said so; the responses begun are lost."""
+    """`should_stop` returned True; unfinished responses are lost."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn.
+    """Options of sampling.
 
     Args:
         max_new_tokens: most tokens of a response, its end-of-sequence token included.
-        eos_ids: a response ends with the first of these; none: every response has `max_new_tokens`.
+        eos_ids: end-of-sequence tokens, each of which ends a response; without any, every response has
+            `max_new_tokens`.
         greedy: take the most probable token; temperature, top_k and top_p do not apply.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
         top_k: keep the k most probable tokens, and those as probable as the k-th; 0 keeps all.
         top_p: of these keep the smallest set of most probable tokens whose probability reaches top_p.
-        stop: texts that end a response too; None: none.
+        stop: strings that also end a response; None for none.
 
     Raises:
         ValueError: a number out of its range.
@@ -66,11 +67,10 @@ class Generation:
     """Responses in the order of the prompts, on the device of the engine.
 
     Args:
-        responses: token ids, int64; a response that was not cut short ends with its end-of-sequence token, or with
-            the token that completed a stop string: all that was sampled, so that it goes with the log-probabilities.
-        log_probs: log-probability of each of these tokens under the distribution it was drawn from, that is after
-            temperature, top-k and top-p, in nats, float32. Greedy tokens are drawn from none: theirs are under
-            the model's own distribution.
+        responses: token ids, int64, all that were sampled; a response within `max_new_tokens` ends with its
+            end-of-sequence token, or with the token that completed a stop string.
+        log_probs: log-probability of each token under the distribution it was drawn from, after temperature, top-k and
+            top-p, in nats, float32. Log-probabilities of greedy tokens are under the model's own distribution.
         finish_reasons: per row, "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`.
     """
 
@@ -80,14 +80,14 @@ class Generation:
 
 
 class RolloutEngine(ABC):
-    """A model that generates. It takes weights from the training engine and never changes them itself.
+    """A model that generates, with weights loaded from the training engine.
 
     Attributes:
-        name: by which configs and Describe know it.
-        limits: what it cannot do here, a sentence each; Describe says so.
-        keeps_weights: whether it has them through `sleep`; else they are to be loaded again before it generates.
-        ranks_together: how many ranks generate the same rows, each with a part of the model.
-        max_positions: most tokens of a prompt and its response; None where there is no limit.
+        name: name in configurations and Describe.
+        limits: limits on this host, a sentence each, for Describe.
+        keeps_weights: whether weights survive `sleep`; otherwise they must be loaded again before generation.
+        ranks_together: ranks that generate the same rows, each with a part of the model.
+        max_positions: most tokens of a prompt and its response; None for no limit.
     """
 
     name: str
@@ -99,10 +99,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over whole tensors, in checkpoint names; the iterable is always run to its end.
+        """Replaces all weights by whole tensors under their names in the checkpoint. Runs the iterable to its end, even
+        if it fails.
 
         Raises:
-            ValueError: a name the model does not have, or one of its weights did not come.
+            ValueError: a name that the model does not have, or a weight of the model is missing.
         """
 
     def generate(
@@ -116,22 +117,24 @@ class RolloutEngine(ABC):
     ) -> Generation:
         """Generate one response per prompt.
 
-        What a row draws depends on its prompt and seed alone. (Its logits are computed in batches, so they may
-        differ in the last bits with the rows beside it.)
+        The random numbers of a row depend on its seed alone. (Its logits are computed in batches, so their last bits
+        may depend on the other rows.)
 
         Args:
             prompts: token ids, at least one per row and at least one row.
-            row_seeds: of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw alike.
-            should_stop: asked at every decoding step.
-            progress: told finished rows and new tokens so far, at every decoding step. An engine may count the
+            row_seeds: seeds of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw the same
+                numbers.
+            should_stop: called at every decoding step.
+            progress: called with finished rows and new tokens so far, at every decoding step. An engine may count the
                 tokens of a row when it is finished.
 
         Raises:
             GenerationStopped: `should_stop` returned True.
-            ValueError: a prompt that is empty, or too long for the model or the memory together with its response.
+            ValueError: a prompt is empty, or too long for the model or the memory together with its response.
             FloatingPointError: the model's output is not finite.
             EngineOffloaded: the engine is asleep.
-            FailedAlone: this rank failed, and others of its rows wait for it. What is named above, they raise too.
+            FailedAlone: this rank failed in another way, and other ranks with the same rows wait for it; the errors
+                above are raised on all of them.
         """
         self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
@@ -146,8 +149,8 @@ class RolloutEngine(ABC):
                 raise
             raise FailedAlone(f"{type(error).__name__}: {error}") from error
 
-    def _check_sampling(self, sampling: SamplingOptions) -> None:  # noqa: B027 - most engines take all there are
-        """Raises ValueError for options that the engine does not know."""
+    def _check_sampling(self, sampling: SamplingOptions) -> None:  # noqa: B027 - most engines support all options
+        """Raises ValueError for options that the engine does not support."""
 
     def check_awake(self) -> None:
         """Raises EngineOffloaded where the engine is asleep: it can neither generate nor load weights."""
@@ -158,14 +161,14 @@ class RolloutEngine(ABC):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
-        """As `generate`, of prompts that can be continued."""
+        """As `generate`, for prompts and options that were checked."""
 
     @abstractmethod
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether any rank that generates the same rows is to stop: they only step together."""
+        """`should_stop` agreed over the ranks that generate the same rows, which step together."""
 
     def sleep(self) -> int:
-        """Free the device memory of the engine until `wake`; returns the bytes freed, 0 where none can be."""
+        """Free the device memory of the engine until `wake`; returns the bytes freed."""
         if self._is_asleep:
             return 0
         freed = self._free_memory()
@@ -173,7 +176,7 @@ class RolloutEngine(ABC):
         return freed
 
     def wake(self) -> int:
-        """Take the memory back; returns the bytes taken. Weights that were kept are as before `sleep`."""
+        """Allocate the memory again; returns the bytes allocated. Kept weights are as before `sleep`."""
         if not self._is_asleep:
             return 0
         taken = self._take_memory()
@@ -190,7 +193,7 @@ class RolloutEngine(ABC):
 
 
 class Meter:
-    """Counts what a `generate` call has done, and asks whether to go on."""
+    """Counts rows and tokens of a `generate` call, reports progress, and checks whether to stop."""
 
     def __init__(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> None:
         self._should_stop = should_stop
@@ -214,11 +217,11 @@ class Meter:
 
 
 def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -> None:
-    """Checks that every prompt can be continued.
+    """Checks the lengths of prompts.
 
     Args:
         lengths: tokens of each prompt, [rows] int64.
-        limit: positions of the model; None where it has no limit.
+        limit: positions of the model; None for no limit.
 
     Raises:
         ValueError: there are no prompts, or one is empty, or too long together with its response.
@@ -236,7 +239,7 @@ def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -
 
 
 def check_names(came: Set[str], own: Set[str]) -> None:
-    """Raises ValueError where the weights that came are not those of the rollout model, by name."""
+    """Raises ValueError where the names of the loaded weights are not those of the rollout model."""
     if came != own:
         raise ValueError(
             f"weights do not match the rollout model: {sorted(own - came)[:3]} did not come, "

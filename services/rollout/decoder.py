@@ -1,4 +1,4 @@
-"""Interface of the model that a decoding loop runs, one step at a time, whole on this rank or sharded over several."""
+"""The interface of a decoding loop's model, which runs one step at a time; and a model that is whole on this rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from services.rollout.sampling import choose
 
 
 class Decoder(ABC):
-    """A causal language model with a KV cache. The ranks that share one make all its calls together.
+    """A causal language model with a KV cache. Ranks that share one model call its methods together.
 
     Attributes:
-        device: where its tensors are.
-        max_positions: most tokens of a sequence; None where the model has no limit.
-        keeps_weights, ranks_together: as of `RolloutEngine`.
+        device: device of the model.
+        max_positions: most tokens of a sequence; None for no limit.
+        keeps_weights, ranks_together: as in `RolloutEngine`.
     """
 
     device: torch.device
@@ -30,14 +30,14 @@ class Decoder(ABC):
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:
-        """An empty KV cache for what this rank has of the model."""
+        """An empty KV cache for this rank's layers."""
 
     @abstractmethod
     def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
         """Append `ids_BT` to the cache; returns the logits [B, V] of the token after.
 
         Args:
-            padding: attention mask and position ids, where rows are padded.
+            padding: attention mask and position ids of padded rows.
         """
 
     @abstractmethod
@@ -59,12 +59,12 @@ class Decoder(ABC):
         return choose(logits_BV, sampling, uniforms_B)
 
     def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether any rank is to stop: they only step together."""
+        """`should_stop` agreed over the ranks of the model, which step together."""
         return should_stop
 
 
 class WholeDecoder(Decoder):
-    """A plain transformers model, of which this rank has its own copy."""
+    """A transformers model that is whole on this rank."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
@@ -100,7 +100,7 @@ class WholeDecoder(Decoder):
         return taken
 
     def _leave_device(self) -> int:
-        """As `sleep`, whatever the device."""
+        """Sleeps, also where the device is the CPU."""
         offloaded = copy_to_host([*self._model.parameters(), *self._model.buffers()])
         free(offloaded)
         self._offloaded = offloaded

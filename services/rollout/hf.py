@@ -1,7 +1,7 @@
-"""The embedded rollout engine: transformers, a KV cache and a decoding loop of our own.
+"""The embedded rollout engine: a transformers model with its own KV cache and decoding loop.
 
 `generate` of transformers draws all rows from one generator, so a row's text would depend on its neighbours; here
-each row draws from its own stream.
+each row draws from a stream of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
 from services.rollout.sampling import uniforms
 
-# Finished rows leave the batch once they are this share of it: that copies the cache of the others, which costs less
-# than a decoding step.
+# Finished rows are dropped from the batch once they are this share of it. Dropping copies the cache of the other rows,
+# which costs less than a decoding step.
 _FINISHED_SHARE_TO_DROP = 0.125
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a causal language model, on the device and in the dtype it was loaded with.
+    """Generates with a causal language model, on its device and in its dtype.
 
     Args:
-        model: whole on this rank, or the decoder of one that is spread over several.
+        model: a model that is whole on this rank, or the decoder of a sharded one.
         token_budget: most positions of the KV cache, rows * (prompt + max_new_tokens), padding included; rows
-            beyond it wait for the next batch.
+            beyond it form later batches.
     """
 
     name = "hf"
@@ -83,7 +83,7 @@ class HFRollout(RolloutEngine):
         row_seeds: np.ndarray,
         meter: Meter,
     ) -> _Responses:
-        """Generate for R rows at once. The batch holds B of them, those that still run and a few that ended."""
+        """Generate for R rows at once. The batch holds B of them: unfinished rows and a few finished ones."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
         uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
         eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
@@ -118,8 +118,8 @@ class HFRollout(RolloutEngine):
         return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy(), stopped_R.cpu().numpy())
 
     def _prefill(self, prompts: Sequence[Sequence[int]], num_steps: int) -> tuple[_Context, Tensor]:
-        """Compute each distinct prompt once; returns the context of every row, with room for as many tokens more, and
-        its next-token logits [R, V]."""
+        """Compute each distinct prompt once; returns the context of every row, with room for `num_steps` more tokens,
+        and its next-token logits [R, V]."""
         index: dict[tuple[int, ...], int] = {}
         distinct_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
         longest = max(map(len, index))
@@ -143,18 +143,18 @@ class HFRollout(RolloutEngine):
 
 @dataclass(eq=False)
 class _Context:
-    """Context of B rows. Prompts are padded on the left by `num_pads_B`, or None where no row is padded."""
+    """Context of B rows, whose prompts are padded on the left by `num_pads_B` tokens; None for no padding."""
 
     cache: DynamicCache
     num_pads_B: Tensor | None
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows of the batch."""
+        """Select rows of the batch; a row may be repeated."""
         self.cache.batch_select_indices(rows)
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
     def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
-        """Keyword arguments about padding for a forward pass over `num_new` more positions."""
+        """Attention mask and position ids of a forward pass over `num_new` more positions; empty without padding."""
         if self.num_pads_B is None:
             return {}
         num_read = self.cache.get_seq_length()
@@ -165,8 +165,8 @@ class _Context:
 
 @dataclass(frozen=True, eq=False)
 class _Responses:
-    """Responses of R rows, padded to N = max_new_tokens; `lengths_R` tokens of each are real, and those of
-    `stopped_R` have an end of their own."""
+    """Responses of R rows, padded to N = max_new_tokens: tokens without padding per row, and whether the row ended
+    before `max_new_tokens`."""
 
     tokens_RN: Tensor
     log_probs_RN: Tensor
@@ -175,7 +175,7 @@ class _Responses:
 
 
 def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> Generation:
-    """Put the responses to the prompts of each part back into the order of the prompts."""
+    """The responses of all parts, in the order of the prompts."""
     lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
     stopped = np.empty(len(lengths), dtype=bool)
     tokens, log_probs = [], []

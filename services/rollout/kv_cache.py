@@ -1,4 +1,4 @@
-"""A KV cache of transformers that does not move what it holds when it grows."""
+"""A KV cache for transformers that appends tokens without copying earlier ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicLayer
 
 
 def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
-    """Gives an empty cache memory for `num_positions` tokens per row: a new token is written into it, where the layers
-    of transformers copy all earlier ones too.
+    """Replaces the layers of an empty cache by layers with memory for `num_positions` tokens per row, into which new
+    tokens are written; layers of transformers copy all earlier tokens too.
 
-    Layers that keep something else than all tokens, such as a sliding window, stay as they are.
+    Layers that do not keep all tokens, such as those with a sliding window, are not replaced.
     """
-    # Only this very class: those derived from it keep other things.
+    # Exactly this class: subclasses keep other tokens.
     cache.layers = [
         ReservedLayer(num_positions) if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
@@ -24,10 +24,10 @@ def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than those n tokens.
+    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than n tokens.
 
     Args:
-        num_positions: tokens of each row that there is memory for.
+        num_positions: tokens per row that the memory has room for.
     """
 
     keys: Tensor
@@ -61,7 +61,7 @@ class ReservedLayer(DynamicLayer):
         self._hold(keys, values, self.get_seq_length())
 
     def _selected(self, states: Tensor, indices: Tensor) -> Tensor:
-        """Memory for the rows of these indices, that holds what has been read of them."""
+        """Memory with the keys or values of the rows of `indices`."""
         memory = self._memory_like(states, num_rows=len(indices))
         torch.index_select(states, 0, indices, out=memory[:, :, : states.shape[2]])
         return memory

@@ -1,4 +1,4 @@
-"""Drawing tokens: pure functions of logits and of (seed, step, call, row), never of a generator's past."""
+"""Sampling of tokens: pure functions of logits and (seed, step, call, row), without a generator's state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHIFT_32 = np.uint64(32)
 
 
 def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
-    """One seed per row, [rows] non-negative int64: a stream of random numbers for each row of a call.
+    """One seed per row, [rows] non-negative int64: the start of a stream of random numbers for each row of a call.
 
     Args:
-        seed: of the run.
-        step: of the run.
-        call: which call of the step; calls of other names draw other numbers.
-        rows: numbers of the rows within the whole batch, whichever rank has them, [rows] int64.
+        seed: seed of the run.
+        step: step of the run.
+        call: name of the call within the step; different names give different numbers.
+        rows: row numbers within the whole batch over all ranks, [rows] int64.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{call}".encode()).digest()
     key = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)
@@ -33,7 +33,7 @@ def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
 def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
     """The first `n` numbers of each row's stream, [rows, n] float64, uniform in the open interval (0, 1).
 
-    Number i of a row is the same for every `n` and beside any other rows.
+    Number i of a row is the same for every `n` and independent of other rows.
     """
     blocks = np.arange((n + 3) // 4, dtype=np.uint64)
     zero = np.uint64(0)
@@ -43,9 +43,9 @@ def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
 
 
 def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
-    """Logits to the log-probabilities [B, V] tokens are drawn with, float32; -inf where a token is ruled out.
+    """Log-probabilities [B, V] that tokens are drawn with, float32; -inf for excluded tokens.
 
-    Temperature first, then top-k, then top-p of what is left, then normalised (the order of Hugging Face and vLLM).
+    Temperature first, then top-k, then top-p of the rest, then normalization (the order of Hugging Face and vLLM).
     """
     log_probs_BV = (logits_BV.float() / sampling.temperature).log_softmax(dim=-1)
     if 0 < sampling.top_k < log_probs_BV.shape[-1]:

@@ -1,4 +1,4 @@
-"""Decoding on the generation mesh pg-tg-dg-d of ranks that train on p-t-d (HybridFlow section 5, 3D-HybridEngine)."""
+"""Decoding on the generation mesh pg-tg-dg-d, on ranks that train on p-t-d (HybridFlow section 5, 3D-HybridEngine)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from services.runtime.process_groups import own_group
 
 
 class ShardedDecoder(Decoder):
-    """A model of which each rank of a generation replica has a part of one stage. The ranks of a replica have the same
-    rows and make all calls together. All ranks of the default process group make it together.
+    """A model sharded over the ranks of a generation replica, which have the same rows and make all calls together.
+    Constructed by all ranks of the default process group together.
 
     Args:
         directory: Hugging Face directory of the model.
-        mesh: Of training and generation.
-        transition: Where the weights come from. Of what it gathers in place, the memory is this model's.
+        mesh: Training and generation mesh.
+        transition: Gathers the weights; its permanent buffers, if any, are the memory of this model.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShardedDecoder(Decoder):
     ) -> None:
         self.device, self._dtype = device, dtype
         size = mesh.replica_size
-        # In generation ranks have the usual order.
+        # In generation, ranks are in the usual order.
         self._groups = MeshGroups(Mesh(mesh.generation_pipeline, mesh.generation_tensor, mesh.replicas))
         self._replica = own_group([range(first, first + size) for first in range(0, mesh.size, size)])
         self.ranks_together = size
@@ -53,7 +53,7 @@ class ShardedDecoder(Decoder):
         )
         self._stage.allocate(transition.generation_memory())
         self._transition = transition
-        # Others are gathered anew, by all ranks, for less than a copy in host memory would take.
+        # Gathering weights again takes less time than a copy in host memory.
         self.keeps_weights = transition.in_place
         for parameter in self._stage.parameters.values():
             parameter.requires_grad_(False)
@@ -63,7 +63,7 @@ class ShardedDecoder(Decoder):
         return self._stage.new_cache()
 
     def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """As `Decoder.forward`; on all stages but the last one nothing, [B, 0]."""
+        """As `Decoder.forward`; on stages before the last an empty tensor [B, 0]."""
         groups, incoming = self._groups, ids_BT
         if not groups.is_first_stage:
             shape = (*ids_BT.shape, self._stage.config.hidden_size)
@@ -101,7 +101,7 @@ class ShardedDecoder(Decoder):
         return agreed
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """This rank's parts; those that are in place already stay."""
+        """Loads this rank's shards; a tensor becomes the memory of its parameter."""
         if not self.keeps_weights:
             self._drop_weights()
         came = set()
@@ -112,7 +112,7 @@ class ShardedDecoder(Decoder):
         check_names(came, self._stage.parameters.keys())
 
     def sleep(self) -> int:
-        """Frees what was gathered. Of what is in place the training engine has the memory."""
+        """Frees gathered weights; permanent buffers belong to the training engine."""
         if self.keeps_weights:
             return 0
         held = self._held_bytes()
@@ -121,11 +121,11 @@ class ShardedDecoder(Decoder):
         return held - self._held_bytes()
 
     def wake(self) -> int:
-        """The memory comes with the weights."""
+        """Nothing to allocate: `load_weights` brings the memory."""
         return 0
 
     def _drop_weights(self) -> None:
-        """Free what was gathered last."""
+        """Replace gathered weights by placeholders."""
         memory = self._transition.generation_memory()
         for name, parameter in self._stage.parameters.items():
             parameter.data = memory(name)

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a response, found alike by every rollout engine."""
+"""Stop strings: texts that end a response, matched in the same way for every rollout engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class StopStrings:
-    """A response ends with the first token at which its text contains one of these.
+    """Strings of which any ends a response, at the first token with which its text contains the string.
 
     Args:
-        texts: at least one, none of them empty.
-        decode: from the token ids of rows to their texts, special tokens left out.
-        special_ids: the tokens it leaves out.
+        texts: at least one string, none of them empty.
+        decode: texts of rows of token ids, without special tokens.
+        special_ids: token ids that `decode` leaves out.
 
     Raises:
         ValueError: there are no texts, or one is empty.
@@ -34,15 +34,15 @@ class StopStrings:
         return text[: min(found)] if found else text
 
     def watch(self, num_rows: int) -> StopMatcher:
-        """Reads along while this many responses are generated."""
+        """A matcher for `num_rows` responses."""
         return StopMatcher(self, num_rows)
 
 
 class StopMatcher:
-    """Which of several responses have come to a stop string. Of each it keeps and decodes the last tokens only.
+    """Matches stop strings in several responses while they are generated, decoding the last tokens of each alone.
 
-    They are enough: a token that is not special stands for at least one byte of a text. One token more, because some
-    decoders strip the space before their first token, which may be that of a stop string.
+    As many tokens as the longest stop string has bytes are enough, since a token that is not special stands for at
+    least one byte. One more is kept because some decoders strip the space before the first token.
     """
 
     def __init__(self, stops: StopStrings, num_rows: int) -> None:
@@ -51,11 +51,11 @@ class StopMatcher:
         self._tails: list[deque[int]] = [deque(maxlen=longest + 1) for _ in range(num_rows)]
 
     def ended(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Whether the response of each of these rows ends with its next token.
+        """Whether the response of each row ends with its next token.
 
         Args:
-            rows: numbers of the rows, each once.
-            tokens: the next token of each.
+            rows: row numbers, each once.
+            tokens: the next token of each row.
         """
         for row, token in zip(rows, tokens, strict=True):
             if token not in self._stops.special_ids:

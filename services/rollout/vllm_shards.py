@@ -1,8 +1,8 @@
-"""Parts of weights, as a generation mesh keeps them, into vLLM's modules.
+"""Loads the weight shards of a generation mesh into vLLM's modules.
 
-vLLM fuses layers that read the same input (q, k, v and gate, up) and repacks what it has fused, for which its loaders
-want whole tensors. A part of a fused layer is its layers' parts end to end, so each module is filled here as soon as
-the parts of all its layers have come.
+vLLM fuses layers with the same input (q, k, v and gate, up) and repacks the fused weights; its loaders take whole
+tensors. The shard of a fused layer is the concatenation of its layers' shards, so each module is filled here as soon as
+the shards of all its layers are there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of vLLM, and the names of the weights that make each of its parameters."""
+    """A module of vLLM, and the names of the weights that each of its parameters is made of."""
 
     module: nn.Module
     sources: Mapping[str, tuple[str, ...]]
@@ -34,14 +34,14 @@ class _Module:
 
 @torch.no_grad()
 def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights of a vLLM model of this rank.
+    """Replace all weights of this rank's vLLM model.
 
     Args:
-        layouts: How ranks keep the tensors of the checkpoint in generation.
-        parts: Of this rank, by name; always run to its end. No more of them is held than makes a module.
+        layouts: Layouts of the checkpoint's tensors on the generation mesh.
+        parts: This rank's shards, by name; always run to its end. The shards of one module are held at a time.
 
     Raises:
-        ValueError: A part has no place, or did not come.
+        ValueError: A shard belongs to no parameter, or one is missing.
     """
     modules = [
         _Module(module, sources)
@@ -61,33 +61,33 @@ def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[
             unfilled = {name for module in modules if not module.names <= came for name in module.names}
             waiting = {name: part for name, part in waiting.items() if name in unfilled}
     finally:
-        # Other ranks wait in the iterator's collectives, whatever has happened here.
+        # Other ranks wait in the iterator's collectives, even if this rank failed.
         deque(parts, maxlen=0)
     check_names(came, {name for module in modules for name in module.names})
 
 
 def _sources(path: str, module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
-    """The weights of the checkpoint that make each parameter of a module's own."""
+    """Names of the checkpoint's weights for each parameter of a module itself."""
     parent, _, last = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     sources = {
         kind: tuple(f"{prefix}{layer}.{kind}" for layer in FUSED.get(last, (last,)))
         for kind, _ in module.named_parameters(recurse=False)
     }
-    # The output layer that the embedding is tied to has no weights of its own in the checkpoint.
+    # A tied output layer has no weights of its own in the checkpoint.
     tied = tuple(name for name, layout in layouts.items() if layout.tied)
     return {kind: tied if tied and names == ("lm_head.weight",) else names for kind, names in sources.items()}
 
 
 def _fill(module: _Module, parts: Mapping[str, Tensor]) -> None:
-    """Put a module's parts in place, and have vLLM repack them where it does."""
+    """Set a module's parameters, and have vLLM repack them."""
     for kind, names in module.sources.items():
         fused = torch.cat([parts[name] for name in names])
         parameter = getattr(module.module, kind)
         if parameter.shape == fused.shape:
             parameter.copy_(fused)
         else:
-            # On a CPU only the packed form is left of a weight.
+            # On a CPU vLLM keeps the packed form of a weight alone.
             setattr(module.module, kind, nn.Parameter(fused, requires_grad=False))
     repack = getattr(getattr(module.module, "quant_method", None), "process_weights_after_loading", None)
     if repack is not None:

@@ -22,6 +22,7 @@ LAUNCH = f"{PPO} --launch"
 UP = "rlhf-deploy up chaos.toml"
 FILES = {
     "model/config.json": b"{}",
+    "odd/config.json": b'{"num_hidden_layers": 2, "num_attention_heads": 3}',
     "bare/tokenizer.json": b"{}",
     "cut.jsonl": b'{"prompt": "1+1="}\n{"prompt": \n',
     "gap.jsonl": b'{"prompt": "1+1="}\n\n{"prompt": 2}\n',
@@ -33,14 +34,21 @@ FILES = {
     "broken.py": b"1 / 0\n",
     "broken.toml": b"[run\n",
 }
+ODD = "--set services.actor.model=odd --set services.actor.engine=3d --set services.actor.mesh=1-2-1"
+MISFIT = (
+    "services.actor: mesh 1-2-1 does not fit the model: its 3 attention heads cannot be dealt out to 2 tensor ranks; "
+    "the nearest that fit: 1-1-2, 2-1-1"
+)
 CASES = {
+    f"{PPO} {ODD}": MISFIT,
+    f"{UP} {ODD}": MISFIT,
     f"{PPO} --set run.step=3": "config chaos.toml: run.step: unknown key; did you mean 'steps'?",
     f"{UP} --set algorithm.gama=1": "config chaos.toml: algorithm.gama: unknown key; did you mean 'gamma'?",
     f"{PPO} --set servces.actor.ranks=1": "config chaos.toml: servces: unknown key; did you mean 'services'?",
     f"{PPO} --set services.actor.rank=2": "services.actor.rank: unknown key; did you mean 'ranks'?",
     f"{UP} --set services.actor.optimizer.epz=1": "services.actor.optimizer.epz: unknown key; did you mean 'eps'?",
     f"{PPO} --set run.steps=0": "run.steps: must be at least 1 (given: 0)",
-    f"{PPO} --set algorithm.dual_clip=0.5": "algorithm.dual_clip must be above 1, or 0 for off (given: 0.5)",
+    f"{PPO} --set algorithm.dual_clip=0.5": "algorithm.dual_clip: must be above 1, or 0 for off (given: 0.5)",
     f"{PPO} --set steps": "setting 'steps': expected key.path=value",
     f"{PPO} --set services.actor.pool=a": "services.actor.pool: no pool 'a'; known: none",
     f"{PPO} --set data.prompts_per_step=65": "algorithm.mini_batch_size: 32 does not divide the 130 rows of a step "
@@ -162,6 +170,10 @@ def test_a_service_started_by_hand_says_one_fatal_line_on_each_rank(
     site: Site, setting: str, message: str
 ) -> None:
     assert message in fatal_line(site.torchrun("actor", "--set", setting))
+
+
+def test_a_service_started_by_hand_refuses_a_model_that_does_not_divide_over_its_mesh(site: Site) -> None:
+    assert fatal_line(site.torchrun("actor", *ODD.split())) == f"fatal: actor: {MISFIT}"
 
 
 def test_a_service_started_by_hand_names_the_port_that_is_in_use(site: Site) -> None:

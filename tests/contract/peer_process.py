@@ -1,4 +1,4 @@
-"""The second process of the transport suite, as the suite drives it."""
+"""Control of the second process of the transport suite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GPU, READERS_GPU = "GPU-of-the-peer", "GPU-of-the-reader"
 
 
 class PeerProcess:
-    """A second process that stores what it is told to, and serves it."""
+    """A process that stores rows on request, and serves them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PeerProcess:
         self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
         self.process.stdin.flush()
         while "event" in (reply := self.answer()):
-            pass  # of a test that failed before it came to that
+            pass  # left over from a test that failed
         return reply
 
     def try_put(self, columns: dict[str, tuple[np.ndarray, str, list[int] | None]], layout: str) -> dict:
@@ -96,7 +96,7 @@ class PeerProcess:
         self.ask("release")
 
     def stop(self) -> None:
-        """Returns when the process has stopped: it may still run for a moment after the signal."""
+        """Stops the process, and waits until it has stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 

@@ -44,7 +44,7 @@ PLACES = [
     ("nccl", "copy", 1),
     ("nccl", "send", 0),
 ]
-"""Where a transfer between GPUs can stop: in staging, at its beginning and on the way, and in the group."""
+"""Points where a transfer between GPUs can stop: at the start of staging, during staging, and in the group."""
 
 
 @pytest.mark.parametrize(("transport", "at", "after"), PLACES, indirect=["transport"])

@@ -71,7 +71,7 @@ def test_readers_map_an_arena_once_and_much_that_they_may_write_to_anew(memfd, p
 
 
 def test_a_shard_that_a_message_names_twice_is_looked_at_both_times(memfd, peer):
-    """Where the second is right, the first may be anywhere: in another shard, or beyond the arena."""
+    """The second description is right; the first points into another shard, or beyond the arena."""
     array = random_array("int64", (8,))
     batch = peer.put(array)
     good = batch["x"]

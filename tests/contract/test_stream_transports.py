@@ -1,4 +1,4 @@
-"""`tcp` and `grpc`: streams that break, stop or lie, and readers that take nothing."""
+"""`tcp` and `grpc`: streams that break, stop or send wrong bytes, and readers that take none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_peer_that_hangs_in_the_middle_of_a_stream_ends_the_read_at_its_deadli
 
 
 def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_others(peer):
-    """What was sent to it waits in the kernel's buffers; the rest stays in the arena until there is room."""
+    """The kernel buffers part of the rows; the rest stays in the arena until the reader takes bytes."""
     array = random_array("uint8", (1, 64 * MIB))
     batch = peer.put(array)
     before = anonymous_bytes(peer)
@@ -83,7 +83,7 @@ def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_other
 
 @contextmanager
 def idle_reader(peer: PeerProcess, batch: Batch) -> Iterator[socket.socket]:
-    """A connection over plain tcp on which column "x" was asked for."""
+    """A connection to the data port that has requested column "x"."""
     column = batch["x"]
     assert isinstance(column, RemoteColumn)
     assert isinstance(column.place, ShardRun)
@@ -105,7 +105,7 @@ def received_bytes(connection: socket.socket) -> bytes:
 
 
 def queued_bytes(connection: socket.socket) -> int:
-    """What the kernel holds for a connection of this host: sent by the peer and not taken here."""
+    """Bytes in the kernel's buffers of a connection within this host."""
     here, there = connection.getsockname()[1], connection.getpeername()[1]
     queued = 0
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -117,7 +117,7 @@ def queued_bytes(connection: socket.socket) -> int:
 
 
 def anonymous_bytes(peer: PeerProcess) -> int:
-    """Memory of the peer's own, which its arena is not."""
+    """Private memory of the peer, without its arena."""
     status = Path(f"/proc/{peer.process.pid}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found is not None
@@ -154,7 +154,7 @@ def test_a_service_that_keeps_breaking_is_lost(stream, peer):
 
 
 def test_a_rank_that_is_back_at_its_address_is_reached_at_once(over_grpc, peer):
-    """The connection is not held off by those that failed before."""
+    """Back-off after failed connections does not delay the next one."""
     array = random_array("int32", (4,))
     with canned_server(array.tobytes()) as address:
         batch = moved_to(peer.put(array), address=address)
@@ -177,7 +177,7 @@ def frame(kind: int, payload: bytes) -> bytes:
 
 @contextmanager
 def canned_stream(data: bytes) -> Iterator[int]:
-    """Answers the first request over plain tcp with these bytes; its port."""
+    """A server that answers the first request over plain tcp with these bytes; yields its port."""
 
     def answer() -> None:
         connection, _ = listener.accept()
@@ -209,7 +209,7 @@ def test_a_stream_that_is_not_as_it_should_be_is_an_error(peer, data, text):
 
 
 def test_a_stream_that_broke_before_its_last_frame_was_confirmed_sends_it_again(peer, mortal_peer):
-    """The bytes may be those of another shard: only the next frame, or the end, says that they were not."""
+    """Unconfirmed bytes may be those of another shard: the next frame, or the end, confirms them."""
     array = random_array("int32", (4,))
     batch = peer.put(array)
     fetcher = Fetcher(host_id(), create_transports(["tcp"]))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_restarts_of_a_source_leave_nothing_at_its_readers(make, transport, new_peer):
-    """Each new one comes at a new address; what was held of the old ones goes."""
+    """Each restart has a new address; the resources of old sources are freed."""
     fetcher = Fetcher(host_id(), [make(transport)])
 
     def work():

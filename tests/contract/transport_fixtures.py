@@ -34,14 +34,14 @@ def shared_peer(tmp_path_factory) -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def peer(shared_peer) -> Iterator[PeerProcess]:
-    """A peer that many tests share; empty."""
+    """An empty peer, shared by many tests."""
     yield shared_peer
     shared_peer.release()
 
 
 @pytest.fixture
 def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
-    """A peer of one's own, to stop and to kill."""
+    """A peer that a test may stop or kill."""
     peer = PeerProcess(tmp_path)
     yield peer
     peer.kill()
@@ -50,13 +50,13 @@ def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def other_peer(mortal_peer) -> PeerProcess:
-    """A second one."""
+    """A second peer."""
     return mortal_peer
 
 
 @pytest.fixture
 def new_peer(tmp_path) -> Callable[[], PeerProcess]:
-    """Starts a peer."""
+    """Starts peers."""
     return lambda: PeerProcess(tmp_path)
 
 
@@ -86,7 +86,7 @@ def memfd() -> Iterator[Fetcher]:
 
 @pytest.fixture(params=["tcp", "grpc"])
 def stream(request) -> Iterator[Fetcher]:
-    """Each transport that streams."""
+    """A fetcher of each transport that streams."""
     fetcher = Fetcher(host_id(), create_transports([request.param]))
     yield fetcher
     fetcher.close()
@@ -131,6 +131,6 @@ def shared_checked_peer(tmp_path_factory) -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def checked_peer(shared_checked_peer) -> Iterator[PeerProcess]:
-    """A peer that computes checksums; empty."""
+    """An empty peer that computes checksums."""
     yield shared_checked_peer
     shared_checked_peer.release()

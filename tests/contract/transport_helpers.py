@@ -28,11 +28,11 @@ from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
 Make = Callable[[str], Transport]
-"""A new transport of this name."""
+"""Creates a transport of a name."""
 
 
 def making(devices: Callable[[str], tuple[Nccl, Cuda]]) -> Iterator[Make]:
-    """Makes transports; those between GPUs, whose `devices` are asked for by name, have to give back what they take."""
+    """Yields a function that creates transports. GPU transports use `devices(name)` and must free their memory."""
     made: list[CountedCuda] = []
 
     def make(transport: str) -> Transport:
@@ -80,7 +80,7 @@ def wait_until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 
 def moved_to(batch: Batch, **changes: object) -> Batch:
-    """The same rows with another idea of where they are."""
+    """The same rows, with changed fields of their endpoint."""
 
     def move(column: RemoteColumn) -> RemoteColumn:
         assert isinstance(column.place, ShardRun)
@@ -92,7 +92,7 @@ def moved_to(batch: Batch, **changes: object) -> Batch:
 
 
 class Canned(transfer_pb2_grpc.TransferServiceServicer):
-    """Sends the same bytes whatever is asked."""
+    """Answers every Fetch with the same bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -112,7 +112,7 @@ def canned_server(data: bytes, address: str = "127.0.0.1:0") -> Iterator[str]:
 
 
 def two_columns(peer: PeerProcess) -> Batch:
-    """Columns of 3 MiB each: several slots of staging memory, two messages of a group."""
+    """A batch of two columns of 3 MiB: several slots of staging memory, two messages of a group."""
     array = random_array("uint8", (3, MIB))
     return peer.put_columns(dict.fromkeys("xy", (array, "uint8", None)))
 

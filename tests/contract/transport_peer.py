@@ -1,9 +1,9 @@
 """A rank that only serves tensors: the other process of the transport suite.
 
-Started as `python -m contract.transport_peer ARENA_MIB EPOCH DEVICES CHECKSUMS UUID`. DEVICES is `host` for a GPU and
-NCCL made of the host, `gpu` for those of this machine; CHECKSUMS is `True` or `False`; UUID is what it says of its GPU,
-where that is not to be the truth. Prints its endpoint, then answers every line of JSON on stdin with a line of JSON on
-stdout, and ends with stdin. What it stores comes from .npy files, so that the suite owns the expected values.
+Usage: `python -m contract.transport_peer ARENA_MIB EPOCH DEVICES CHECKSUMS UUID`. DEVICES is `host` for the host
+implementation of a GPU and NCCL, `gpu` for those of this machine; CHECKSUMS is `True` or `False`; UUID overrides the
+UUID of the GPU in the endpoint, unless empty. Prints its endpoint, then answers every line of JSON on stdin with a line
+of JSON on stdout, and ends with stdin. Rows come from .npy files, so that the suite owns the expected values.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ from rlhf.errors import RlhfError
 SESSION = "session"
 
 GPU = "GPU-of-the-peer"
-"""UUID of the GPU made of the host."""
+"""UUID of the host implementation of a GPU."""
 
 SLOT_BYTES = 1 << 20
-"""Of staging memory: small, so that the suite fills many."""
+"""Size of a staging slot: small, so that the suite fills many."""
 
 LAYOUTS = {
     "as it is": lambda array: array,
@@ -63,10 +63,10 @@ LAYOUTS = {
 
 
 CAPACITY = 4 << 30
-"""Bytes that may be taken of the GPU."""
+"""Capacity of the GPU in bytes."""
 
 Say = Callable[..., None]
-"""Tells the suite something."""
+"""Sends a line to the suite."""
 
 
 class PausingStore(TensorStore):
@@ -87,7 +87,7 @@ class PausingStore(TensorStore):
 
 
 class PausingNccl(Nccl):
-    """NCCL that does not join until told to, or whose next group is never entered."""
+    """NCCL whose joins can wait, or whose next group is not entered."""
 
     def __init__(self, nccl: Nccl, say: Say) -> None:
         self.version = nccl.version
@@ -135,11 +135,11 @@ class Peer:
 
     Args:
         arena_bytes: Size of its arena.
-        epoch: Of its service.
-        cuda, nccl: What it has.
-        checksums: Whether it computes them.
-        device_uuid: What it says of its GPU; empty: the truth.
-        say: Where it says that it has paused.
+        epoch: Epoch of its service.
+        cuda, nccl: Its GPU and NCCL.
+        checksums: Whether it computes checksums.
+        device_uuid: UUID of the GPU in its endpoint; empty: the real one.
+        say: Called when it has paused.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Peer:
         self.configure()
 
     async def start(self) -> Endpoint:
-        """Serves; the endpoint is where."""
+        """Starts serving; returns the endpoint."""
         self.server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
         add_transfer_service(self.server, self.handlers())
         address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
@@ -177,7 +177,7 @@ class Peer:
         return self.store.endpoint
 
     async def close(self) -> None:
-        """Serves no longer."""
+        """Stops serving."""
         self.go_on()
         self.sources.close()
         if self.server is not None:
@@ -208,7 +208,7 @@ class Peer:
             self.served_bytes += len(response.data)
 
     def frames(self, store, request):
-        """The same over plain tcp, in chunks of 1 MiB too."""
+        """As `fetch`, over plain tcp, also in chunks of 1 MiB."""
         for chunks, pieces in enumerate(cut_frames(store, request, 1 << 20)):
             if chunks == self.pause_after:
                 self.say(event="paused")
@@ -239,7 +239,7 @@ class Peer:
         return {"freed": self.store.release(SESSION)}
 
     def configure(self, pause_after=None, break_after=None, always=False):
-        """Streams stop, or break once or always, before the chunk of this number."""
+        """Makes streams stop, or break once or always, before the chunk of a number."""
         self.pause_after, self.break_after, self.always = pause_after, break_after, always
         self.served_bytes = 0
         return {}
@@ -248,12 +248,12 @@ class Peer:
         return {"bytes": self.served_bytes}
 
     def flip(self, shard, byte):
-        """Turns over a byte of a shard behind the store's back."""
+        """Inverts a byte of a shard without the store's knowledge."""
         self.store._memory(self.store._allocations[shard].shard)[byte] ^= 0xFF
         return {}
 
     def limit_device(self, mib):
-        """The GPU gets another size."""
+        """Changes the capacity of the GPU."""
         self.cuda.capacity = mib << 20
         return {}
 
@@ -261,18 +261,18 @@ class Peer:
         return {"bytes": self.cuda.used}
 
     def freed_in_use(self):
-        """Of a GPU made of the host."""
+        """Counts frees of memory in use, of the host implementation."""
         assert isinstance(self.cuda.cuda, HostCuda)
         return {"times": self.cuda.cuda.freed_in_use}
 
     def end_sessions(self):
-        """As if it was restarted at its address."""
+        """Ends all sessions, as a restart at the same address does."""
         self.sources.close()
         return {}
 
     def pause(self, at, after=0):
-        """The next transfer between GPUs stops until `go_on` at its `copy`, after so many of them, or at its `join`, or
-        for good at its `send`; says so when it does."""
+        """Makes the next transfer between GPUs pause until `go_on` at a `copy`, after so many copies, or at its `join`,
+        or for ever at its `send`; the peer reports the pause."""
         if at == "copy":
             self.store.copies_left = after
             return {}
@@ -284,7 +284,7 @@ class Peer:
         return {}
 
     def go_on(self):
-        """Whatever was paused, or limited, is so no longer."""
+        """Ends all pauses and limits."""
         self.store.copies_left = None
         self.store.going_on.set()
         self.store.going_on = threading.Event()
@@ -299,7 +299,7 @@ class Peer:
         return {"epochs": [session.epoch for session in self.sources._nccl._sessions.values()]}
 
     def forge_generation(self):
-        """The next slot is filled with the data, but for its generation."""
+        """Fills the next slot with its data and a wrong generation."""
         pack = staging.GENERATION.pack
 
         def forge(generation):

@@ -1,7 +1,7 @@
-"""A process that fetches a batch from the peer of the transport suite, to be killed while it does or afterwards.
+"""A process that fetches a batch from the peer of the transport suite, and is killed during or after the fetch.
 
-Started as `python -m contract.transport_reader DEVICES TRANSPORT BATCH SECONDS`: DEVICES as for the peer, the batch as
-its message in hexadecimal digits.
+Usage: `python -m contract.transport_reader DEVICES TRANSPORT BATCH SECONDS`: DEVICES as for the peer, BATCH the message
+of the batch in hexadecimal digits.
 """
 
 import sys

@@ -186,7 +186,7 @@ def test_all_ranks_multiply_with_the_library_that_was_faster_on_all_of_them_and_
 
 @pytest.mark.usefixtures("no_matmul_yet")
 def test_a_library_that_torch_does_not_have_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(matmul, "_onednn_linear", None)
+    monkeypatch.setattr(matmul, "onednn_linear", None)
     with pytest.raises(ConfigError, match="this build of torch has no oneDNN"):
         ModelRewardWorker(make_table(directory, matmul="onednn"), Ranks(0, 1, 0))
 
@@ -274,6 +274,22 @@ def test_after_an_update_and_a_new_start_the_scorer_has_the_weights_that_learn(d
     assert not same(learned, load_classifier(directory).state_dict())
     worker.start_over()
     assert same(state(worker), before)
+
+
+def test_the_texts_of_pairs_are_tokenized_only_while_the_call_goes_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    worker, call = make_learner(directory), make_call()
+    rows = CallRows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
+    request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
+    call.cancelled = True
+
+    def tokenize(*_: Any, **__: Any) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(worker, "tokenizer", tokenize)
+    with pytest.raises(CallCancelled):
+        worker.around(lambda: worker.update_reward(rows, request, call))
 
 
 def call_load(worker: LearningRewardWorker, directory: Path) -> None:

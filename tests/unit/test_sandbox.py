@@ -557,7 +557,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytes
         [sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE
     ) as waiting:
         with pytest.raises(KeyboardInterrupt):
-            isolated._let_go(waiting, info, gate)
+            isolated._open_gate(waiting, info, gate)
         assert waiting.returncode is not None
     os.close(info)
     os.close(gate)

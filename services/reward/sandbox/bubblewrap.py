@@ -92,9 +92,9 @@ class Bubblewrap(Isolation):
                 cwd="/",
             )  # fmt: skip
             theirs.close()
-            return self._let_go(monitor, info, gate_end)
+            return self._open_gate(monitor, info, gate_end)
 
-    def _let_go(self, monitor: subprocess.Popen[bytes], info: int, gate: int) -> Process:
+    def _open_gate(self, monitor: subprocess.Popen[bytes], info: int, gate: int) -> Process:
         """Writes the map of users and makes the control groups while bwrap waits at the gate, then opens it."""
         sandbox = SandboxedProcess(monitor, self._quota)
         try:
@@ -119,7 +119,7 @@ class Bubblewrap(Isolation):
 
 
 def _first_pid(info: int) -> int:
-    """The PID of the first process in the new namespace, as bwrap tells it once the process exists."""
+    """The PID of the first process in the new namespace, which bwrap reports once the process exists."""
     deadline = time.monotonic() + LAUNCH_TIMEOUT_S
     said = b""
     while b"}" not in said:

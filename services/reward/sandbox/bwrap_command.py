@@ -30,7 +30,7 @@ MODULES = {
 
 
 def missing() -> list[str]:
-    """The requirements that the host does not meet, each with what helps; empty where a sandbox can be tried."""
+    """The requirements that the host does not meet, each with a remedy; empty where a sandbox can be tried."""
     lacks = []
     if not sys.platform.startswith("linux"):
         lacks.append(f"namespaces: {sys.platform} is not Linux")
@@ -80,7 +80,7 @@ class BwrapCommand:
             "--info-fd", str(info), "--seccomp", str(rules),
             # First, for Python may lie below it.
             "--perms", "1777", "--size", str(self._tmpfs_bytes), "--tmpfs", TMP, *_mounts(module),
-            # The root is a tmpfs without a size: nobody may write there.
+            # The root is a tmpfs without a size: no user may write there.
             "--remount-ro", "/", "--chdir", TMP, "--", *python(module),
         ]  # fmt: skip
 

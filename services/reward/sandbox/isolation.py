@@ -166,7 +166,7 @@ class _UnsandboxedProcess(Process):
         self._directory = directory
 
     def enforce(self) -> None:
-        """Returns: nothing is enforced."""
+        """Does nothing."""
 
     def end(self) -> str:
         with contextlib.suppress(ProcessLookupError):

@@ -38,7 +38,7 @@ class CallTest:
         self._accepted, self._tolerance = test["accepted"], test["tolerance"]
 
     def check(self, deadline: float) -> None:
-        """Returns: nothing in this test can fail by itself."""
+        """Does nothing: this test cannot fail by itself."""
 
     def put_to(self, program: RemoteProgram) -> str:
         """The reason why the program fails; "" where it passes."""
@@ -56,7 +56,7 @@ class InputTest:
         self._input, self._expected = test["input"], test["expected"]
 
     def check(self, deadline: float) -> None:
-        """Returns: nothing in this test can fail by itself."""
+        """Does nothing: this test cannot fail by itself."""
 
     def put_to(self, program: RemoteProgram) -> str:
         """The reason why the program fails; "" where it passes."""
@@ -108,7 +108,7 @@ class AssertsTest:
             raise Unusable(f"{cause or 'it ends'} before it calls {self._entry_point}")
 
     def _rehearse(self, say: Callable[[str], object]) -> NoReturn:
-        """Says the entry point when it is called, or else why it is not; ends the process."""
+        """Writes the entry point when it is called, or else why it is not; ends the process."""
 
         def call(*args: Any, **kwargs: Any) -> NoReturn:
             try:

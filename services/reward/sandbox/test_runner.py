@@ -1,4 +1,4 @@
-"""Puts tests to a program that runs in another sandbox, and tells which of them the program passed.
+"""Puts tests to a program that runs in another sandbox, and reports which of them the program passed.
 
 The test runner has the tests and never the program's code; all it learns of the program is plain data. It runs in a
 sandbox of its own all the same: tests are code out of a data set, and the values they meet are the program's.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 READY, VALID, BEGUN = b"1", b"2", b"3"
 """Stages, sent to the service: both sandboxes are up; all tests are valid; the program is called for the first time.
-The program is the cause of what goes wrong after the last stage, and of nothing before it."""
+The program is the cause of a failure after the last stage, and of none before it."""
 
 
 def main() -> None:
