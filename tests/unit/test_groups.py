@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from nccl_transfer.refs.mesh import Mesh
-from services.engines.three_d import groups
 from services.engines.three_d.groups import MeshGroups
+from services.runtime import process_groups
 from services.runtime.process_groups import add_up
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -48,8 +48,8 @@ def test_groups_share_the_device_of_the_default_group():
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000])
 def test_tensors_are_added_up_where_they_are(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(groups, "BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(groups, "BUCKETS_UNDER_WAY", 2)
+    monkeypatch.setattr(process_groups, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(process_groups, "BUCKETS_UNDER_WAY", 2)
     sizes = []
 
     class Done:
