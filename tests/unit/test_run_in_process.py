@@ -121,7 +121,8 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
 
     async def main() -> tuple[Path, dict[str, Any]]:
         servers = []
-        for kind, name in ((ToyActor, "actor"), (RewardWorker, "reward")):
+        kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
+        for kind, name in kinds:
             ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
             servers.append(RankServer(kind(config.services[name], ranks), name))
         serving = [asyncio.ensure_future(server.serve()) for server in servers]
