@@ -1,0 +1,149 @@
+"""A whole run on ranks that serve in this process: steps, rewards, evaluation, samples, export; no row is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from unit.test_requests import Result, SharedProcess
+
+from client.session import Session
+from controller import algorithms
+from controller.config.tables import Config
+from controller.data.prompts import load_data
+from controller.role_groups.cluster import Cluster
+from controller.tracking.metrics import read_metrics, read_samples
+from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
+from controller.tracking.run_directory import RunDirectory
+from controller.training.run import Run
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from rlhf.contract import group_methods
+from services.reward.worker import RewardWorker
+from services.runtime.server import RankServer
+from services.runtime.worker import Worker, register
+
+TIMEOUT_S = 60.0
+PROMPTS, SAMPLES, STEPS = 4, 2, 2
+
+
+def registered(name: str) -> Any:
+    """Registers a method of the actor with the transfer protocol that its proto declares."""
+    spec = group_methods("actor")[name].spec
+    assert spec is not None
+    return register(spec.transfer_protocol)
+
+
+def nothing(name: str) -> Any:
+    """A method that makes no rows."""
+    return registered(name)(lambda self, rows, request, call: Result({}))
+
+
+class ToyActor(Worker):
+    """Answers the n-th prompt of a call with n tokens."""
+
+    role = "actor"
+    update_actor, update_supervised = nothing("update_actor"), nothing("update_supervised")
+    tokenize, compute_loss, save_checkpoint = (
+        nothing("tokenize"), nothing("compute_loss"), nothing("save_checkpoint")
+    )  # fmt: skip
+
+    @registered("generate_sequences")
+    def generate_sequences(self, rows: Any, request: Any, call: Any) -> Result:
+        lengths = np.arange(1, len(rows["prompt"]) + 1)
+        ids = Jagged(np.arange(lengths.sum()), lengths)
+        log_probs = Jagged(np.zeros(lengths.sum(), np.float32), lengths)
+        made: dict[str, Any] = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
+        if request.return_text:
+            made["response"] = ["x" * int(length) for length in lengths]
+        return Result(made)
+
+    @registered("compute_log_prob")
+    def compute_log_prob(self, rows: Any, request: Any, call: Any) -> Result:
+        lengths = rows["response_ids"].lengths
+        return Result({"log_probs": Jagged(np.zeros(lengths.sum(), np.float32), lengths)})
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def config_of(directory: Path) -> Config:
+    for name in ("train", "heldout"):
+        rows = [json.dumps({"prompt": f"{i}+1=", "ground_truth": "x" * 3}) + "\n" for i in range(16)]
+        (directory / f"{name}.jsonl").write_text("".join(rows))
+    tables = {
+        "data": {
+            "train": directory / "train.jsonl",
+            "heldout": directory / "heldout.jsonl",
+            "prompts_per_step": PROMPTS,
+        },
+        "rollout": {"samples_per_prompt": SAMPLES, "max_response_tokens": 50},
+        "algorithm": {"mini_batch_size": 4, "max_log_prob_drift": 0.0},
+        "services": {
+            "actor": {"role": "actor", "address": free_address(), "model": directory},
+            "reward": {"role": "reward", "address": free_address(), "function": "exact_match"},
+        },
+        "run": {"steps": STEPS, "directory": directory / "runs", "samples": 3},
+    }
+    return algorithms.find_algorithm("dr_grpo").configure(Config.model_validate(tables))
+
+
+def run_of(config: Config) -> tuple[Path, dict[str, Any]]:
+    """Directory and summary of a run on services that serve."""
+    cluster = Cluster(config, Session(timeout_s=TIMEOUT_S))
+    try:
+        cluster.connect()
+        directory = RunDirectory.create(config.run.directory, "run")
+        with (
+            Recorder(directory, Progress()) as recorder,
+            recorder.following(cluster.running, cluster.memory),
+        ):
+            run = Run(config, load_data(config), cluster, recorder)
+            try:
+                algorithms.find_algorithm("dr_grpo")(run)
+                return directory.path, run.finish()
+            finally:
+                run.close()
+    finally:
+        cluster.close()
+
+
+def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    async def main() -> tuple[Path, dict[str, Any]]:
+        servers = []
+        kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
+        for kind, name in kinds:
+            ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
+            servers.append(RankServer(kind(config.services[name], ranks), name))
+        serving = [asyncio.ensure_future(server.serve()) for server in servers]
+        try:
+            ran = await asyncio.wait_for(asyncio.to_thread(run_of, config), TIMEOUT_S)
+            assert [server.store.stat().shards for server in servers] == [0, 0]
+            return ran
+        finally:
+            for server in servers:
+                server._stop.set()
+            await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT_S)
+
+    path, summary = asyncio.run(main())
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1)]
+    assert (
+        lines[0]["evaluation/accuracy"] == summary["accuracy_before"] == summary["accuracy_after"] == 1 / 16
+    )
+    # Of eight responses the third has three tokens, which is the right answer.
+    assert [line["reward/mean"] for line in lines[1:]] == [1 / (PROMPTS * SAMPLES)] * STEPS
+    assert (summary["steps"], summary["prompts_left_out"]) == (STEPS, 0)
+    assert [(step, sample.response) for step, sample in read_samples(path)] == [
+        (step, "x" * length) for step in (0, STEPS) for length in (1, 2, 3)
+    ]
