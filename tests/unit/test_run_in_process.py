@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from unit.test_requests import Result, SharedProcess
+from unit.test_requests import SharedProcess
 
 from client.session import Session
 from controller import algorithms
-from controller.config.tables import Config
+from controller.config.config import Config
 from controller.data.prompts import load_data
 from controller.role_groups.cluster import Cluster
 from controller.tracking.metrics import read_metrics, read_samples
@@ -26,7 +26,7 @@ from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
 from services.reward.worker import RewardWorker
 from services.runtime.server import RankServer
-from services.runtime.worker import Worker, register
+from services.runtime.worker import CallResult, Worker, register
 
 TIMEOUT_S = 60.0
 PROMPTS, SAMPLES, STEPS = 4, 2, 2
@@ -41,7 +41,7 @@ def registered(name: str) -> Any:
 
 def nothing(name: str) -> Any:
     """A method that makes no rows."""
-    return registered(name)(lambda self, rows, request, call: Result({}))
+    return registered(name)(lambda self, rows, request, call: CallResult({}))
 
 
 class ToyActor(Worker):
@@ -54,19 +54,19 @@ class ToyActor(Worker):
     )  # fmt: skip
 
     @registered("generate_sequences")
-    def generate_sequences(self, rows: Any, request: Any, call: Any) -> Result:
+    def generate_sequences(self, rows: Any, request: Any, call: Any) -> CallResult:
         lengths = np.arange(1, len(rows["prompt"]) + 1)
         ids = Jagged(np.arange(lengths.sum()), lengths)
         log_probs = Jagged(np.zeros(lengths.sum(), np.float32), lengths)
         made: dict[str, Any] = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
         if request.return_text:
             made["response"] = ["x" * int(length) for length in lengths]
-        return Result(made)
+        return CallResult(made)
 
     @registered("compute_log_prob")
-    def compute_log_prob(self, rows: Any, request: Any, call: Any) -> Result:
+    def compute_log_prob(self, rows: Any, request: Any, call: Any) -> CallResult:
         lengths = rows["response_ids"].lengths
-        return Result({"log_probs": Jagged(np.zeros(lengths.sum(), np.float32), lengths)})
+        return CallResult({"log_probs": Jagged(np.zeros(lengths.sum(), np.float32), lengths)})
 
 
 def free_address() -> str:
