@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,14 @@ def test_a_log_that_is_gone_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logs.time, "sleep", removed)
     lines = (line for _, line in read_lines([log], follow=True))
     assert [next(lines) for _ in range(3)] == ["one", "two", "back"]
+
+
+def test_a_log_that_was_replaced_by_a_longer_one_is_read_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, new = tmp_path / "actor.log", tmp_path / "new.log"
+    log.write_text("one\n")
+    new.write_text("a longer line\nand another\n")
+    monkeypatch.setattr(logs.time, "sleep", lambda _: os.replace(new, log))
+    lines = read_lines([log], follow=True)
+    assert [next(lines)[1] for _ in range(3)] == ["one", "a longer line", "and another"]
