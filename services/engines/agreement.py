@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rlhf.errors import OutOfStep
 from services.runtime.ranks import FailedAlone, known_to_all
 from services.storage.publish import check_replaceable, partial_of, publish, settle
 
@@ -90,6 +91,26 @@ def all_or_none(
         raise known_to_all(error)
     if num_failed:
         raise known_to_all(PeerRankFailed(f"{action} failed on another rank"))
+
+
+@contextmanager
+def takes_effect(action: str) -> Iterator[None]:
+    """A block that follows an agreement of all ranks and changes this rank's state. Its failure on one rank cannot be
+    undone on the others.
+
+    Args:
+        action: name of the block, for the message.
+
+    Raises:
+        OutOfStep: the block failed; the rank must exit.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise OutOfStep(
+            f"rank {dist.get_rank()} failed alone in {action}, which all ranks had agreed on: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.adamw import clip_gradients, make_adamw
-from services.engines.agreement import all_or_none, new_directory
+from services.engines.agreement import all_or_none, new_directory, takes_effect
 from services.engines.base import LossFn, OptimizerOptions, Snapshot, StepResult, TrainEngine
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
@@ -151,7 +151,8 @@ class ShardedEngine(TrainEngine):
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
             read_shards(stored, num_ranks, self._shards(tensors), self.progressed)
             loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
-        self.restore(loaded)
+        with takes_effect("loading a checkpoint"):
+            self.restore(loaded)
         return {name: value for name, value in scalars.items() if name != NUM_STEPS}
 
     def start_over(self) -> None:
@@ -167,8 +168,9 @@ class ShardedEngine(TrainEngine):
                 if name.startswith("weight.")
             }
             self._read_first_values({_weight_name(name): x for name, x in self._shards(weights).items()})
-        self.restore(Snapshot(0, state | weights))
-        self._has_first_values = True
+        with takes_effect("taking the model directory's weights"):
+            self.restore(Snapshot(0, state | weights))
+            self._has_first_values = True
 
     def offload(self) -> int:
         return 0 if self.device.type == "cpu" else self._leave_device()

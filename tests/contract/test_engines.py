@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import OutOfStep
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.jagged_rows import assemble
 from services.compute.microbatch import MicroBatch
@@ -404,6 +405,23 @@ def test_an_engine_whose_directory_is_gone_does_not_start_over(
     with pytest.raises((ValueError, FileNotFoundError)):
         engine.start_over()
     assert same_bits(engine.snapshot(), learned)
+
+
+@every_engine
+def test_a_rank_that_fails_in_what_all_ranks_have_agreed_on_is_out_of_step(
+    name: str, task: Task, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(name, task.directory, device)
+    task.step(engine)
+    engine.save(tmp_path / "checkpoint")
+
+    def fail(_: object) -> None:
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(engine, "restore", fail)
+    for take_over in (engine.start_over, partial(engine.load, tmp_path / "checkpoint")):
+        with pytest.raises(OutOfStep, match=r"rank 0 failed alone in .*: ValueError: no memory"):
+            take_over()
 
 
 @every_engine

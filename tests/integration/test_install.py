@@ -51,13 +51,23 @@ def test_stubs_are_generated_at_install(wheel: zipfile.ZipFile) -> None:
 def test_only_our_rooms_are_installed(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {
-        "rlhf", "nccl_transfer", "services", "controller", "deploy", "conformance", "loadtest",
+        "rlhf", "settings", "reports", "nccl_transfer", "services", "client", "controller", "deploy", "conformance", "loadtest",
     }  # fmt: skip
 
 
 def test_every_module_of_our_rooms_is_installed(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    for room in ("nccl_transfer", "services", "controller", "deploy", "conformance", "loadtest"):
+    for room in (
+        "settings",
+        "reports",
+        "nccl_transfer",
+        "services",
+        "client",
+        "controller",
+        "deploy",
+        "conformance",
+        "loadtest",
+    ):
         for path in (ROOT / room).rglob("*.py"):
             assert str(path.relative_to(ROOT)) in names
 
