@@ -23,7 +23,7 @@ KILL_TIMEOUT_S = 10.0
 
 
 def find(deployment: str) -> list[psutil.Process]:
-    """All living processes of the deployment: those with its mark in their environment, and their descendants."""
+    """Living processes of the deployment: those whose environment has its `MARK` variable, and their descendants."""
     marked = _marked(deployment)
     found = set(marked)
     for root in _roots(marked):

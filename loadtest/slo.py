@@ -18,9 +18,10 @@ class Objective:
 
     Attributes:
         text: The objective as given.
-        figure: "latency", "errors", "error_share" or "throughput".
-        bound: Seconds, a number, a share, or calls per second; only for throughput the least allowed.
-        name: Figure of the latency: "mean", "max" or a percentile such as "p99".
+        figure: Measured figure: "latency", "errors", "error_share" or "throughput".
+        bound: Largest value allowed: seconds, a number of errors, or a share. For throughput the smallest, in calls per
+            second.
+        name: Statistic of the latency: "mean", "max" or a percentile such as "p99".
     """
 
     text: str

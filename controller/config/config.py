@@ -94,7 +94,7 @@ class Config(Strict):
 
 
 def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
-    """The configuration in a file, with `key.path=value` settings put in.
+    """The configuration in a file, with values overridden by `key.path=value` settings.
 
     Raises:
         ConfigError: One line that says file, key, what is wrong and what is allowed.

@@ -47,13 +47,13 @@ class Limit:
     refuses: bool = False
 
     def fits(self, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
-        """Whether each text is short enough [n] bool.
+        """Whether each text is within the limit of tokens [n] bool.
 
         Args:
-            where: File and line of the text of an index, for messages.
+            where: Returns file and line of a text by its index, for messages.
 
         Raises:
-            ConfigError: A text is longer and `refuses` is set.
+            ConfigError: A text is longer than the limit, and the limit's attribute `refuses` is set.
         """
         lengths = np.asarray(self.count(texts), np.int64)
         fits = lengths <= self.tokens

@@ -59,7 +59,7 @@ class GroupCall:
     Attributes:
         callee: The ranks.
         method: The method.
-        header: Header of the requests, all but sequence and epoch.
+        header: Header of the requests, without the sequence number and the epoch of the service.
         inputs: Columns that the method reads.
         options: Further fields of the request.
         step: The step on whose behalf it is made.

@@ -99,11 +99,11 @@ class RoleGroup:
         Args:
             name: Python name of the method.
             batch: Rows; only the columns that the method declares travel.
-            outputs: Columns to expect, where not all that the method declares.
+            outputs: Columns that the call returns. Default: all that the method declares.
             options: Further fields of the request.
 
         Returns:
-            The rows that the call makes, as futures.
+            The rows with the columns that the call computes, as futures; the method itself does not wait.
 
         Raises:
             InvalidRequest: A column that the method needs is missing.

@@ -51,10 +51,11 @@ class RewardCodec(BatchCodec):
         return method.request(call=header, text_rows=text_rows(batch), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
-        """As of `BatchCodec`; of ComputeReward columns rewards and reward_errors.
+        """The rows that the ranks returned, as `BatchCodec.rows_of`. For ComputeReward, the columns are `rewards` and
+        `reward_errors`.
 
         Raises:
-            RewardFailed: A rank returned another number of verdicts than it was sent rows.
+            RewardFailed: The number of verdicts that a rank returned is not the number of rows that it was sent.
         """
         if method.name != "ComputeReward":
             return super().rows_of(method, responses, rows)

@@ -85,7 +85,7 @@ class Progress:
             self._status.running = dict(running)
 
     def memory(self, service: str, num_bytes: float) -> None:
-        """Sets the memory of a service, summed over its ranks."""
+        """Shows the memory that a service uses, host and device, in bytes over all its ranks."""
         with self._lock:
             self._status.memory[service] = num_bytes
 

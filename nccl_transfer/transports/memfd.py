@@ -37,7 +37,7 @@ def host_id() -> str:
 
 
 class ArenaServer:
-    """Sends the descriptor of a store's arena to processes of the same user and host.
+    """Sends the file descriptor of a store's arena to processes of the same user and host.
 
     One thread serves an abstract socket, so no file is left behind. Connections stay open: the end of a connection
     tells the reader that this rank has ended.

@@ -52,7 +52,7 @@ class InvalidRequest(RlhfError):
 
 
 class ConfigError(InvalidRequest):
-    """A wrong configuration; raised before anything is started."""
+    """The configuration, or a file that it names, is invalid; raised before anything starts."""
 
 
 class Refused(RlhfError):

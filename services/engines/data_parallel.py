@@ -52,8 +52,8 @@ class DataParallelEngine(ShardedEngine):
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
-        """A block of forward and backward passes with the current weights. Afterwards gathered weights are freed, so
-        that no later pass computes with outdated ones. Collective."""
+        """Context of forward and backward passes with the current weights. Its end frees gathered weights, so that no
+        later pass computes with outdated ones. Collective."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:

@@ -144,7 +144,7 @@ class WeightsWriter:
 
 
 def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
-    """Write whole tensors as the safetensors files of a Hugging Face directory; returns their sha256, as
+    """Writes whole tensors as the safetensors files of a Hugging Face directory; returns one sha256 over all, as
     `services.models.export.tensors_sha256`.
 
     Args:

@@ -36,9 +36,9 @@ def pair_loss(
     """A micro-batch's share of the mean loss over the pairs of a mini-batch.
 
     Args:
-        scores_S: Scores of the chosen and the rejected response of each pair, interleaved.
-        signs_S: For costs, +1 where a response is unsafe and -1 where it is safe; the chosen response of a pair is the
-            less harmful one. None for rewards.
+        scores_S: Scores [2 * pairs] of the chosen and the rejected response of each pair, interleaved.
+        signs_S: For costs, [2 * pairs]: +1 where a response is unsafe and -1 where it is safe; the chosen response of a
+            pair is the less harmful one. None for rewards.
         num_pairs: Pairs of the mini-batch, over all micro-batches and data ranks.
 
     Returns:

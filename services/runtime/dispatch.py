@@ -63,7 +63,8 @@ class DispatchStream:
                 self._queue.session.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
-        """Begins a call. A call that ends at once is answered at once, unless another answer is being written."""
+        """Begins a call. The response of a call that needs no computation is written immediately, or queued while
+        another response is being written."""
         if message.session and message.session not in self._sessions:
             check_name("session", message.session)
             if self._sessions:

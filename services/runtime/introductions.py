@@ -32,10 +32,10 @@ class Introductions:
         self._sessions: dict[str, dict[str, Endpoint]] = {}
 
     def add(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
-        """Introduces all of these endpoints, or none.
+        """Allows the calls of a session to name these endpoints: all of them, or none.
 
         Raises:
-            InvalidRequest: An endpoint is invalid, or they are too many; the text names it and the reason.
+            InvalidRequest: An endpoint is invalid, which the text names, or the session has too many.
         """
         known = self._sessions.get(session, {})
         added = {endpoint.address: endpoint for endpoint in endpoints}

@@ -90,7 +90,8 @@ class _Backend(RendezvousHandler):
 
 
 class OneHost(_Backend):
-    """Ranks of this host meet in memory of torchrun; see `rlhf.rendezvous`."""
+    """Rendezvous of ranks that are all on this host: their store is a file in the memory of the torchrun process, see
+    `rlhf.rendezvous`."""
 
     _local: LocalRendezvous | None = None
 

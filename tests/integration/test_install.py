@@ -51,7 +51,8 @@ def test_stubs_are_generated_at_install(wheel: zipfile.ZipFile) -> None:
 def test_only_our_rooms_are_installed(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {
-        "rlhf", "settings", "reports", "nccl_transfer", "services", "client", "controller", "deploy", "conformance", "loadtest",
+        "rlhf", "settings", "reports", "nccl_transfer", "services", "client", "controller", "deploy", "conformance",
+        "loadtest",
     }  # fmt: skip
 
 

@@ -273,7 +273,7 @@ class ThreeDParallelEngine(ShardedEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype,
     ) -> str:
-        """Write weights while they are gathered, as a Hugging Face directory; returns their sha256."""
+        """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 over all of them."""
         layouts = self._stage.layouts
         sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in layouts.items()}
         sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))

@@ -62,7 +62,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 _UNITS = _table()
-_LITRES = {
+_PER_LITRE = {
     "l": 1,
     "L": 1,
     "liter": 1,
@@ -170,8 +170,8 @@ def parse_unit(text: str) -> Unit | None:
 
 def _find(name: str) -> tuple[dict[str, int], Fraction] | None:
     for word in (name, name.lower(), name.lower().removesuffix("s")):
-        if word in _LITRES:
-            return {"m": 3}, Fraction(1, 1000 * _LITRES[word])
+        if word in _PER_LITRE:
+            return {"m": 3}, Fraction(1, 1000 * _PER_LITRE[word])
         if word in _UNITS:
             base, size = _UNITS[word]
             return {base: 1}, size
