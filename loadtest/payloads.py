@@ -119,7 +119,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def to_batch(rows: list[dict[str, Any]], columns: Iterable[str]) -> Batch:
-    """The rows as columns held in the request itself: ids jagged int64, all else text."""
+    """A batch with inline columns: token ids as jagged int64, all others as text."""
     values = {name: _column(name, [row[name] for row in rows]) for name in columns}
     return Batch.of(**values) if values else Batch(len(rows), {})
 

@@ -95,8 +95,9 @@ def reinforce_pp_advantage(
     kl_kind: str = "k1",
     gamma: float = 1.0,
 ) -> Advantage:
-    """Discounted sums of the KL-penalised rewards of tokens, or, with baseline "group", at every token their sum over
-    the response minus the mean of the group; either way whitened over all tokens of the batch.
+    """Advantages of REINFORCE++, whitened over all tokens of the batch: discounted returns of the KL-penalised token
+    rewards, or, with baseline "group", each response's total KL-penalised reward minus the mean of its group, at all of
+    its tokens.
 
     Raises:
         ValueError: as `penalized_rewards` and `whiten`.

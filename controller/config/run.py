@@ -1,4 +1,4 @@
-"""Settings of the run: its steps, limits and directory."""
+"""Settings of the run: training steps, evaluation, seed, timeouts and directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from settings.strict import Positive, Strict
 
 
 class RunTable(Strict):
-    """The run: its steps, limits and directory."""
+    """The run: training steps, evaluation, seed, timeouts, and the directory that holds its own."""
 
     name: str = "run"
     """Name of the run; part of the name of its directory."""

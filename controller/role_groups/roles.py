@@ -12,13 +12,13 @@ from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
 
 class ActorGroup(RoleGroup):
-    """The policy."""
+    """The actor's ranks: generate, compute log-probabilities and losses, and update the policy."""
 
     def generate_sequences(
         self, prompts: FutureBatch, sampling: actor_pb2.Sampling, *, return_text: bool = False
     ) -> FutureBatch:
-        """prompt_ids, response_ids and rollout_log_probs of one response per row of column "prompt", and with
-        `return_text` column response."""
+        """Generates a response per row of column "prompt": columns prompt_ids, response_ids and rollout_log_probs, and
+        with `return_text` column response."""
         outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
         return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
 

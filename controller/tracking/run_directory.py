@@ -166,9 +166,9 @@ def json_text(obj: Any, indent: int | None = None) -> str:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, one after the other; none of a missing file.
+    """Yields the objects of a JSON Lines file, or nothing if the file is missing.
 
-    A last line without its end, of a writer that was killed, is left out.
+    A last line without a newline, left by a writer that was killed, is skipped.
 
     Raises:
         RlhfError: another line is not a JSON object, or the file cannot be read.

@@ -38,8 +38,9 @@ class Actor:
     def generate_sequences(
         self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
     ) -> FutureBatch:
-        """prompt_ids, response_ids and rollout_log_probs; and response with `return_text`, by default where a reward
-        scores text."""
+        """Generates responses with the sampling options of the config: columns prompt_ids, response_ids and
+        rollout_log_probs, and with `return_text` column response, their text. By default text is returned where a
+        reward of the run scores text."""
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
             greedy=greedy,

@@ -152,10 +152,10 @@ class TensorStore:
         return Batch(batch.rows, columns)
 
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
-        """Copies bytes of a shard; the shard is valid until the copy is complete.
+        """Copies bytes of a shard without locking it, and verifies afterwards that the shard was valid.
 
         Raises:
-            Refused: The shard was released.
+            Refused: The shard was released, before or during the copy.
             TransferError: The range reaches beyond the shard, or the shard was marked corrupt.
         """
         return self.copy(shard_id, start, nbytes, bytes)

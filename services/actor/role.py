@@ -7,7 +7,7 @@ from settings.actor import ActorTable
 
 
 def worker_class(table: ActorTable) -> type[Worker]:
-    """The actor's worker: with adapters where the table has `lora`."""
+    """The worker class of an actor: `LoRAActorWorker` where the table has `lora`, else `ActorWorker`."""
     if table.lora is None:
         # Imported here: torch takes seconds, so the configuration is checked first.
         from services.actor.worker import ActorWorker

@@ -39,7 +39,8 @@ _NO_WEIGHTS = -1
 
 
 class ActorWorker(ModelWorker):
-    """The policy."""
+    """The policy on one rank: generates with a rollout engine, computes log-probabilities, and trains with a training
+    engine."""
 
     role = "actor"
 

@@ -79,8 +79,8 @@ def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _take_turns(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[float, float]:
-    """Least seconds per call of two functions called alternately, after one warm-up call each. The least, because other
-    processes on the cores only make calls longer."""
+    """Times two functions called alternately, after one warm-up call each; returns the minimum seconds per call,
+    since other processes on the cores only make calls longer."""
     times: tuple[list[float], list[float]] = [], []
     for repeat in range(_REPEATS + 1):
         for function, taken in zip((first, second), times, strict=True):

@@ -1,4 +1,4 @@
-"""A reward model that scores whole sequences."""
+"""A reward model that gives each sequence of token ids one score."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from services.models.tokenizers import check_tokenizer, load_tokenizer
 
 
 class SequenceScorer:
-    """A sequence-classification model with one score per sequence, whole on this rank, and its tokenizer.
+    """A sequence-classification model with one score per sequence, unsharded on this rank. It scores token ids; its
+    tokenizer is loaded for the caller.
 
     Args:
         directory: Hugging Face directory of model and tokenizer.
@@ -26,7 +27,7 @@ class SequenceScorer:
         load: loads the model; default `load_scoring_model`.
 
     Attributes:
-        max_tokens: longest row, by the budget and the positions of the model.
+        max_tokens: most tokens of a row, by the budget and the positions of the model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.

@@ -193,7 +193,7 @@ class RankServer:
         reflection.enable_server_reflection(names, server)
 
     def _in_turn(self, method: Method) -> Handler:
-        """The handler of a method that takes turns."""
+        """The handler of a method whose calls are queued and run one at a time on this rank, in sequence order."""
         method, registration = self.methods[method.snake_name]
 
         async def run(request: Any, context: Any) -> Any:

@@ -26,7 +26,8 @@ class GatherGroup:
     ranks: tuple[int, ...]
 
     def member(self, stage: int, part: int, copy: int) -> int:
-        """Rank within the group."""
+        """The group-local rank that holds the shard of a training stage and tensor index; `copy` counts the ranks with
+        the same shard."""
         return (self.stages.index(stage) * len(self.parts) + self.parts.index(part)) * self.copies + copy
 
     def of_stages(self, stages: range) -> GatherGroup:

@@ -72,7 +72,7 @@ class Stage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
 
 def offload_options(offloads: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-    """DeepSpeed's options for an optimizer in host memory; None for one on the device."""
+    """DeepSpeed's config of an optimizer in host memory, pinned where there is CUDA; None for one on the device."""
     if not offloads:
         return None
     table = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
