@@ -6,7 +6,7 @@ import signal
 
 from hypothesis import settings
 
-# No test is about its own time. The same examples every time: whoever wants new ones asks for them.
+# No test is about its own time. The same examples every time; the profile "new" draws others.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None)
 settings.load_profile("same")
@@ -14,5 +14,5 @@ settings.load_profile("same")
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
-    interrupt are to hear it."""
+    interrupt are to get it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

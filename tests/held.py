@@ -1,4 +1,4 @@
-"""What a process holds of the system, for tests that say that nothing is left behind."""
+"""System resources of a process, for tests that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 THREADS_OF_GRPC = ("event_engine", "grpc_global_tim", "lifeguard", "resolver-execut", "default-executo")
 """gRPC keeps a pool of threads, one for all its channels, that grows and shrinks with the load."""
 OF_GRPC = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]")
-"""What these threads wait with. Our own threads wait with the same, and are counted themselves."""
+"""Descriptors that they wait on. Our own threads wait on the same, and are counted themselves."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a user may plug in, with the faults of users: a reward that obeys its ground truth, and algorithms."""
+"""User plugins with faults: a reward whose ground truth selects the fault, and an algorithm."""
 
 from __future__ import annotations
 

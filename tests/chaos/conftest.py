@@ -150,7 +150,7 @@ class Site:
         return self.start("torchrun", "--rdzv-backend=rlhf", ranks, "-m", module, *named, *arguments)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """What lives of all that was started here, and has these words on its command line."""
+        """Living processes started here that have these words on their command line."""
         found = []
         for process in psutil.process_iter():
             # A process may end while it is looked at, or belong to somebody else.
@@ -164,7 +164,7 @@ class Site:
         return not self.processes()
 
     def temporary_files(self) -> list[Path]:
-        """What is left in the directory for temporary files, the empty directories of torchrun included."""
+        """Files left in the directory for temporary files, and the empty directories of torchrun."""
         left = self._temporary.rglob("*")
         return [path for path in left if not path.is_dir() or path.name.startswith("torchelastic_")]
 
@@ -206,7 +206,7 @@ def watch_until(address: str, condition: Callable[[worker_pb2.WatchResponse], bo
 
 
 def describe(address: str) -> worker_pb2.DescribeResponse:
-    """What the rank at an address says of itself and its peers."""
+    """The Describe response of the rank at an address."""
     with grpc.insecure_channel(address) as channel:
         return worker_pb2_grpc.WorkerServiceStub(channel).Describe(
             worker_pb2.DescribeRequest(), timeout=TIMEOUT_S

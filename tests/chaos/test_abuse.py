@@ -1,5 +1,5 @@
-"""Whatever a stranger sends to one rank of a service, or to all: no rank ends, grows or is locked, errors have the
-codes of the contract, and what a run computes after it is what it computed before.
+"""Calls of a stranger to one rank of a service, or to all: no rank ends, grows or is locked, errors have the codes of
+the contract, and a run computes afterwards what it computed before.
 
 Other tests hold parts of this: hostile batches and data ports (unit/test_hostile_messages.py), paths
 (integration/test_output_roots.py), sessions and clocks (integration/test_sessions.py, unit/test_sessions.py), calls
@@ -151,7 +151,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Size:
-    """What a rank takes: resident bytes, threads, descriptors."""
+    """Usage of a rank: resident bytes, threads, descriptors."""
 
     rss: int
     threads: int
@@ -303,7 +303,7 @@ class Target:
         return service
 
     def compute(self) -> dict[str, Any]:
-        """What a run computes, bit for bit."""
+        """Results of a run, bit for bit."""
         service = self.session()
         try:
             if self.role == "reward":

@@ -1,4 +1,4 @@
-"""What is wrong with a config, a command line, data or this host is told in one line, before anything starts."""
+"""Mistakes in a config, a command line, data or this host are told in one line, before anything starts."""
 
 from __future__ import annotations
 

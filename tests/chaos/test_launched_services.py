@@ -1,4 +1,4 @@
-"""What goes wrong with services that a run or rlhf-deploy launched: they end with it, however it ends."""
+"""Failures of services that a run or rlhf-deploy launched: they end with it, however it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rank_1(site: Site) -> psutil.Process:
 
 
 def launcher(site: Site) -> psutil.Process:
-    """What the services were started by."""
+    """Process that started the services."""
     (process,) = site.processes("deploy", "up")
     return process
 

@@ -253,7 +253,7 @@ class Running:
         return found
 
     def end(self) -> None:
-        """Ends what lives of it, as whoever starts ranks does once one of them has ended."""
+        """Ends its living ranks, as a launcher does once one of them has ended."""
         if self.service is not None:
             self.service.close()
         self.service = None

@@ -1,5 +1,4 @@
-"""What goes wrong in a run over services that were started by hand: it ends in time, with one line that names the
-culprit.
+"""Failures in a run over services started by hand: it ends in time, with one line that names the culprit.
 
 The services are started once for all tests, as in the README; what a test has killed the next one starts again.
 """

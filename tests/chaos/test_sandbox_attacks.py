@@ -47,7 +47,7 @@ TESTS = [
 
 @dataclass(frozen=True)
 class Traces:
-    """What could be left behind by programs, or by the grader."""
+    """Possible leftovers of programs or of the grader."""
 
     mounts: str
     descriptors: int
@@ -70,7 +70,7 @@ class Arena:
 
     Attributes:
         before: What there was before the grader, and the processes that other tests had started.
-        listeners: Sockets that must hear nothing.
+        listeners: Sockets that must get nothing.
     """
 
     grader: Grader

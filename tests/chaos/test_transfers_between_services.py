@@ -109,7 +109,7 @@ class Reader:
         return self.name == "memfd"
 
     def held(self) -> list[Held]:
-        """What each rank holds now."""
+        """Resources held, by rank."""
         return [Held.by(rank.pid) for rank in self.service.description.ranks]
 
     def read(self, rows: Batch) -> Report | None:
@@ -228,7 +228,7 @@ def held_by(readers: Sequence[Reader]) -> list[Held]:
 
 
 def no_more_than(before: Sequence[Held], readers: Sequence[Reader]) -> list[Held]:
-    """What readers hold now where no rank holds more than before, else nothing."""
+    """Resources held by readers where no rank holds more than before, else []."""
     now = held_by(readers)
     return now if all(last <= then for then, last in zip(before, now, strict=True)) else []
 

@@ -1,5 +1,5 @@
-"""What the transports between GPUs run over where there is one GPU, of which NCCL takes one rank: communicators by
-which a rank sends to itself, and a GPU of which is known how much is in use."""
+"""Test doubles for transports between GPUs on one GPU, of which NCCL takes one rank: communicators by which a rank
+sends to itself, and a GPU that counts its bytes in use."""
 
 from __future__ import annotations
 

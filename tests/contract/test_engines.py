@@ -50,7 +50,7 @@ GRADIENT_TOLERANCE = 0.08
 LARGEST_LOG_PROB_ERROR, MEAN_LOG_PROB_ERROR = 0.4, 0.04
 """In nats, of a token. The weights are wide, so that logits reach over 10 or so."""
 STILL_HELD = 0.1
-"""What an engine leaves on the device when it is offloaded, as a share of what it held."""
+"""Share of its device memory that an offloaded engine may keep."""
 
 TEMPERATURE = 1.3
 HEAD = PolicyHead(temperature=TEMPERATURE)
@@ -103,7 +103,7 @@ def task(sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Tas
 
 @dataclass(frozen=True)
 class Expected:
-    """What plain transformers says in float32, a row at a time, without padding.
+    """Results of plain transformers in float32, row by row, without padding.
 
     Attributes:
         log_probs: Of the response tokens, row after row.

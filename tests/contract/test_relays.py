@@ -50,8 +50,8 @@ LEASE = Lease("session", 1)
 
 
 class Rank:
-    """What a rank serves of the data plane; `host` is what it says of itself, `sent` the bytes of each frame that
-    went out of its data port."""
+    """The data plane of a rank; `host` is the host that it claims, `sent` the bytes of each frame that went out of
+    its data port."""
 
     def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int) -> None:
         self.number, self.host = number, host
@@ -198,7 +198,7 @@ def start_fetch(
 
 @contextmanager
 def counted(fetchers: Sequence[Fetcher]) -> Iterator[list[Counter[str]]]:
-    """What each has moved within the block, in bytes by transport; filled in at the end."""
+    """Bytes each fetcher moves within the block, by transport; filled in at the end."""
     before = [fetcher.traffic() for fetcher in fetchers]
     moved = [Counter[str]() for _ in fetchers]
     yield moved

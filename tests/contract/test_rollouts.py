@@ -1,4 +1,4 @@
-"""What every rollout engine keeps: its interface's promises, and the training engine's own probabilities."""
+"""Contract of every rollout engine: its interface, and the training engine's own probabilities."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ class Trainer:
         )
 
     def log_probs(self, generation: Generation) -> Tensor:
-        """What training makes of the responses, end to end."""
+        """Training log-probs of responses, concatenated."""
         micro_batches = self._micro_batches(generation)
         outputs = self.engine.infer(micro_batches, self.head)
         values = [m.collect(o.log_probs_BR) for m, o in zip(micro_batches, outputs, strict=True)]

@@ -162,7 +162,7 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """What ranks of engines are compared with."""
+    """Reference results for ranks of engines."""
     return References(tmp_path_factory.mktemp("references"))
 
 

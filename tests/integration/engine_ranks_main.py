@@ -131,7 +131,7 @@ def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: 
 
 
 def failed_export(engine: FSDPEngine, out: Path) -> str:
-    """What this rank sees when rank 0 cannot write."""
+    """Error on this rank when rank 0 cannot write."""
     (out / "file").touch()
     try:
         engine.export(out / "file" / "export")
@@ -141,7 +141,7 @@ def failed_export(engine: FSDPEngine, out: Path) -> str:
 
 
 def moved_without_memory(engine: FSDPEngine, step: str) -> str:
-    """What this rank sees of a move to host memory or back when the last rank has no memory for it."""
+    """Error on this rank of a move to host memory or back when the last rank has no memory for it."""
 
     def refuse(*arguments: object) -> None:
         raise MemoryError(step)
@@ -157,7 +157,7 @@ def moved_without_memory(engine: FSDPEngine, step: str) -> str:
 
 
 def offloaded_without_memory(engine: FSDPEngine) -> dict:
-    """What failed moves raise, and whether the engine is where it was after each of them."""
+    """Errors of failed moves, and whether the engine is where it was after each of them."""
     state = engine.snapshot()
     report: dict = {
         "left": moved_without_memory(engine, "_allocate"),

@@ -1,4 +1,4 @@
-"""What the integration tests share: running services called rank by rank, processes, and what those leave behind."""
+"""Tools of the integration tests: running services called rank by rank, processes, and their leftovers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Pending:
         self.futures = futures
 
     def responses(self) -> list[Any]:
-        """What each rank answered. Raises the error of the first that failed, once all have ended."""
+        """Response of each rank. Raises the error of the first that failed, once all have ended."""
         answers = self.outcomes()
         for answer in answers:
             if isinstance(answer, RlhfError):
@@ -65,7 +65,7 @@ class Pending:
         return answers
 
     def outcomes(self) -> list[Any]:
-        """What each rank answered: a response or an error."""
+        """Answer of each rank: a response or an error."""
         return [self._outcome(rank, future) for rank, future in enumerate(self.futures)]
 
     def _outcome(self, rank: int, future: Any) -> Any:
@@ -345,7 +345,7 @@ class Processes:
         )
 
     def living(self) -> list[psutil.Process]:
-        """What lives of all that was started."""
+        """Started processes that still live."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def kill(self) -> None:

@@ -40,7 +40,7 @@ NUM_TURNS = 3
 
 
 def generation_part(name: str, whole: Tensor, part: int, parts: int, padded: int) -> Tensor:
-    """What a rank must generate with of a tensor, as it lies in memory: written down here by hand."""
+    """Part of a tensor that a rank must generate with, as laid out in memory: written by hand."""
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return whole.t().chunk(parts)[part]
     if "embed_tokens" in name or "lm_head" in name:
@@ -168,7 +168,7 @@ def run(mesh: Mesh, kind: Kind, sharded: bool, directory: Path, plain: PreTraine
 
 
 def stopped(rollout: HFRollout) -> str:
-    """What a cancel of one rank does to all that generate with it."""
+    """Error on this rank when rank 0 stops a generation, else empty."""
     asked = 0
 
     def should_stop() -> bool:

@@ -1,4 +1,4 @@
-"""What plain transformers computes in one process: the numbers that ranks of every engine are compared with."""
+"""Results of plain transformers in one process: the numbers that ranks of every engine are compared with."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def make_engine(kind: str, model: Any, dtype: torch.dtype, directory: Path | Non
 
 
 def read_off(kind: str, rows: Rows) -> tuple[Head[Any], Any]:
-    """What an engine learns from a model of this kind."""
+    """Head and loss for a model of this kind."""
     if kind == "value":
         return value_head, rows.value_loss
     if kind == "score":

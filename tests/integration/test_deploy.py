@@ -88,11 +88,11 @@ class Host:
         return end_of(self.start(*arguments, program=program))
 
     def processes(self) -> list[psutil.Process]:
-        """What lives of all that was started here, supervisors included."""
+        """Living processes started here, supervisors included."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def services(self, supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
-        """What the supervisor started."""
+        """Descendants of a supervisor."""
         return psutil.Process(supervisor.pid).children(recursive=True)
 
     def _is_ours(self, process: psutil.Process) -> bool:

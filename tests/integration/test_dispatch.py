@@ -57,7 +57,7 @@ async def clients(service: Service) -> AsyncIterator[list[RankClient]]:
 async def dispatch(
     made: list[RankClient], service: Service, name: str, timeout_s: float = TIMEOUT_S, **given: Any
 ) -> list[Any]:
-    """What each rank answers: a response or an error."""
+    """Answer of each rank: a response or an error."""
     method = group_methods(service.description.role)[name]
     requests = service.requests(name, given.pop("batch", None), **given)
     pairs = zip(made, requests, strict=True)

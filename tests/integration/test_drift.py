@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def reports(request: pytest.FixtureRequest, model: Path) -> list[list[dict[str, Any]]]:
-    """What each rank saw in each iteration."""
+    """Reports of each iteration, by rank."""
     return launch("integration.drift_main", NUM_RANKS, model, *request.param, deadline_s=DEADLINE_S)
 
 

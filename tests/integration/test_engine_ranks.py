@@ -18,7 +18,7 @@ MODELS = ["policy", "kept", "tied", "value"]
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one launch left behind."""
+    """Results of the ranks of one launch."""
 
     directory: Path
     reports: list[dict]

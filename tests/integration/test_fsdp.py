@@ -26,7 +26,7 @@ def reports(request: pytest.FixtureRequest, references: References) -> list[dict
 
 
 def beyond(tolerance: dict[str, float], reports: list[dict[str, dict]], *keys: str) -> dict[str, float]:
-    """What is further from the reference than its tolerance."""
+    """Distances from the reference above tolerance, by name."""
     return {
         f"{case}, rank {rank}: {key}": report[key]
         for rank, cases in enumerate(reports)

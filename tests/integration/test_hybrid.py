@@ -83,7 +83,7 @@ class Run:
         ]
 
     def first(self, name: str) -> dict[str, Any]:
-        """What rank 0 reports where this rank does."""
+        """Rank 0's report of the same case."""
         return self.reports[0][name.rpartition(", rank ")[0]]
 
 

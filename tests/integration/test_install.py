@@ -1,4 +1,4 @@
-"""What `pip install .` brings: the contract and the controller, no torch, no tests."""
+"""Contents of `pip install .`: the contract and the controller, no torch, no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a deployment listens: only on the hosts that the config names, and no store that runs what is written there.
+"""A deployment listens only on the hosts that the config names, and its stores run no pickles written to them.
 
 The deployments are those of other tests; what they start in other ways is checked there with `assert_closed`.
 """

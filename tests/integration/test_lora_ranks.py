@@ -59,7 +59,7 @@ SAME_BITS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one launch left behind: per rank, a report for each case."""
+    """Results of the ranks of one launch: per rank, a report for each case."""
 
     directory: Path
     reports: list[dict[str, dict]]
@@ -153,7 +153,7 @@ def run(request: pytest.FixtureRequest, cases: dict, tmp_path_factory: pytest.Te
 
 
 def beyond(run: Run, key: str, tolerance: dict[str, float]) -> dict[str, float]:
-    """What is further from plain peft than it may be."""
+    """Distances from plain peft above tolerance."""
     return {
         f"{name}, {what}": found
         for name, dtype, report in run.all()

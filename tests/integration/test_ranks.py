@@ -1,4 +1,4 @@
-"""Ranks that a test launches end with it, and it hears how they ended."""
+"""Ranks that a test launches end with it, and it learns how they end."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ PROMPTS = Batch.of(prompt=["1", "12+3=", "99+99=", "7+7", "55+5="] * 3)
 
 
 def write(config: Config, path: Path) -> Path:
-    """What was given of the config, as a TOML file."""
+    """Fields set in the config, as a TOML file."""
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
     return path
 

@@ -133,7 +133,7 @@ class Controller:
         return self.process.returncode, out, err
 
     def left_behind(self) -> dict[str, Any]:
-        """What there should be nothing of after the end."""
+        """Resources that outlived the run, by kind."""
         return {
             "processes": self.processes.living(),
             "listening": [t.address for t in self.config.services.values() if is_listening(t.address)],
@@ -447,7 +447,7 @@ def test_the_controller_holds_only_prompts_text_rows_and_the_floats_it_computes_
 
 
 def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> float:
-    """What may pass in a step: prompts to the actor, text rows to the reward and its scores back, and per response
+    """Bytes allowed in a step: prompts to the actor, text rows to the reward and its scores back, and per response
     token three floats in and two out."""
     samples = config.rollout.samples_per_prompt
     rows = data.rows_of_step(int(line["step"]), config.data.prompts_per_step, config.run.seed)

@@ -1,4 +1,4 @@
-"""What every rank promises whatever its role, over real services: order, retries, refusals, cancellation, errors."""
+"""Guarantees of every rank whatever its role, over real services: order, retries, refusals, cancellation, errors."""
 
 from __future__ import annotations
 
@@ -242,9 +242,9 @@ def test_an_update_past_its_deadline_is_undone_on_every_rank(actor: Service, tmp
     versions, sha256 = actor.versions, actor.export(tmp_path / "before")
     header = actor.header()
     update(actor, header=header, schedule=MANY_EPOCHS, timeout_s=2.0).outcomes()
-    # Where the ranks took long to go back, the caller heard nothing but that its time was up; they remember.
+    # Where the ranks took long to go back, the caller saw only that its time was up; they remember.
     outcomes = update(actor, header=header, schedule=MANY_EPOCHS).outcomes()
-    # The rank whose clock is a bit behind hears from the other that it is time to stop.
+    # The rank whose clock is a bit behind is told by the other to stop.
     assert {type(outcome) for outcome in outcomes} <= {DeadlineExceeded, CallCancelled}
     assert any("ran past its deadline" in str(outcome) for outcome in outcomes)
     assert actor.versions == versions

@@ -65,7 +65,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What two ranks left behind: a directory for each case, and per rank a report."""
+    """Results of two ranks: a directory for each case, and per rank a report."""
 
     directory: Path
     reports: list[dict[str, dict]]

@@ -25,7 +25,7 @@ BLOCKS_AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What two ranks reported, and the bytes of the model in float32: of all, of a layer, of the largest tensor."""
+    """Reports of two ranks, and the bytes of the model in float32: of all, of a layer, of the largest tensor."""
 
     reports: list[dict[str, dict[str, int]]]
     whole: int

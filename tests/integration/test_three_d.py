@@ -69,7 +69,7 @@ LAUNCHES = [
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one launch left behind: per rank, a report for each case and mesh."""
+    """Results of the ranks of one launch: per rank, a report for each case and mesh."""
 
     directory: Path
     reports: list[dict[str, dict]]
@@ -100,7 +100,7 @@ def policies(run: Run) -> list[tuple[str, str, dict]]:
 
 
 def beyond(tolerance: dict[str, float], run: Run, *keys: str) -> dict[str, float]:
-    """What is further from the reference than its tolerance."""
+    """Distances from the reference above tolerance, by name."""
     return {
         f"{name}: {key}": report[key]
         for name, dtype, report in policies(run)

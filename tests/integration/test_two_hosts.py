@@ -33,7 +33,7 @@ pytestmark = [
 ]
 ROLES = ("actor", "critic", "reference", "reward")
 THERE = ("critic", "reward")
-"""What runs on the other host; the actor, the reference and the controller run on this one."""
+"""Roles on the other host; the actor, the reference and the controller run on this one."""
 PORT = 29411
 """In a namespace of their own ports are free."""
 CALL_S = 20.0
@@ -116,7 +116,7 @@ def received(service: Service) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves that the seed determines: metrics of each step, and the sum of the weights."""
+    """Results of a run that its seed determines: metrics of each step, and a hash of the weights."""
 
     numbers: list[dict[str, float]]
     sha256: str

@@ -1,5 +1,4 @@
-"""What the services with a model compute: the same as plain transformers, however the rows are cut and dealt out;
-and updates that happen whole or not at all."""
+"""Services with a model agree with plain transformers, however rows are split over ranks; updates are atomic."""
 
 from __future__ import annotations
 

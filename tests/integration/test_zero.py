@@ -40,7 +40,7 @@ LAUNCHES = [
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one launch left behind: per rank, a report for each case, by its name."""
+    """Results of the ranks of one launch: per rank, a report for each case, by its name."""
 
     directory: Path
     reports: list[dict[str, dict]]
@@ -55,7 +55,7 @@ class Run:
         ]
 
     def beyond(self, tolerance: dict[str, float], *keys: str) -> dict[str, float]:
-        """What is further from the reference than its tolerance."""
+        """Distances from the reference above tolerance, by name."""
         return {
             f"{name}: {key}": report[key]
             for name, dtype, report in self.policies()

@@ -94,7 +94,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def expected_part(name: str, whole: Tensor, part: int, parts: int) -> Tensor:
-    """What a rank must have of a tensor: written down here by hand."""
+    """Part of a tensor that a rank must have: written down by hand."""
     if name.endswith(CUT_BY_ROWS):
         return whole.chunk(parts, dim=1)[part]
     if name.endswith(CUT_BY_COLUMNS):
@@ -106,7 +106,7 @@ def expected_part(name: str, whole: Tensor, part: int, parts: int) -> Tensor:
 
 
 def expected_shard(name: str, part: Tensor, mesh: Mesh, data_index: int) -> Tensor:
-    """What a data rank must have of a part that is sharded: some of the rows that weights are kept in."""
+    """Shard of a part that a data rank must have: some of the rows that weights are kept in."""
     dim = 1 if name.endswith(CUT_BY_ROWS) else 0
     is_padded = "embed_tokens" in name or "lm_head" in name
     rows = -(-(64 // mesh.tensor if is_padded else part.shape[dim]) // mesh.data)
@@ -138,7 +138,7 @@ def wrong_parts(
 
 
 def refused(engine: ThreeDParallelEngine, micro_batches: list[MicroBatch], rows: Rows) -> list[str]:
-    """What a step raises whose loss is not finite on the last data rank, and one whose loss fails there."""
+    """Errors of steps whose loss is not finite or fails on the last data rank, and tensors that moved."""
     is_last = engine.data_rank == engine.data_size - 1
 
     def not_finite(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

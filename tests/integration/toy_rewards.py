@@ -16,8 +16,8 @@ digit_mean.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
 
 
 def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
-    """Whatever the row's metadata tells: `verdict` is returned, also `number`, as text that JSON may lack a number
-    for, and `failure` is raised."""
+    """Reward that the row's metadata sets: returns `verdict`, or `number`, as text for numbers JSON lacks; raises
+    `failure`."""
     if "failure" in metadata:
         raise ValueError(metadata["failure"])
     return float(metadata["number"]) if "number" in metadata else metadata["verdict"]

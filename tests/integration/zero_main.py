@@ -91,7 +91,7 @@ def held_for_backward(engine: ZeROEngine, micro_batches: list[MicroBatch], rows:
 
 
 def refused(engine: ZeROEngine, micro_batches: list[MicroBatch], rows: Rows) -> list[str]:
-    """What a step raises whose loss is not finite on the last rank, and what has moved then."""
+    """Error of a step whose loss is not finite on the last rank, and tensors that moved."""
 
     def not_finite(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, counts = rows.loss(output, micro_batch)

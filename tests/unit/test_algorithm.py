@@ -1,4 +1,4 @@
-"""What an algorithm declares about itself is made a run's configuration, or refused, before anything starts."""
+"""Declarations of an algorithm become a run's configuration, or are refused, before anything starts."""
 
 from __future__ import annotations
 

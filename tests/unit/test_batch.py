@@ -63,7 +63,7 @@ class World:
         return np.array([next(self.numbers) for _ in range(count)], np.int32).reshape(shape)
 
     def rows_of(self, column: LocalColumn | RemoteColumn) -> list[Row]:
-        """What the rows of a column are, read through its runs as a transport would."""
+        """Rows of a column, read through its runs as a transport would."""
         if isinstance(column, RemoteColumn):
             data = b"".join(self.memory[r.shard.id][r.start : r.start + r.nbytes] for r in column.runs)
             sizes = (column.elements * column.element_bytes).tolist()

@@ -1,4 +1,4 @@
-"""What a client of a rank does when its stream of calls breaks or says nonsense, against a server in this process."""
+"""A rank's client whose stream of calls breaks or carries invalid messages, against a server in this process."""
 
 from __future__ import annotations
 

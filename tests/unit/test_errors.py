@@ -22,7 +22,7 @@ def tree(base: type[RlhfError]) -> Iterator[type[RlhfError]]:
 
 
 class Failed(grpc.RpcError):
-    """What a channel raises, with the status another process sent."""
+    """Error of a channel, with the status another process sent."""
 
     def __init__(self, code: grpc.StatusCode, message: str, details: bytes | None) -> None:
         self._code, self._message, self._details = code, message, details

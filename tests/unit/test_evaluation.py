@@ -1,4 +1,4 @@
-"""What is measured on held-out rows, and what it is called."""
+"""Names of metrics on held-out rows: accuracy or reward."""
 
 from __future__ import annotations
 

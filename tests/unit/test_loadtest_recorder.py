@@ -1,4 +1,4 @@
-"""What counts into the figures of a step."""
+"""Calls that count in a step's figures."""
 
 import math
 

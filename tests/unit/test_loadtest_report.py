@@ -1,4 +1,4 @@
-"""What is shown of a result: tables, a page that loads nothing, and two results side by side."""
+"""Reports of a load test: tables, a self-contained page, and two results side by side."""
 
 import copy
 import json

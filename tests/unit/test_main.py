@@ -1,4 +1,4 @@
-"""What a call leaves behind is there for the next one, without a page fault; a rank that is stuck ends all the same."""
+"""Memory that a call freed is reused by the next one without page faults; a rank that is stuck ends all the same."""
 
 import os
 import subprocess

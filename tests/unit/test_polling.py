@@ -1,4 +1,4 @@
-"""What a process sets up of gRPC before it imports it, in processes of their own."""
+"""Settings of gRPC made before its import, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_the_drawings_in_the_documentation_are_of_what_the_protocols_and_plans_d
 
 
 def answered(protocol: TransferProtocol, rows: int, mesh: Mesh) -> tuple[Batch, list[str]]:
-    """What ranks hand back that make one row of every row, put end to end, and what the call is to give."""
+    """Concatenated outputs of ranks that make one row of every row, and the expected texts."""
     made = Batch.of(text=[f"row {row}" for row in range(rows)])
     parts = protocol.distribute(rows, mesh)
     outputs = Batch.concat([made.take(parts[rank]) for rank in protocol.collect(mesh)])

@@ -24,7 +24,7 @@ CRASHED = 9
 
 
 def written(directory: Path, text: str) -> Path:
-    """What becomes the directory, with a file of its own and one below."""
+    """Partial directory to publish, with a file and one below."""
     partial = partial_of(directory)
     (partial / "below").mkdir(parents=True)
     (partial / "config.json").write_text(text)

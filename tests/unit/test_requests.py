@@ -1,4 +1,4 @@
-"""What a call's requests cost the controller, against real ranks that serve in this process and compute nothing."""
+"""Requests of a controller and their cost, against real ranks that serve in this process and compute nothing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def serving(mesh: Mesh, arena_mb: int = 1) -> AsyncIterator[list[RankServe
 
 
 def with_ranks(mesh: Mesh, use: Callable[[list[RankServer]], T], arena_mb: int = 1) -> T:
-    """What a controller, on a thread of its own, makes of the ranks of a mesh."""
+    """Result of `use`, on a thread of its own, with the ranks of a mesh."""
 
     async def main() -> T:
         async with serving(mesh, arena_mb) as servers:

@@ -1,4 +1,4 @@
-"""What the rollout engine generates: the model's own distribution, a stream per row, nothing else."""
+"""Samples of the rollout engine: the model's own distribution, a stream per row, nothing else."""
 
 import math
 from pathlib import Path

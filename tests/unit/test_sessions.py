@@ -166,7 +166,7 @@ def test_a_step_whose_call_does_not_end_is_an_error_that_names_it() -> None:
 def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What ended the run is what its user is to be told."""
+    """The user is to see the error that ended the run."""
     for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
     cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: whole, readable by others, equal for equal runs, and loud about a full disk."""
+"""Files of a run: whole, readable by others, equal for equal runs, and loud about a full disk."""
 
 import contextlib
 import json
@@ -485,7 +485,7 @@ class TestProgress:
 
 
 def on_terminal(command: list[str]) -> str:
-    """What a command shows on a terminal of its own."""
+    """Output of a command on a terminal of its own."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color"}
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
