@@ -20,6 +20,7 @@ from rlhf.errors import (
     Refused,
     RewardFailed,
     TooManyCalls,
+    drop_frames,
     full_traceback,
     shortened,
     to_status,
@@ -104,6 +105,8 @@ class RpcBoundary:
         call = getattr(request, "call", None)
         call_id = call.call_id[:MAX_NAME] if call is not None else ""
         status = self.status_of(error, method.name, call_id)
+        # The context keeps what `abort` raises, and so this error: its frames would keep the rows of the call.
+        drop_frames(error)
         context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
         code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         await context.abort(code, status.message)
