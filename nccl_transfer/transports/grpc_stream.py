@@ -30,7 +30,7 @@ from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 MARK_CORRUPT_S = 2.0
-"""Timeout of a Condemn call."""
+"""Timeout of a MarkCorrupt call."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
 MAX_CHUNK_BYTES = 4 << 20
@@ -53,9 +53,9 @@ def mark_corrupt(shard: Shard, reason: str) -> None:
     """Reports a corrupt shard to the rank that holds it. A rank that cannot be reached is logged: the caller remembers
     the shard anyway."""
     with stream_channel(shard.endpoint.address) as channel:
-        request = pb.CondemnRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
+        request = pb.MarkCorruptRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
-            pb_grpc.TransferServiceStub(channel).Condemn(request, timeout=MARK_CORRUPT_S)
+            pb_grpc.TransferServiceStub(channel).MarkCorrupt(request, timeout=MARK_CORRUPT_S)
         except grpc.RpcError as error:
             logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))
 
@@ -145,15 +145,15 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
         yield pb.FetchResponse(data=b"".join(pieces))
 
 
-def mark_corrupt_response(store: TensorStore, request: pb.CondemnRequest) -> pb.CondemnResponse:
-    """Answers a Condemn.
+def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) -> pb.MarkCorruptResponse:
+    """Answers a MarkCorrupt.
 
     Raises:
         Refused: The request is of another epoch.
     """
     check_epoch(store, request.epoch)
     logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
-    return pb.CondemnResponse(found=store.mark_corrupt(request.shard))
+    return pb.MarkCorruptResponse(found=store.mark_corrupt(request.shard))
 
 
 def stat_response(

@@ -17,7 +17,7 @@ from services.runtime.sessions import CurrentSession
 
 
 class TransferHandlers:
-    """Handlers of Fetch, TakeRelayed, Put, Stat and Condemn.
+    """Handlers of Fetch, TakeRelayed, Put, Stat and MarkCorrupt.
 
     Args:
         session: The only session that may put rows.
@@ -43,7 +43,7 @@ class TransferHandlers:
             "TakeRelayed": self._take_relayed,
             "Put": self._put,
             "Stat": self._stat,
-            "Condemn": self._mark_corrupt,
+            "MarkCorrupt": self._mark_corrupt,
         }
 
     def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
@@ -62,5 +62,5 @@ class TransferHandlers:
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(self._store, self._fetcher.traffic(), self._unavailable)
 
-    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.CondemnResponse:
+    async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.MarkCorruptResponse:
         return mark_corrupt_response(self._store, request)

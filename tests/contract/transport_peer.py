@@ -190,7 +190,7 @@ class Peer:
         return {
             "Fetch": self.fetch,
             "Stat": self.stat,
-            "Condemn": self.mark_corrupt,
+            "MarkCorrupt": self.mark_corrupt,
             **self.sources.handlers(),
         }
 

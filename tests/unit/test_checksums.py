@@ -98,7 +98,7 @@ def test_a_reference_with_too_few_checksums_is_refused() -> None:
         from_proto(message)
 
 
-def test_a_condemned_shard_cannot_be_read_in_any_way_until_it_is_released() -> None:
+def test_a_corrupt_shard_cannot_be_read_in_any_way_until_it_is_released() -> None:
     store = new_store()
     bad, good = (store.put(random_bytes(9), LEASE) for _ in range(2))
     assert store.mark_corrupt(bad.id)
