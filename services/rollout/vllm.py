@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.stops import StopMatcher
-from services.rollout.vllm_engine import get_tp_group, start_engine
+from services.rollout.vllm_engine import get_tp_group, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout

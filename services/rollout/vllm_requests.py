@@ -10,7 +10,7 @@ import torch
 
 from nccl_transfer.refs.columns import Jagged
 from services.rollout.base import FinishReason, Generation, SamplingOptions
-from services.rollout.vllm_engine import RequestOutputKind, SamplingParams
+from services.rollout.vllm_engine import RequestOutputKind, SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from settings.actor import VLLM_TEMPERATURES
 
 
