@@ -28,8 +28,8 @@ class ActiveCall:
         fetch: Future of the call's rows; None for a call without rows, or before the fetch is queued.
         stopped: Event that is set when the call is asked to stop, together with `context.cancelled`.
         callers: Number of callers that wait for the response; a caller whose connection is lost no longer counts.
-        is_held: Whether the call came by the Dispatch stream of a session. A stream may break and be reopened, so such
-            a call goes on without callers until its session ends.
+        is_held: Whether the call came by the Dispatch stream of a session. A stream may break and be reopened, so
+            such a call goes on without callers until its session ends.
     """
 
     method: Method

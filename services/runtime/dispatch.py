@@ -30,7 +30,7 @@ class DispatchStream:
 
     Args:
         queue: Runs the calls.
-        methods: The methods that may be called, by full gRPC path, such as "/rlhf.v1.Actor/Generate".
+        methods: The methods that may be called, by full gRPC path, such as "/rlhf.v1.ActorService/UpdateActor".
         status_of: Returns the status of a call that failed.
         context: The stream's gRPC context.
     """
@@ -65,9 +65,9 @@ class DispatchStream:
                 self._queue.session.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
-        """Handles one message of the stream: notes the session that it names, and queues the call that it has, if any.
-        A response that is there already is written before this returns, unless another one is being written; every
-        other response is written by a task.
+        """Handles one message of the stream: notes the session that it names, and queues the call that it has, if
+        any. A response that is there already is written before this returns, unless another one is being written;
+        every other response is written by a task.
 
         Raises:
             InvalidRequest: The message names a different session than an earlier one of the stream.
@@ -89,7 +89,8 @@ class DispatchStream:
             answer.add_done_callback(self._answering.discard)
 
     def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
-        """Queues a call; returns a future of its response or error, and the call's id ("" if the request has none)."""
+        """Queues a call; returns a future of its response or error, and the call's id ("" if the request has
+        none)."""
         call_id = ""
         try:
             if message.method not in self._methods:

@@ -22,8 +22,8 @@ Fetch = Callable[[], CallRows]
 
 
 class FetchQueue:
-    """Runs fetches on a thread, one at a time, in the order in which they were added. Its methods are not thread-safe:
-    they are used from the event loop alone.
+    """Runs fetches on a thread, one at a time, in the order in which they were added. Its methods are not
+    thread-safe: they are used from the event loop alone.
 
     A fetch that is dropped before it starts never starts. One that has started cannot be interrupted: it runs on, on
     a thread that is no longer used otherwise, while the next fetches go on. So a cancelled call delays no other.

@@ -1,5 +1,5 @@
-"""Entry point `python -m services.ROLE`, which runs one rank of a service: it checks the configuration, joins the other
-ranks, loads the model, and serves gRPC until SIGTERM or SIGINT."""
+"""Entry point `python -m services.ROLE`, which runs one rank of a service: it checks the configuration, joins the
+other ranks, loads the model, and serves gRPC until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Makes malloc keep up to KEPT_BYTES of freed memory in this process. By default, glibc returns the memory of freed
-    tensors to the kernel, which has to clear it again for the next call (docs/engines.md has the cost). Tensors on
-    GPUs are not affected, since torch has an allocator of its own for them.
+    """Makes malloc keep up to KEPT_BYTES of freed memory in this process. By default, glibc returns the memory of
+    freed tensors to the kernel, which has to clear it again for the next call (docs/engines.md has the cost). Tensors
+    on GPUs are not affected, since torch has an allocator of its own for them.
 
     Has no effect if the environment has MALLOC_ variables, or with a C library other than glibc.
     """

@@ -27,7 +27,8 @@ class Attendance:
     Attributes:
         note: Three numbers that identify the call: start of its session in Unix nanoseconds, its sequence number, and
             a checksum of the method and of the request fields that are the same on all ranks.
-        is_wanted: Whether this rank still wants to run the call: it was not stopped before its deadline.
+        is_wanted: Whether this rank still wants to run the call. False once the call is stopped or reaches its
+            deadline while the rank waits.
         has_begun: Whether this rank has begun to send the note to its peers.
     """
 
@@ -42,18 +43,18 @@ class Attendance:
 
 
 class Meetings:
-    """Barrier of all ranks before each call that they compute together. Not thread-safe: used from the event loop alone.
+    """Barrier of all ranks before each call that they compute together. Used from the event loop alone.
 
     At the barrier each rank sends a note that identifies its call, and receives the notes of all ranks once all have
     sent one. A call may be stopped, or reach its deadline, before that, and the rank then goes on to later calls. A
     note that was sent cannot be taken back: the rank keeps waiting at the barrier of that call in the background, and
-    tells peers that arrive there that it no longer wants the call. If more calls are given up meanwhile, the rank waits
-    for the last of them alone.
+    tells peers that arrive there that it no longer wants the call. If more calls are given up meanwhile, the rank
+    waits for the last of them alone.
 
     Args:
         ranks: Ranks of the service.
-        leave: Prints a reason and ends this process. Called if a peer dies while this rank waits for a call that it has
-            given up, so that no caller would see the error.
+        leave: Prints a reason and ends this process. Called if a peer dies while this rank waits for a call that it
+            has given up, so that no caller would see the error.
     """
 
     def __init__(self, ranks: Ranks, leave: Callable[[str], object]) -> None:

@@ -1,7 +1,7 @@
 """The ranks of one service, and the few small collectives by which they agree on the course of a call.
 
-torch.distributed is imported only for several ranks, or for a worker that computes with torch, so that a reward service
-of one rank runs without torch.
+torch.distributed is imported only for several ranks, or for a worker that computes with torch, so that a reward
+service of one rank runs without torch.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Ranks:
 
     @property
     def is_row_owner(self) -> bool:
-        """Whether this rank adds its rows to sums over all ranks. True on one rank of those that have the same rows."""
+        """Whether this rank adds its rows to sums over all ranks. True on one rank of those that have the same
+        rows."""
         pipeline, tensor, _ = self.mesh.position(self.rank)
         return (pipeline, tensor) == (0, 0)
 
@@ -163,8 +164,8 @@ class Ranks:
         return [answer["details"] for answer in answers]
 
     def begin_round(self, note: Sequence[float]) -> Round:
-        """Begins an all-gather of one note per rank and returns it without waiting; see `Round`. Every rank must begin
-        the same rounds in the same order."""
+        """Begins an all-gather of one note per rank and returns it without waiting; see `Round`. Every rank must
+        begin the same rounds in the same order."""
         from services.runtime.rounds import Round  # imports torch
 
         assert self.group is not None, "there are other ranks"

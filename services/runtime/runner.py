@@ -152,8 +152,8 @@ class CallRunner:
             self._store.release(header.session)
 
     async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
-        """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed or was cancelled.
-        A call without rows gives (NO_ROWS, None)."""
+        """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed or was
+        cancelled. A call without rows gives (NO_ROWS, None)."""
         if call.fetch is None:
             return NO_ROWS, None
         waited = time.monotonic()

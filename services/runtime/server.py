@@ -51,7 +51,8 @@ SERVER_OPTIONS = (
 
 
 class RankServer:
-    """gRPC server of one worker. It serves until SIGTERM or SIGINT, then lets the running call end and refuses others.
+    """gRPC server of one worker. It serves until SIGTERM or SIGINT, then lets the running call end and refuses
+    others.
 
     Args:
         worker: The rank's worker, loaded and ready.
@@ -136,7 +137,8 @@ class RankServer:
         return port
 
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> list[worker_pb2.RankInfo]:
-        """Exchanges addresses with all ranks of the service; returns one RankInfo per rank, in rank order. Collective.
+        """Exchanges addresses with all ranks of the service; returns one RankInfo per rank, in rank order.
+        Collective.
 
         Raises:
             OutOfStep: A peer did not come.
@@ -198,8 +200,8 @@ class RankServer:
         reflection.enable_server_reflection(names, server)
 
     def _in_turn(self, method: Method) -> Handler:
-        """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods run
-        one at a time on this rank, in the order of their sequence numbers."""
+        """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods
+        run one at a time on this rank, in the order of their sequence numbers."""
         method, registration = self.methods[method.snake_name]
 
         async def run(request: Any, context: Any) -> Any:

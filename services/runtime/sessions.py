@@ -106,8 +106,8 @@ class CurrentSession:
             absence.cancel()
 
     def closed_stream(self, name: str) -> None:
-        """Notes that a stream of a session has closed. If it was the last, the session ends after ABSENCE_S, unless its
-        controller opens a new one before."""
+        """Notes that a stream of a session has closed. If it was the last, the session ends after ABSENCE_S, unless
+        its controller opens a new one before."""
         self._streams[name] -= 1
         if not self._streams[name]:
             del self._streams[name]

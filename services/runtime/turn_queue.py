@@ -9,13 +9,13 @@ from collections.abc import Callable
 from services.runtime.turns import Ticket, TurnOrder
 
 MISSING_S = 5.0
-"""Seconds that an idle rank waits for a missing call before it runs a later one. Calls on a stream arrive in order, so
-a call that is missing for longer will hardly come."""
+"""Seconds that an idle rank waits for a missing call before it runs a later one. Calls on a stream arrive in order,
+so a call that is missing for longer will hardly come."""
 
 
 class TurnQueue:
-    """Lets calls wait for their turns, in the order that `TurnOrder` decides. Not thread-safe: used from the event loop
-    alone."""
+    """Lets calls wait for their turns, in the order that `TurnOrder` decides. Not thread-safe: used from the event
+    loop alone."""
 
     def __init__(self) -> None:
         self._turns = TurnOrder()
@@ -29,8 +29,8 @@ class TurnQueue:
         return self._turns.next
 
     def begin_session(self, name: str) -> None:
-        """Makes `name` the current session: sequence numbers start from 1 again, and every waiting call checks whether
-        it may still wait."""
+        """Makes `name` the current session: sequence numbers start from 1 again, and every waiting call checks
+        whether it may still wait."""
         self._turns.begin_session(name)
         self._watch_missing()
         self.wake()
@@ -50,13 +50,13 @@ class TurnQueue:
         return may_begin
 
     async def begin(self, ticket: Ticket, deadline: float, check: Callable[[], None]) -> None:
-        """Waits until it is the call's turn, and begins it. If this raises or is cancelled, the call leaves the queue,
-        and later calls do not wait for it.
+        """Waits until it is the call's turn, and begins it. If this raises or is cancelled, the call leaves the
+        queue, and later calls do not wait for it.
 
         Args:
             deadline: Latest time of the turn, in seconds of `time.monotonic()`.
-            check: Raises if the call may not wait any longer. Called before the wait, after each `wake`, and before the
-                call begins.
+            check: Raises if the call may not wait any longer. Called before the wait, after each `wake`, and before
+                the call begins.
 
         Raises:
             TimeoutError: The turn did not come before the deadline.
@@ -113,7 +113,7 @@ class TurnQueue:
         self._timer = loop.call_later(MISSING_S, self._pass_over_missing) if is_missing else None
 
     def _pass_over_missing(self) -> None:
-        """Goes on with a later call. If the ranks of the service meet for the missing call, `Meetings` fails it, since
-        this rank is past it."""
+        """Goes on with a later call. If the ranks of the service meet for the missing call, `Meetings` fails it,
+        since this rank is past it."""
         self._turns.pass_over_missing()
         self._pass_on()

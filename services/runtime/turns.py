@@ -28,8 +28,8 @@ class Ticket:
 
 
 class TurnOrder:
-    """Decides which call runs next, one at a time: calls of the current session in the order of their sequence numbers,
-    unordered calls (number 0) in the order of their arrival.
+    """Decides which call runs next, one at a time: calls of the current session in the order of their sequence
+    numbers, unordered calls (number 0) in the order of their arrival.
 
     A sequence number whose call will not run is abandoned (`abandon`, `give_up`) and skipped. A sequence number whose
     call has not arrived is missing: later calls wait for it until `pass_over_missing`.
@@ -62,8 +62,8 @@ class TurnOrder:
             number: Sequence number, from 1; 0 for an unordered call.
 
         Raises:
-            Refused: The number is below `next` or belongs to another call that has not ended, or the session is not the
-                current one.
+            Refused: The number is below `next` or belongs to another call that has not ended, or the session is not
+                the current one.
             TooManyCalls: MAX_WAITING unordered calls wait already, or the number is MAX_WAITING or more above `next`.
         """
         if number:
@@ -81,8 +81,8 @@ class TurnOrder:
 
     @property
     def ready(self) -> Ticket | None:
-        """Ticket of the waiting call that should begin now; None while a call runs, or if no waiting call may begin. If
-        an ordered and an unordered call may both begin, the one that arrived first."""
+        """Ticket of the waiting call that should begin now; None while a call runs, or if no waiting call may begin.
+        If an ordered and an unordered call may both begin, the one that arrived first."""
         if self._running is not None:
             return None
         candidates = (self._waiting.get(self.next), next(iter(self._unordered), None))
