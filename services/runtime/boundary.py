@@ -1,4 +1,4 @@
-"""The boundary between methods of a rank and gRPC: requests are parsed, and errors become statuses."""
+"""Wraps the handlers of a rank for gRPC: parses requests, and turns errors into gRPC statuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from services.runtime.sessions import MAX_NAME
 from services.runtime.worker import Worker
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Deadline of a call whose client set none."""
+"""Seconds that a call may take if its client has set no deadline."""
 
 NOT_OF_THIS_RANK = (
     CallCancelled,
@@ -41,18 +41,20 @@ NOT_OF_THIS_RANK = (
     RewardFailed,
     TooManyCalls,
 )
-"""Errors of a caller or a peer, whose text alone goes to the log of this rank, without a traceback."""
+"""Errors that a caller or another rank has caused; logged on this rank as one line, without a traceback."""
 
 Handler = Callable[[Any, Any], Any]
-"""Answers a request, given with gRPC's context: by a coroutine, or an asynchronous iterator of responses."""
+"""Function of a request and its gRPC context; a coroutine function that returns the response, or an asynchronous
+generator of responses."""
 
 
 class RpcBoundary:
-    """Wraps the handlers of one rank.
+    """Wraps the handlers of one rank for gRPC.
 
     Args:
-        service: Name of the service in the config.
-        stop: Set when the rank begins to shut down; failures after that are not logged.
+        worker: Worker of the rank; its role and rank are part of each error status.
+        service: Name of the service in the configuration.
+        stop: Event that is set when the rank begins to shut down; later failures are not logged.
     """
 
     def __init__(self, worker: Worker, service: str, stop: asyncio.Event) -> None:
@@ -61,7 +63,7 @@ class RpcBoundary:
         self._stop = stop
 
     def rpc_handler(self, method: Method, handler: Handler) -> grpc.RpcMethodHandler:
-        """gRPC's handler of a method."""
+        """Wraps a handler as gRPC's handler of a method, for unary or streaming calls as the method declares."""
         if method.takes_stream:
             make, function = grpc.stream_stream_rpc_method_handler, self._unary(method, handler)
         elif method.streams:
@@ -75,7 +77,13 @@ class RpcBoundary:
         )
 
     def status_of(self, error: Exception, method: str, call_id: str) -> status_pb2.Status:
-        """The status of a failed call, which is logged."""
+        """Returns the gRPC status of a failed call, and logs the failure.
+
+        Args:
+            error: The error of the call.
+            method: Name of the method.
+            call_id: Id of the call; "" for none.
+        """
         if not self._stop.is_set():
             _log(error, method, call_id)
         return to_status(error, {**self._where, "method": method, "call_id": call_id})
@@ -113,7 +121,8 @@ class RpcBoundary:
 
 
 def timeout_s(context: Any) -> float:
-    """Time in seconds to answer a call in, by its gRPC context."""
+    """Returns the seconds that a call may take, from the deadline in its gRPC context; DEFAULT_TIMEOUT_S if it has
+    none."""
     remaining = context.time_remaining()
     return DEFAULT_TIMEOUT_S if remaining is None else time_to_answer(remaining)
 

@@ -16,17 +16,20 @@ from services.runtime.worker import CallContext, CallRows, Registration
 
 @dataclass(eq=False)
 class ActiveCall:
-    """A call that has not ended. Its response alone is remembered after that, not its rows.
+    """A call on this rank, from its arrival until it ends. After that only its response is kept, for retries.
 
     Attributes:
+        method: Method that is called.
+        registration: How the worker has registered the method.
         request: The request message of the method.
-        timing: Filled in as the call goes on.
-        ticket: Claim to a turn.
-        fetch: Rows on their way since the call arrived; None for a call without rows.
-        stopped: Set together with the context's `cancelled`, for the event loop.
-        callers: Number of callers that wait, each of which leaves with its connection.
-        is_held: Whether a session's stream of calls brought it. The stream may break and come back, so the call goes on
-            without callers until the session ends.
+        context: The call as its method sees it.
+        timing: Timing message of the response, filled in while the call runs.
+        ticket: Place of the call in the order of calls.
+        fetch: Future of the call's rows; None for a call without rows, or before the fetch is queued.
+        stopped: Event that is set when the call is asked to stop, together with `context.cancelled`.
+        callers: Number of callers that wait for the response; a caller whose connection is lost no longer counts.
+        is_held: Whether the call came by the Dispatch stream of a session. A stream may break and be reopened, so
+            such a call goes on without callers until its session ends.
     """
 
     method: Method
@@ -42,6 +45,7 @@ class ActiveCall:
 
     @property
     def call_id(self) -> str:
+        """Id that the caller has given to the call."""
         return self.context.call.call_id
 
     @property
@@ -50,10 +54,10 @@ class ActiveCall:
         return self.method.takes_rows and self.request.HasField("batch")
 
     def raise_late(self, progressed_at: float) -> NoReturn:
-        """Raises DeadlineExceeded for a call that goes on past its deadline, with its progress.
+        """Raises DeadlineExceeded for a call that still runs past its deadline; the message says how far it is.
 
         Args:
-            progressed_at: `time.monotonic()` of the worker's newest progress.
+            progressed_at: When the worker last made progress, in seconds of `time.monotonic()`.
         """
         context = self.context
         since_s = time.monotonic() - max(context.progressed_at, progressed_at)

@@ -1,4 +1,5 @@
-"""The compute thread of one rank: runs a method at a time, and makes all ranks of a call fail together."""
+"""The compute thread of one rank, which runs methods one at a time and makes a call that fails on one rank fail on
+all."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from services.runtime.worker import NO_ROWS, CallResult, CallRows, Worker
 
 
 class ComputeThread:
-    """Runs methods of the worker on a thread of its own, one at a time.
+    """Runs methods of the worker on a separate thread, one at a time.
 
     Args:
-        check_session: Raises Refused where a call's session has ended.
+        worker: Worker whose methods are run.
+        encoder: Builds response messages.
+        phase: Phase of the rank, which is updated.
+        check_session: Raises Refused if a call's session has ended.
     """
 
     def __init__(
@@ -39,19 +43,23 @@ class ComputeThread:
         self._thread = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
 
     def run_at_once(self, call: ActiveCall) -> Any:
-        """The response of an instant method, run on the caller's thread."""
+        """Runs an instant method on the calling thread; returns its response message."""
         return self._encode(call, self._call_method(call, NO_ROWS))
 
     async def run(self, call: ActiveCall, rows: CallRows, failure: Exception | None) -> Any:
-        """The response of a method.
+        """Runs the method of a call on the compute thread; returns its response message.
 
         Args:
-            failure: Raised in place of the method, and agreed on with the peers.
+            call: The call, whose turn it is.
+            rows: Rows of the call.
+            failure: Error to raise instead of running the method, such as that of the fetch, so that the other ranks
+                learn of it; None to run the method.
 
         Raises:
-            DeadlineExceeded: The call was stopped past its deadline.
-            CallCancelled: The call was stopped before that.
-            Refused: The call's session has ended.
+            DeadlineExceeded: The call was stopped at its deadline.
+            CallCancelled: The call was stopped before its deadline.
+            Refused: The call was stopped because its session has ended.
+            Exception: The error of the method, or `failure`.
         """
         loop = asyncio.get_running_loop()
 
@@ -72,16 +80,20 @@ class ComputeThread:
         return work.result()
 
     async def close(self, within_s: float) -> None:
-        """Closes the worker on the thread, which ends then; returns after `within_s` seconds at the latest."""
+        """Closes the worker on the compute thread and ends the thread; waits at most `within_s` seconds for that."""
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._worker.close)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(closing, within_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> bool:
-        """Waits for the thread; returns whether the deadline came first, when the call is asked to stop. A call that
-        makes no progress after that is stuck, and no thread can free it: the rank leaves, and its launcher may start a
-        new epoch."""
+        """Waits until the compute thread has run a call. At the call's deadline, asks it to stop. If it then makes no
+        progress for `stuck_timeout_s`, it is stuck, which nothing in this process can end: the process exits, and its
+        launcher may restart the service.
+
+        Returns:
+            Whether the call was still running at its deadline.
+        """
         context = call.context
         done, _ = await asyncio.wait([work], timeout=max(context.deadline - time.monotonic(), 0))
         is_late = not done  # by the loop's timer, which may be early by a millisecond
@@ -100,7 +112,11 @@ class ComputeThread:
     def _execute(
         self, call: ActiveCall, rows: CallRows, failure: Exception | None, storing: Callable[[], object]
     ) -> Any:
-        """On the thread."""
+        """Runs a call on the compute thread, where it is called; returns its response message.
+
+        Args:
+            storing: Called before the rows of the response are stored.
+        """
         started, context = time.monotonic(), call.context
 
         def run() -> CallResult:
@@ -122,10 +138,12 @@ class ComputeThread:
         return self._encode(call, result)
 
     def _run_together(self, call: ActiveCall, run: Callable[[], CallResult]) -> CallResult:
-        """Runs a method that all ranks are in. It ends in an agreement, so that a failure fails the call on all.
+        """Runs a method that all ranks run, and then agrees with them, so that a failure on one fails the call on
+        all.
 
-        Before its first agreement a method meets no other rank, so there a rank that fails can wait for its peers.
-        After that they may be in a collective that needs this rank, and so may never come: then it leaves.
+        Before its first agreement a method takes part in no other collective, so a rank that fails there can wait for
+        its peers. After that its peers may be in a collective that needs this rank, and so may never agree: if they
+        do not come within ALONE_S, this raises OutOfStep, upon which the process exits.
         """
         ranks = self._worker.ranks
         first, failure, result = ranks.rounds, None, None

@@ -1,22 +1,28 @@
-"""Deadlines of calls: how much of a caller's time a call may take."""
+"""Computes how much of the time that a caller waits a rank may use for the call and for its parts."""
 
 from __future__ import annotations
 
 import time
 
 LONGEST_S = 30 * 86_400.0
-"""Longest deadline of a call: clocks and timers count no further than some centuries."""
+"""Longest time limit of a call, in seconds (30 days); a longer one is cut to this, since timers overflow."""
 
 ANSWER_S = 0.5
-"""Time before a deadline that is kept for the answer, so that the caller learns what was late."""
+"""Seconds before a deadline that are reserved for the answer, so that the caller learns what was late."""
 
 
 def time_to_answer(remaining_s: float) -> float:
-    """Time that a call may take in seconds, where its caller waits for `remaining_s`."""
+    """Returns the seconds that a call may take if its caller waits for `remaining_s` seconds: less by ANSWER_S, or by
+    a tenth if that is less, and at most about LONGEST_S."""
     remaining_s = min(remaining_s, LONGEST_S)
     return remaining_s - min(ANSWER_S, remaining_s / 10)
 
 
 def time_to_agree(deadline: float) -> float:
-    """Deadline of a part of a call, by `time.monotonic()`, which leaves time for ranks to agree that it failed."""
+    """Returns the deadline of a part of a call, such as its fetch: earlier than the call's, so that the ranks have
+    time to agree that the part failed.
+
+    Args:
+        deadline: Deadline of the call, in seconds of `time.monotonic()`, as is the result.
+    """
     return deadline - min(ANSWER_S, (deadline - time.monotonic()) / 10)

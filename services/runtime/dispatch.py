@@ -1,4 +1,5 @@
-"""The rank's side of a Dispatch stream: calls begin as they arrive and are answered as they end."""
+"""Server side of WorkerService.Dispatch, a stream of many calls: each is queued when it arrives and answered when it
+ends, so answers may come in a different order than requests."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from services.runtime.worker import Registration
 DISPATCH = SERVICES["worker"]["Dispatch"]
 
 StatusOf = Callable[[Exception, str, str], status_pb2.Status]
-"""The status of an error, the name of its method and the id of its call given."""
+"""Returns the gRPC status of an error, given the error, the name of the method and the id of the call."""
 
 
 class DispatchStream:
-    """One stream of WorkerService.Dispatch.
+    """Server side of one stream of WorkerService.Dispatch.
 
     Args:
         queue: Runs the calls.
-        methods: The methods that may be called, by path.
-        status_of: Makes the status of a call that failed.
+        methods: The methods that may be called, by full gRPC path, such as "/rlhf.v1.ActorService/UpdateActor".
+        status_of: Returns the status of a call that failed.
         context: The stream's gRPC context.
     """
 
@@ -50,7 +51,8 @@ class DispatchStream:
         self._sessions: set[str] = set()
 
     async def serve(self) -> None:
-        """Serves until the caller has closed the stream and every call is answered, or the connection is lost."""
+        """Reads and answers calls until the caller has closed the stream and every call has been answered, or the
+        connection is lost."""
         try:
             await self._context.send_initial_metadata(())
             while isinstance(message := await self._context.read(), bytes):
@@ -63,8 +65,13 @@ class DispatchStream:
                 self._queue.session.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
-        """Begins a call. The response of a call that needs no computation is written immediately, or queued while
-        another response is being written."""
+        """Handles one message of the stream: notes the session that it names, and queues the call that it has, if
+        any. A response that is there already is written before this returns, unless another one is being written;
+        every other response is written by a task.
+
+        Raises:
+            InvalidRequest: The message names a different session than an earlier one of the stream.
+        """
         if message.session and message.session not in self._sessions:
             check_name("session", message.session)
             if self._sessions:
@@ -82,7 +89,8 @@ class DispatchStream:
             answer.add_done_callback(self._answering.discard)
 
     def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
-        """The future response, and the call's id; an empty id where the request has none."""
+        """Queues a call; returns a future of its response or error, and the call's id ("" if the request has
+        none)."""
         call_id = ""
         try:
             if message.method not in self._methods:

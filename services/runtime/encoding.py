@@ -1,4 +1,5 @@
-"""Responses as messages: rows go to the store, references to them and everything else into the message."""
+"""Builds response messages: stores the rows of a result, and puts references to them and all other values into the
+message."""
 
 from __future__ import annotations
 
@@ -19,14 +20,20 @@ from services.runtime.worker import CallResult, Worker
 
 
 class ResponseEncoder:
-    """Builds the response message of a call. Thread-safe."""
+    """Builds response messages of calls. Thread-safe.
+
+    Args:
+        worker: Worker of the rank.
+        store: Store that keeps the rows.
+    """
 
     def __init__(self, worker: Worker, store: TensorStore) -> None:
         self._worker = worker
         self._store = store
 
     def stores(self, method: Method, result: CallResult) -> bool:
-        """Whether this rank's rows of the result go to its store, by the method's transfer protocol."""
+        """Returns whether this rank's rows of a result are stored: it has some, and the method's transfer protocol
+        collects them from this rank."""
         protocol = get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
         ranks = self._worker.ranks
         return bool(result.columns) and ranks.rank in protocol.collect(ranks.mesh)
@@ -34,13 +41,16 @@ class ResponseEncoder:
     def encode(
         self, method: Method, call: common_pb2.Call, timing: common_pb2.Timing, result: CallResult
     ) -> Any:
-        """The response of a call.
+        """Stores the rows of a result and returns the response message of its call.
 
         Args:
-            timing: Of the call; completed here.
+            method: Method of the call.
+            call: Header of the call.
+            timing: Timing of the call so far; the time and bytes of storing are added to it.
+            result: Result of the method.
 
         Raises:
-            OutOfSpace: The rows do not fit into the arena.
+            OutOfSpace: The rows do not fit into the store's arena.
             Refused: The call's session has ended, so its rows are not kept.
         """
         started = time.monotonic()

@@ -1,4 +1,5 @@
-"""Calls on one rank: each runs once, in sequence order, on one compute thread, within its deadline."""
+"""Queue of the calls on one rank. Each call runs once, in the order of sequence numbers, on one compute thread;
+retries receive the response of the first attempt."""
 
 from __future__ import annotations
 
@@ -29,17 +30,22 @@ from services.runtime.turn_queue import TurnQueue
 from services.runtime.worker import CallContext, Registration, Worker
 
 GRACE_S = 5.0
-"""How long the running call may take to end in a drain, and the worker to close."""
+"""Seconds that `CallQueue.drain` waits for the running call to end, and then for the worker to close."""
 
 
 class CallQueue:
-    """Orders and runs the calls of one rank. Used from the event loop.
+    """Orders and runs the calls of one rank. Not thread-safe: used from the event loop alone.
 
-    A call is admitted or refused; `CallRunner` runs it; its response is remembered for retries.
+    A call is admitted or refused here; `CallRunner` runs it; its response is kept for retries.
+
+    Args:
+        worker: Worker whose methods are run.
+        store: Store that keeps the rows of responses.
+        fetcher: Fetches the rows of requests.
 
     Attributes:
-        session: The session whose calls it runs.
-        phase: Phase of the rank, for Watch.
+        session: The session whose calls the rank runs.
+        phase: Phase of the rank, which Watch reports.
     """
 
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
@@ -56,11 +62,19 @@ class CallQueue:
     def start(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
-        """Runs a call, or joins the one with its id; the future is of the call's response. Await it shielded, since
-        other callers may await it too.
+        """Queues a call; if a call with the same id is known, joins that one instead.
+
+        Args:
+            method: Method that is called.
+            registration: How the worker has registered the method.
+            request: Request message. A call without an id is given one, on a service of one rank.
+            timeout_s: Seconds that the call may take.
+
+        Returns:
+            Future of the response message. Other callers may await it too, so await it through `wait` or shielded.
 
         Raises:
-            RlhfError: As in the proto of the method, here or from the future.
+            RlhfError: The call is refused. Errors of a call that was admitted are raised by the future.
         """
         call = request.call
         check_name("call.call_id", call.call_id)
@@ -73,15 +87,18 @@ class CallQueue:
         return known if known is not None else self._admit(method, registration, request, timeout_s)
 
     def knows(self, call_id: str) -> bool:
-        """Whether a call with this id has arrived, and its response is to come or remembered."""
+        """Returns whether a call with this id is queued or running, or has ended and its response is still kept."""
         return call_id in self._responses
 
     async def wait(self, call_id: str, response: asyncio.Future[Any], *, hold: bool = False) -> Any:
-        """The response, for one of the callers of a call. When the last of them has left, the call is stopped.
+        """Waits for the response of a call on behalf of one caller, and returns it. If every caller's wait is
+        cancelled, the call is stopped, unless one of them has set `hold`.
 
         Args:
-            response: From `start`.
-            hold: The caller is a session's stream of calls.
+            call_id: Id of the call.
+            response: Future that `start` returned.
+            hold: Whether the call continues without callers until its session ends. For a session's Dispatch stream,
+                which may break and be reopened.
         """
         call = self._calls.get(call_id)
         if call is None:
@@ -96,10 +113,11 @@ class CallQueue:
                 self._runner.stop(call)
 
     async def outcome(self, call_id: str, response: asyncio.Future[Any], within_s: float) -> Any:
-        """The response of a call that is past its caller's deadline, if it ends within `within_s` seconds.
+        """Waits up to `within_s` seconds for a call whose caller's deadline has passed; returns its response.
 
         Raises:
-            DeadlineExceeded: It does not; the text says whether it makes progress.
+            DeadlineExceeded: The call has not ended by then; the message says whether it makes progress.
+            RlhfError: The call has failed.
         """
         await asyncio.wait([response], timeout=within_s)
         if not response.done():
@@ -107,18 +125,18 @@ class CallQueue:
         return response.result()
 
     def introduce(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
-        """Lets calls of the current session name these endpoints.
+        """Allows batches of the current session to refer to rows at these endpoints.
 
         Raises:
             Refused: The session is not the current one.
-            InvalidRequest: As of `Introductions.add`.
+            InvalidRequest: An endpoint is invalid, or the session has too many.
         """
         if not session or session != self.session.name:
             raise Refused(f"session {session!r} is not the current one, so it introduces nobody")
         self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
-        """Asks a call to stop; False where it is not here or has ended."""
+        """Asks a call to stop; returns False if no call with this id is queued or running."""
         call = self._calls.get(call_id)
         if call is None:
             return False
@@ -126,7 +144,8 @@ class CallQueue:
         return True
 
     async def drain(self) -> None:
-        """Lets the running call end, refuses all others, closes the worker, and frees the threads."""
+        """Shuts the queue down: refuses all calls but the running one, waits up to GRACE_S for that, and then closes
+        the worker and the threads."""
         self.phase.set(worker_pb2.PHASE_DRAINING, self.phase.call)
         self._turns.wake()
         if to_come := self._responses.to_come:
@@ -173,7 +192,13 @@ class CallQueue:
         return response
 
     def _check(self, header: common_pb2.Call) -> None:
-        """Raises where this rank takes no call of this kind now."""
+        """Raises if this rank may not admit a call with this header.
+
+        Raises:
+            ServiceLost: The rank is shutting down.
+            Refused: The call is of an earlier epoch: the service has been restarted since.
+            InvalidRequest: The call has no sequence number, which a service of several ranks requires.
+        """
         ranks = self.worker.ranks
         if self.phase.is_draining:
             raise ServiceLost("the service is shutting down")
@@ -187,8 +212,8 @@ class CallQueue:
             )
 
     def _check_endpoints(self, method: Method, request: Any) -> None:
-        """Raises InvalidRequest where a batch names endpoints that its session has not introduced. This ends the call
-        before its turn, and no later one waits for it."""
+        """Raises InvalidRequest if the request's batch names an endpoint that its session has not introduced; later
+        calls then do not wait for this one's sequence number."""
         if not method.takes_rows or not request.HasField("batch"):
             return
         try:
@@ -199,14 +224,14 @@ class CallQueue:
             raise
 
     def _forget(self, call: ActiveCall, response: asyncio.Future[Any]) -> None:
-        """The call has ended."""
+        """Removes a call that has ended from the calls that can be stopped, and drops its rows."""
         del self._calls[call.call_id]
         self._runner.drop_rows(call)
 
 
 async def _without_frames(run: Awaitable[Any]) -> Any:
-    """Awaits a call; drops the frames of its error, since a response is remembered for retries and frames hold rows.
-    The frames go before the task ends with the error: the task keeps the traceback apart from it."""
+    """Awaits a call and returns its response; removes the stack frames from its error, if it fails. The error is kept
+    for retries, and its frames would keep the call's rows in memory."""
     try:
         return await run
     except Exception as error:

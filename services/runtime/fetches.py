@@ -1,4 +1,4 @@
-"""Rows of calls on their way to one rank: fetched one call after the other, while earlier calls compute."""
+"""Fetches the rows of calls to one rank, one call after the other, while earlier calls compute."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from services.runtime.deadlines import time_to_agree
 from services.runtime.worker import CallContext, CallRows
 
 Fetch = Callable[[], CallRows]
+"""Fetches the rows of one call and returns them; blocks its thread."""
 
 
 class FetchQueue:
-    """Runs fetches in the order in which they were added, one at a time on a thread. Used from the event loop.
+    """Runs fetches on a thread, one at a time, in the order in which they were added. Its methods are not
+    thread-safe: they are used from the event loop alone.
 
-    A fetch that is dropped does not start, or where it has started, runs on to its deadline on its own thread while
-    the next ones go on: so a call that nobody waits for holds up no other.
+    A fetch that is dropped before it starts never starts. One that has started cannot be interrupted: it runs on, on
+    a thread that is no longer used otherwise, while the next fetches go on. So a cancelled call delays no other.
     """
 
     def __init__(self) -> None:
@@ -33,14 +35,14 @@ class FetchQueue:
         self._thread = ThreadPoolExecutor(1, "transfer")
 
     def add(self, fetch: Fetch) -> asyncio.Future[CallRows]:
-        """The rows to come. They are cancelled with a fetch that is dropped."""
+        """Adds a fetch; returns a future of its rows, which `drop` and `close` cancel."""
         rows: asyncio.Future[CallRows] = asyncio.get_running_loop().create_future()
         self._waiting.append((fetch, rows))
         self._start_next()
         return rows
 
     def drop(self, rows: asyncio.Future[CallRows]) -> None:
-        """Nobody waits for these rows any more. No effect where they have come."""
+        """Cancels a fetch, given the future that `add` returned. Has no effect if the rows have arrived."""
         if rows.done():
             return
         rows.cancel()
@@ -50,7 +52,7 @@ class FetchQueue:
             self._start_next()
 
     def close(self) -> None:
-        """Drops all fetches."""
+        """Cancels all fetches that have not started, and ends the thread after the running one."""
         for _, rows in self._waiting:
             rows.cancel()
         self._waiting.clear()
@@ -81,13 +83,20 @@ def fetch_rows(
     *,
     writable: bool,
 ) -> CallRows:
-    """Fetches the rows of a call, and notes in `timing` what was moved; blocks.
+    """Fetches the rows of a call from the ranks that have them; blocks the thread.
 
     Args:
-        writable: As of `Fetcher.fetch`.
+        fetcher: Moves the rows.
+        message: Batch of the call's request: values of columns, or references to them.
+        context: The call, whose deadline limits the fetch.
+        timing: Receives the bytes in the message itself and the traffic of each transport.
+        writable: Whether the fetched arrays may be written to, as for `Fetcher.fetch`.
+
+    Returns:
+        The rows, and their numbers in the whole batch.
 
     Raises:
-        RlhfError: As of `Fetcher.fetch`.
+        RlhfError: The rows could not be fetched, as for `Fetcher.fetch`.
     """
     batch = wire.from_proto(message)
     inline = (column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))

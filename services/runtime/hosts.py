@@ -22,11 +22,12 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
-    """Addresses of this host's ranks, without a port: a name, an IPv4 address, or an IPv6 address in brackets.
+    """Addresses of the ranks on this host, without a port: a host name, an IPv4 address, or an IPv6 address in
+    brackets.
 
     Attributes:
         listen: Address that the ranks listen on.
-        advertised: Address that others connect to.
+        advertised: Address that clients and other ranks connect to.
     """
 
     listen: str
@@ -34,7 +35,8 @@ class HostAddresses:
 
 
 def cpu_name() -> str:
-    """Name of this host's CPU, such as "AMD EPYC 7B13"; the architecture where the system does not name the CPU."""
+    """Returns the name of this host's CPU, such as "AMD EPYC 7B13"; the architecture if the system does not name
+    it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -44,13 +46,14 @@ def cpu_name() -> str:
 
 
 def host_addresses(table: ServiceTable) -> HostAddresses:
-    """The addresses of this host's ranks.
+    """Returns the addresses of the ranks on this host.
 
-    Hosts are numbered (GROUP_RANK), and rank 0 is on the first. Ranks of the first host are at the host of the
-    service's address. Ranks of another host are at the address from which that host sends to the first.
+    The first host (GROUP_RANK 0 in the environment) has rank 0, and its ranks use the host of the service's address.
+    Ranks on any other host use the address from which that host sends to the first. `bind_host` and `advertise_host`
+    of the table override this.
 
     Raises:
-        ConfigError: The first host has no route from here.
+        ConfigError: This host has no route to the first.
     """
     first = table.address.rpartition(":")[0]
     own = first if os.environ.get("GROUP_RANK", "0") == "0" else source_host(first)
@@ -58,10 +61,10 @@ def host_addresses(table: ServiceTable) -> HostAddresses:
 
 
 def source_host(target: str) -> str:
-    """The address that this host sends from to a target host.
+    """Returns the local address from which this host sends to a target host; IPv6 in brackets. Sends nothing.
 
     Raises:
-        ConfigError: The target is unknown, or has no route from here.
+        ConfigError: The target's name is unknown, or there is no route to it.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -78,19 +81,20 @@ def source_host(target: str) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface of this host with the address of `host`; None where none has it."""
+    """Returns the name of this host's network interface that has the address of `host`; None if none has."""
     address = _address_of(host)
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, has in interfaces if address in {each.address for each in has}), None)
 
 
 def network_interfaces(here: HostAddresses, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep gloo and NCCL on the interfaces that the config names; without them, both libraries
-    choose an interface. Ranks of one host use gloo on loopback. NCCL also carries rows between services, which may
-    be on other hosts.
+    """Returns the environment variables that restrict gloo and NCCL to the network interface of the configured
+    address, instead of one that the libraries choose. If all ranks are on one host, gloo is restricted to loopback;
+    NCCL is not, since it also carries rows between services, which may be on other hosts.
 
     Args:
-        environment: Environment of the rank; variables that it sets already are left out.
+        here: Addresses of the ranks on this host.
+        environment: Environment of the rank; variables that it has already are left out of the result.
     """
     own = interface_of(here.advertised) or interface_of(here.listen)
     gloo = interface_of(LOOPBACK) if is_on_one_host(environment) else own
@@ -99,9 +103,11 @@ def network_interfaces(here: HostAddresses, environment: Mapping[str, str]) -> d
 
 
 def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
-    """Raises ConfigError where ranks are on several hosts and one can be reached from its own host only.
+    """Raises ConfigError if the ranks are on several hosts and one of them can be reached from its own host only,
+    because it listens on or advertises a loopback address.
 
     Args:
+        endpoints: Endpoints of all ranks of the service.
         listen: Host that this rank listens on.
     """
     # Without the user id in host ids: ranks of two users share no memory, but connect.
@@ -124,7 +130,7 @@ def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
 
 
 def _address_of(host: str) -> str | None:
-    """The address that a host name resolves to; None for an unknown host."""
+    """Returns the IP address that a host name resolves to; None for an unknown host."""
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
     except OSError:

@@ -1,4 +1,5 @@
-"""Ranks that this one may connect to: those of its own service, and those that a session has introduced."""
+"""Keeps the endpoints that this rank may connect to: those of its own service, and those that a session's controller
+has introduced (WorkerService.Introduce)."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 MOST_ENDPOINTS = 1 << 16
-"""Most endpoints of a session on one rank."""
+"""Most endpoints that a session may introduce to one rank."""
 MOST_BYTES = 1024
-"""Most bytes of one serialized endpoint; an endpoint of a rank has some 200."""
+"""Most bytes of a serialized endpoint that is introduced; those of real ranks have some 200."""
 
 MEMFD_SOCKET = re.compile(r"rlhf-[0-9a-f]{32}")
 DATA_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class Introductions:
-    """Endpoints by session, one per address: the last one introduced at an address replaces the one before.
+    """Endpoints that each session has introduced, one per address: a later endpoint at the same address replaces it.
 
     Args:
-        own: Returns the endpoints of this rank's service, as its ranks exchanged them; None in place of an unknown one.
+        own: Returns the endpoints of this rank's service, as its ranks exchanged them; an element is None if unknown.
     """
 
     def __init__(self, own: Callable[[], Iterable[Endpoint | None]]) -> None:
@@ -32,10 +33,10 @@ class Introductions:
         self._sessions: dict[str, dict[str, Endpoint]] = {}
 
     def add(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
-        """Allows the calls of a session to name these endpoints: all of them, or none.
+        """Allows the calls of a session to name these endpoints. If this raises, none of them is added.
 
         Raises:
-            InvalidRequest: An endpoint is invalid, which the text names, or the session has too many.
+            InvalidRequest: An endpoint, which the message names, is invalid, or the session has too many.
         """
         known = self._sessions.get(session, {})
         added = {endpoint.address: endpoint for endpoint in endpoints}
@@ -50,12 +51,12 @@ class Introductions:
         }
 
     def forget(self, session: str) -> None:
-        """Forgets a session that has ended."""
+        """Removes all endpoints of a session."""
         self._sessions.pop(session, None)
 
     def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
-        """Raises InvalidRequest where a call of a session may not name these endpoints; the text has the first of
-        those."""
+        """Raises InvalidRequest if one of these endpoints neither was introduced by the session nor is of this rank's
+        own service; the message has the first such endpoint."""
         known = self._sessions.get(session, {})
         strangers = [e for e in map(endpoint_from_proto, endpoints) if known.get(e.address) != e]
         own = {e.address: e for e in self._own() if e is not None} if strangers else {}
@@ -70,7 +71,7 @@ class Introductions:
 
 
 def _check(endpoint: common_pb2.Endpoint) -> None:
-    """Raises InvalidRequest where no rank can have this endpoint."""
+    """Raises InvalidRequest if an endpoint is not one that a rank could have, such as one with an invalid port."""
     where = f"endpoint {endpoint.address[:100]!r}"
     if endpoint.ByteSize() > MOST_BYTES:
         raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")

@@ -1,4 +1,5 @@
-"""`python -m services.ROLE`, one rank of a service: checks the configuration, joins its peers, loads, serves."""
+"""Entry point `python -m services.ROLE`, which runs one rank of a service: it checks the configuration, joins the
+other ranks, loads the model, and serves gRPC until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from settings.services import load_service, output_roots
 PR_SET_PDEATHSIG = 1
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-"""Parameters of glibc's mallopt."""
+"""Parameter numbers of glibc's `mallopt`."""
 
 LEAVE_WITHIN_S = 10.0
 
@@ -44,12 +45,12 @@ KEPT_BYTES = 512 << 20
 
 
 def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
-    """Entry point of a role.
+    """Parses the command line and serves one rank of a role; ends the process with status 2 on a fatal error.
 
     Args:
-        role: Role of the service.
-        worker_class: The worker for a table of the role. Called once the configuration has been checked, and imports
-            the worker only then, because importing torch takes seconds.
+        role: Role that the service must have, such as "actor".
+        worker_class: Returns the worker class for a table of the role. Called after the configuration has been
+            checked, and imports the worker only then, because importing torch takes seconds.
     """
 
     @click.command(
@@ -106,7 +107,7 @@ def _remove_torchrun_directories() -> None:
 
 
 def _warn_of_open_store() -> None:
-    """Warns where ranks meet by torchrun's own rendezvous, whose store listens on every interface."""
+    """Logs a warning if the ranks use torchrun's own rendezvous, whose store listens on every interface."""
     if (
         "TORCHELASTIC_RUN_ID" in os.environ
         and not os.environ.get(VARIABLE)
@@ -119,10 +120,10 @@ def _warn_of_open_store() -> None:
 
 
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """Checks role, number of ranks, model directory and port, before torch is imported.
+    """Checks role, number of ranks, model directory, size of the model and port, before torch is imported.
 
     Raises:
-        ConfigError: One of them is wrong.
+        ConfigError: One of these checks fails.
     """
     if table.role != role:  # type: ignore[attr-defined]
         raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
@@ -174,7 +175,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disables garbage collection during imports, then freezes the survivors."""
+    """Context manager that disables garbage collection in its block, here imports, and then exempts all objects that
+    exist from it (`gc.freeze`)."""
     gc.disable()
     try:
         yield
@@ -184,11 +186,11 @@ def _without_collection() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Makes malloc keep freed memory, up to KEPT_BYTES. glibc would return the memory of tensors to the kernel, which
-    clears it page by page for the next call (docs/engines.md has the cost). Tensors on GPUs have an allocator of their
-    own.
+    """Makes malloc keep up to KEPT_BYTES of freed memory in this process. By default, glibc returns the memory of
+    freed tensors to the kernel, which has to clear it again for the next call (docs/engines.md has the cost). Tensors
+    on GPUs are not affected, since torch has an allocator of its own for them.
 
-    No effect where the environment has MALLOC_ variables, or with another C library.
+    Has no effect if the environment has MALLOC_ variables, or with a C library other than glibc.
     """
     libc = ctypes.CDLL(None)
     if any(name.startswith("MALLOC_") for name in os.environ) or not hasattr(libc, "mallopt"):
@@ -214,5 +216,6 @@ async def _run(worker: Worker, name: str) -> None:
 
 
 def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
-    """Ends this process after `within_s` seconds unless it ends before, and prints the stacks of its threads."""
+    """Starts a timer and returns: if this process still runs after `within_s` seconds, the stacks of its threads are
+    printed and the process exits."""
     faulthandler.dump_traceback_later(within_s, exit=True)

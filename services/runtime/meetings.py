@@ -1,4 +1,4 @@
-"""The ranks of a service begin a call together or not at all, whichever of them received it."""
+"""Makes all ranks of a service begin a call together, or none, even if only some of them received it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rlhf.v1 import common_pb2
 from services.runtime.ranks import Ranks, known_to_all
 
 ROWS = ("batch", "text_rows")
-"""Request fields that differ from rank to rank."""
+"""Names of the request fields whose values differ from rank to rank."""
 
 
 @dataclass
 class Attendance:
-    """This rank's wait for its peers at one call.
+    """This rank's wait for its peers at the beginning of one call.
 
     Attributes:
-        note: Start of the call's session, its number in the session, and a checksum of the fields that all ranks
-            receive alike.
-        is_wanted: Whether a caller still waits for the call on this rank.
-        has_begun: Whether the note was sent, or is about to be.
+        note: Three numbers that identify the call: start of its session in Unix nanoseconds, its sequence number, and
+            a checksum of the method and of the request fields that are the same on all ranks.
+        is_wanted: Whether this rank still wants to run the call. False once the call is stopped or reaches its
+            deadline while the rank waits.
+        has_begun: Whether this rank has begun to send the note to its peers.
     """
 
     note: list[float]
@@ -37,21 +38,23 @@ class Attendance:
 
     @property
     def order(self) -> list[float]:
-        """Sort key of calls: session start, number."""
+        """Position of the call in the order of all calls: [start of its session, sequence number]."""
         return self.note[:2]
 
 
 class Meetings:
-    """Barrier of the ranks before each call that they compute together. Used from the event loop.
+    """Barrier of all ranks before each call that they compute together. Used from the event loop alone.
 
-    A rank notes the call that it is at, and gets the notes of all ranks once each has noted one. Until then its caller
-    may give up, and the rank go on to later calls. A note cannot be taken back; so the rank goes on to attend for that
-    call, and tells peers that come to it that it is not wanted any more. Of further calls that are given up meanwhile,
-    it attends for the last one.
+    At the barrier each rank sends a note that identifies its call, and receives the notes of all ranks once all have
+    sent one. A call may be stopped, or reach its deadline, before that, and the rank then goes on to later calls. A
+    note that was sent cannot be taken back: the rank keeps waiting at the barrier of that call in the background, and
+    tells peers that arrive there that it no longer wants the call. If more calls are given up meanwhile, the rank
+    waits for the last of them alone.
 
     Args:
-        leave: Ends this process and prints a reason; called where the ranks fall out of step while no caller waits for
-            the error.
+        ranks: Ranks of the service.
+        leave: Prints a reason and ends this process. Called if a peer dies while this rank waits for a call that it
+            has given up, so that no caller would see the error.
     """
 
     def __init__(self, ranks: Ranks, leave: Callable[[str], object]) -> None:
@@ -61,14 +64,20 @@ class Meetings:
         self._attending: dict[asyncio.Task[None], Attendance] = {}
 
     async def meet(self, method: Method, request: Any, stopped: asyncio.Event, deadline: float) -> bool:
-        """Waits until every rank is at this call; returns False where it was stopped or its deadline came first.
+        """Waits until every rank is ready to begin this call.
 
         Args:
-            deadline: By `time.monotonic()`.
+            method: Method of the call.
+            request: Request message of the call, as this rank received it.
+            stopped: Event that ends the wait.
+            deadline: Latest end of the wait, in seconds of `time.monotonic()`.
+
+        Returns:
+            True if all ranks begin the call; False if `stopped` was set or the deadline came first.
 
         Raises:
             PeerFailed: A peer is at a later call, or has given this one up.
-            InvalidRequest: The ranks received different requests.
+            InvalidRequest: The ranks received different requests with the same sequence number.
             OutOfStep: A peer died.
         """
         mine = Attendance(_note(method, request))
@@ -108,8 +117,18 @@ class Meetings:
                 await self._round([True])
 
     def _check(self, mine: Attendance, notes: list[list[float]], wanted: list[float]) -> None:
-        """Raises where this call cannot begin; returns where ranks at earlier calls may still come. Every rank decides
-        by the same notes."""
+        """Raises if this call cannot begin; returns if it still may, once ranks that are at earlier calls arrive. All
+        ranks see the same notes and so decide alike.
+
+        Args:
+            mine: The call on this rank.
+            notes: Notes of all ranks, in rank order.
+            wanted: For each rank, 1 if it still wants its call, else 0.
+
+        Raises:
+            PeerFailed: A rank has given this call up, or is at a later one.
+            InvalidRequest: A rank received a different request with the same sequence number.
+        """
         gone = [str(rank) for rank, note in enumerate(notes) if note == mine.note and not wanted[rank]]
         if gone:
             raise known_to_all(PeerFailed(f"nobody waits for the call on rank {', '.join(gone)} any more"))

@@ -13,16 +13,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
-"""Timeout of every collective, longer than any deadline of a call: gloo ends a collective at the shorter of this and
-the timeout of the wait, and the wait's, which is the call's deadline, has to come first."""
+"""Timeout of every process group, meant to be longer than any call. gloo ends a collective at this timeout or at the
+timeout of the wait for it, whichever is shorter; the latter, the call's deadline, must take effect."""
 BUCKET_BYTES = 4 << 20
-"""Size of the buckets that small tensors are copied into, so that they share an all-reduce."""
+"""Bytes of the buckets that small tensors are copied into, so that they share an all-reduce."""
 BUCKETS_UNDER_WAY = 8
-"""Number of all-reduces in flight, which bounds the memory of copies."""
+"""Most all-reduces in flight, which limits the memory of the buckets."""
 
 
 def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Creates all groups and returns this rank's. Collective."""
+    """Creates a process group for each list of ranks; returns the one that contains this rank. Collective.
+
+    Args:
+        groups: Ranks of each group, which together contain every rank once. The order within a group is kept.
+    """
     own = None
     with _one_gloo_device():
         for ranks in groups:
@@ -35,8 +39,13 @@ def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
 
 @torch.no_grad()
 def add_up(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """All-reduces tensors of one dtype in place, by sum over a group. Small tensors are copied into buckets, large ones
-    are not. Collective."""
+    """All-reduces tensors in place, by sum over a group. Tensors below BUCKET_BYTES are copied into shared buckets.
+    Collective.
+
+    Args:
+        tensors: Tensors of one dtype, in the same order on every rank.
+        group: Process group to sum over.
+    """
     buckets = list(_buckets(tensors))
     for first in range(0, len(buckets), BUCKETS_UNDER_WAY):
         wave = buckets[first : first + BUCKETS_UNDER_WAY]
@@ -52,14 +61,15 @@ def add_up(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 
 def _laid_flat(bucket: Sequence[Tensor]) -> Tensor:
-    """The elements of a bucket in one dimension: a view where the bucket is one contiguous tensor, else a copy."""
+    """Returns the elements of all tensors of a bucket in one dimension: a view if the bucket is one contiguous
+    tensor, otherwise a copy."""
     if len(bucket) == 1:
         return bucket[0].reshape(-1)
     return torch.cat([x.flatten() for x in bucket])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, grouped into buckets of BUCKET_BYTES; a larger tensor is a bucket of its own."""
+    """Yields the tensors in order, in lists of at most BUCKET_BYTES; a larger tensor is alone in its list."""
     bucket, num_bytes = [], 0
     for x in tensors:
         if bucket and num_bytes + x.nbytes > BUCKET_BYTES:
@@ -73,8 +83,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _one_gloo_device() -> Iterator[None]:
-    """Groups created within share the gloo device of the default group. torch would create a device for each group,
-    whose thread wakes up a hundred times a second, idle or not."""
+    """Context manager in which new process groups share the gloo device of the default group. torch would create a
+    device for each group, whose thread wakes up a hundred times a second even when idle."""
     whole: Any = dist.group.WORLD
     devices = whole._get_backend(torch.device("cpu")).options._devices
     of_torch: Any = distributed_c10d.ProcessGroupGloo

@@ -1,7 +1,7 @@
-"""The ranks of one service, and the few small collectives of the control plane.
+"""The ranks of one service, and the few small collectives by which they agree on the course of a call.
 
-torch.distributed is imported only for several ranks or for an engine that asks for a mesh, so that a reward service of
-one rank runs without torch.
+torch.distributed is imported only for several ranks, or for a worker that computes with torch, so that a reward
+service of one rank runs without torch.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=BaseException)
 
 ALONE_S = 5.0
-"""How long a rank that failed in the middle of a call waits for its peers to end the call too. They may be in a
+"""Seconds that a rank that failed in the middle of a call waits for its peers to end the call too. They may be in a
 collective that needs this rank, and then only its exit frees them."""
 
 RENDEZVOUS_TIMEOUT_S = 120.0
+"""Seconds that a rank waits at start for all others."""
 
 
 class FailedAlone(RuntimeError):
-    """This rank failed in a collective that its peers wait in, so no agreement is possible any more."""
+    """Raised where this rank failed while its peers wait for it in a collective. The ranks can no longer agree on the
+    call's failure, so this rank has to exit."""
 
 
 def known_to_all(error: E) -> E:
-    """Marks an error that every rank of the group has received, so that no rank waits for another."""
+    """Marks an error as one that is raised on every rank, so that this rank need not tell the others of it (see
+    `Ranks.agree`); returns the error."""
     error.known_to_all = True  # type: ignore[attr-defined]
     return error
 
@@ -57,19 +60,19 @@ def is_known_to_all(error: BaseException | None) -> bool:
 
 @dataclass
 class Ranks:
-    """This rank and its peers.
+    """The ranks of this service, as this process sees them.
 
     Attributes:
-        rank: Rank within the service.
-        size: Number of ranks.
+        rank: Rank of this process within the service, from 0.
+        size: Number of ranks of the service.
         epoch: Incarnation of the service: milliseconds of Unix time at which rank 0 started, so that it grows
             at each restart. The same on every rank.
-        store: torch.distributed store of the service; None where there is one rank without torch.
+        store: torch.distributed store of the service; None for a single rank without torch.
         endpoints: Endpoint of each rank, in rank order; filled in by `exchange`.
-        model_mesh: As in `join`.
-        group: Process group of all ranks, used by rounds alone; None for one rank.
-        round: The last round begun.
-        rounds: Number of rounds begun.
+        model_mesh: Mesh of a model that is sharded by pipeline or tensor parallelism; None if it is not.
+        group: Process group of all ranks, used by `Round` alone; None for one rank.
+        round: The last round that this rank began; None before the first.
+        rounds: Number of rounds that this rank has begun.
     """
 
     rank: int
@@ -90,22 +93,27 @@ class Ranks:
 
     @property
     def mesh(self) -> Mesh:
-        """Shape of the training mesh; without model parallelism, all ranks are data ranks."""
+        """Training mesh of the service; without model parallelism, a mesh of data-parallel ranks alone."""
         return self.model_mesh or Mesh(data=self.size)
 
     @property
     def is_row_owner(self) -> bool:
-        """Whether this rank counts in sums over rows: one rank of those that hold the same rows does."""
+        """Whether this rank adds its rows to sums over all ranks. True on one rank of those that have the same
+        rows."""
         pipeline, tensor, _ = self.mesh.position(self.rank)
         return (pipeline, tensor) == (0, 0)
 
     @staticmethod
     def join(needs_torch: bool, model_mesh: Mesh | None = None) -> Ranks:
-        """Joins the ranks that were started together; the environment says where (`rlhf.rendezvous`).
+        """Joins the other ranks of this service, at the rendezvous that environment variables name
+        (`rlhf.rendezvous`), and initializes torch's default process group. Collective.
 
         Args:
-            needs_torch: Make a process group for one rank too.
-            model_mesh: Training mesh of a model that is sharded over ranks with the same rows.
+            needs_torch: Whether a single rank also gets a process group. Several ranks always get one.
+            model_mesh: Training mesh of a model that is sharded by pipeline or tensor parallelism. Default: none.
+
+        Returns:
+            The ranks, without endpoints; `exchange` fills these in.
 
         Raises:
             OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S.
@@ -134,7 +142,14 @@ class Ranks:
         return Ranks(rank, size, epoch, store, model_mesh=model_mesh)
 
     def exchange(self, own: Endpoint, details: dict[str, Any]) -> list[dict[str, Any]]:
-        """All-gathers endpoints, and details of each rank, which it returns in rank order.
+        """All-gathers the endpoint and the details of every rank, and sets `endpoints`. Collective.
+
+        Args:
+            own: Endpoint of this rank.
+            details: Further values of this rank, which JSON can represent.
+
+        Returns:
+            The details of all ranks, in rank order.
 
         Raises:
             OutOfStep: A peer did not come within RENDEZVOUS_TIMEOUT_S.
@@ -149,7 +164,8 @@ class Ranks:
         return [answer["details"] for answer in answers]
 
     def begin_round(self, note: Sequence[float]) -> Round:
-        """Begins a round with the other ranks; see `Round`. Every rank begins the same rounds in the same order."""
+        """Begins an all-gather of one note per rank and returns it without waiting; see `Round`. Every rank must
+        begin the same rounds in the same order."""
         from services.runtime.rounds import Round  # imports torch
 
         assert self.group is not None, "there are other ranks"
@@ -158,15 +174,15 @@ class Ranks:
         return self.round
 
     def total(self, values: Sequence[float], until: float) -> list[float]:
-        """Sums over all ranks, in float64, of at most 7 values. Collective.
+        """Returns the sum over all ranks of each value, in float64. Collective.
 
         Args:
-            values: This rank's values; the same number on every rank.
-            until: Latest time of the peers, by `time.monotonic()`.
+            values: This rank's values, at most 7; the same number on every rank.
+            until: How long to wait for the other ranks, as a time of `time.monotonic()` in seconds.
 
         Raises:
             PeerFailed: A peer has failed since the last agreement.
-            OutOfStep: A peer did not come, or died.
+            OutOfStep: A peer did not come by `until`, or died.
         """
         if self.size == 1:
             return list(values)
@@ -175,13 +191,18 @@ class Ranks:
         return [sum(note[1 + i] for note in notes) for i in range(len(values))]
 
     def agree(self, mine: Exception | None, until: float) -> None:
-        """Agrees with all ranks to continue, or raises on every rank: this rank's error, or PeerFailed where only
-        others failed. Collective.
+        """Returns if no rank has failed, and raises on every rank if any has. Collective.
 
-        A rank that fails goes to its next agreement at once, wherever its peers are, and they learn of it at theirs.
+        A rank that fails skips what is left of its work and calls this immediately; its peers learn of the failure in
+        their own next agreement (`agree`, `together` or `total`).
+
+        Args:
+            mine: Error of this rank, which is raised here; None if it has not failed.
+            until: How long to wait for the other ranks, as a time of `time.monotonic()` in seconds.
 
         Raises:
-            OutOfStep: A peer did not come, or died.
+            PeerFailed: This rank has not failed, but another one has.
+            OutOfStep: A peer did not come by `until`, or died.
         """
         if self.size == 1:
             if mine is not None:
@@ -201,8 +222,13 @@ class Ranks:
 
     @contextmanager
     def together(self, until: float) -> Iterator[None]:
-        """A block without collectives, after which all ranks `agree`: so a row that only one rank has cannot leave the
-        others waiting in a collective."""
+        """Context manager of a block without collectives that fails on every rank if it fails on one: after the block
+        the ranks `agree`. So an error in the rows of one rank does not leave the others waiting in a collective.
+        Collective.
+
+        Args:
+            until: How long to wait for the other ranks, as a time of `time.monotonic()` in seconds.
+        """
         error: Exception | None = None
         try:
             yield
@@ -213,7 +239,8 @@ class Ranks:
         self.agree(error, until)
 
     def leave(self) -> None:
-        """Ends the process group, after a barrier where all ranks leave together."""
+        """Destroys the default process group, after waiting up to 5 s for the other ranks to do so too. Does nothing
+        while a round is under way, since its peers may never come."""
         if self.store is None or (self.round is not None and not self.round.is_over):
             return  # a group cannot be ended while a rank waits in it for peers that will not come
         import torch.distributed as dist
@@ -228,11 +255,11 @@ class Ranks:
 
 
 def _meet(store: Store, rank: int, size: int, epoch: int) -> int:
-    """Waits for every rank and returns rank 0's epoch. A process group would wait for as long as its collectives may
-    take.
+    """Waits at the store until every rank has joined; returns rank 0's epoch. Done before the process group exists,
+    whose own wait is as long as its collectives may take.
 
     Raises:
-        OutOfStep: A rank did not join.
+        OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S.
     """
     store.set(f"epoch/{rank}", str(epoch))
     _wait_for_all(store, "epoch", rank, size)
@@ -243,7 +270,7 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
     """Waits until every rank has set its own entry, KEY/RANK, in the store.
 
     Raises:
-        OutOfStep: Ranks did not within RENDEZVOUS_TIMEOUT_S; the text names them.
+        OutOfStep: Some rank did not within RENDEZVOUS_TIMEOUT_S; the message names all such ranks.
     """
     try:
         store.wait([f"{key}/{peer}" for peer in range(size)], timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
@@ -255,7 +282,7 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
 
 
 def _open_store(rank: int, size: int) -> Store:
-    """The store of a service, at the rendezvous that the environment names."""
+    """Opens the torch.distributed store of a service, at the rendezvous that environment variables name."""
     from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 

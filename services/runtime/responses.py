@@ -1,4 +1,4 @@
-"""Responses of one rank's calls: by call id, so that a retry gets the first one's."""
+"""Keeps the responses of one rank's calls by call id, so that a retry receives the first attempt's response."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 REMEMBERED_CALLS = 256
-"""Responses kept for retries after their calls have ended; far more than a controller has in flight."""
+"""Most responses kept for retries after their calls have ended; far more than a controller has in flight."""
 
 REMEMBERED_BYTES = 16 << 20
-"""Serialized size of the responses kept for retries: references to many rows are a mebibyte a call."""
+"""Most bytes, serialized, of the responses kept for retries. References to many rows take up to a mebibyte per
+call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class _Known:
 
 
 class ResponseMemory:
-    """The responses of calls, as futures: of all that have not ended, and of the newest that have.
+    """Futures of the responses of calls: of all calls that have not ended, and of those that ended most recently.
 
-    Beyond REMEMBERED_CALLS or REMEMBERED_BYTES the response that ended first is forgotten; the one that ended last is
-    kept whatever its size. Used from the event loop.
+    If more than REMEMBERED_CALLS or REMEMBERED_BYTES of ended calls are kept, those that ended first are dropped; the
+    response of the call that ended last is kept whatever its size. Not thread-safe: used from the event loop alone.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,14 @@ class ResponseMemory:
 
     @property
     def to_come(self) -> list[asyncio.Future[Any]]:
-        """Of calls that have not ended."""
+        """Futures of the responses of all calls that have not ended."""
         return [known.response for known in self._open.values()]
 
     def find(self, method: Method, call: common_pb2.Call) -> asyncio.Future[Any] | None:
-        """The response of the call with this id; None for a new id.
+        """Returns the future of the response of the call with this id; None if no such call is known.
 
         Raises:
-            InvalidRequest: The id is of a call of another method or session.
+            InvalidRequest: The id was used for a call of a different method or session.
         """
         known = self._open.get(call.call_id) or self._ended.get(call.call_id)
         if known is None:
@@ -60,7 +61,7 @@ class ResponseMemory:
         return known.response
 
     def add(self, method: Method, call: common_pb2.Call, response: asyncio.Future[Any]) -> None:
-        """Remembers a new call."""
+        """Adds the future response of a new call, under the call's id."""
         self._open[call.call_id] = _Known(method.path, call.session, response)
         response.add_done_callback(partial(self._end, call.call_id))
 
@@ -75,5 +76,6 @@ class ResponseMemory:
 
 
 def _size(response: asyncio.Future[Any]) -> int:
-    """Serialized size in bytes; 0 for an error, which this marks as seen where no caller has waited for it."""
+    """Returns the serialized size of a response that is done, in bytes; 0 for an error. Reading the error also keeps
+    asyncio from logging it as never retrieved."""
     return 0 if response.cancelled() or response.exception() else response.result().ByteSize()

@@ -1,6 +1,7 @@
-"""One small all-gather at a time between the ranks of a service, on a process group that nothing else uses.
+"""Small all-gathers between the ranks of a service, one at a time, on a process group that nothing else uses.
 
-Engines use other groups, so a rank that tells its peers of a failure completes no collective of an engine by mistake.
+Engines use other groups. So a rank that reports a failure in a round cannot be matched with peers that wait in a
+collective of an engine.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from rlhf.errors import OutOfStep
 from services.runtime.process_groups import own_group
 
 NOTE_LENGTH = 8
-"""Numbers in a note; the same in all rounds, since ranks may be at different places of a call."""
+"""Length of every note. Fixed, because a rank that failed and one that has not may meet in the same round."""
 
 
 def make_group(size: int) -> ProcessGroup:
-    """The process group of all ranks for rounds. Collective."""
+    """Creates the process group of all `size` ranks that `Round` uses. Collective."""
     return own_group([range(size)])
 
 
 class Round:
-    """An all-gather of one note per rank. It ends when every rank has begun it.
+    """An asynchronous all-gather of one note (a few numbers) per rank. It completes when every rank has begun it.
 
     Args:
-        note: At most NOTE_LENGTH numbers, float64; padded with 0.
+        group: Process group of all ranks, from `make_group`.
+        note: This rank's note, at most NOTE_LENGTH numbers; padded with 0 and sent as float64.
 
     Raises:
         OutOfStep: A peer has died.
@@ -50,17 +52,17 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has begun the round, or one has died."""
+        """Whether the all-gather has ended: every rank has begun the round, or one has died."""
         return self._work.is_completed()
 
     def wait(self, until: float) -> list[list[float]]:
-        """The notes of all ranks, in rank order; blocks this thread.
+        """Blocks this thread until every rank has begun the round; returns the notes of all ranks, in rank order.
 
         Args:
-            until: Latest time of the peers, by `time.monotonic()`.
+            until: How long to wait for the other ranks, as a time of `time.monotonic()` in seconds.
 
         Raises:
-            OutOfStep: A peer did not come, or died. The round is still open, so this rank can begin no other.
+            OutOfStep: A peer did not come by `until`, or died. This rank must then begin no other round.
         """
         try:
             self._work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
@@ -69,7 +71,8 @@ class Round:
         return self._table.tolist()
 
     async def arrive(self) -> list[list[float]]:
-        """The notes of all ranks, in rank order; waits without a deadline.
+        """Waits on the event loop, without a deadline, until every rank has begun the round; returns the notes of all
+        ranks, in rank order.
 
         Raises:
             OutOfStep: A peer died.

@@ -1,4 +1,4 @@
-"""A call's way through one rank: its rows are fetched, its turn comes, the ranks meet, it computes."""
+"""Runs a call on one rank: starts to fetch its rows, waits for its turn, waits for the other ranks, and computes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ from services.runtime.worker import NO_ROWS, CallRows, Worker
 
 
 class CallRunner:
-    """Runs the calls of one rank that were admitted. Used from the event loop.
+    """Runs the calls that `CallQueue` has admitted on one rank. Not thread-safe: used from the event loop alone.
 
     Args:
-        turns: Of the rank; each call has a ticket of them.
+        worker: Worker whose methods are run.
+        store: Store that keeps the rows of responses.
+        fetcher: Fetches the rows of requests.
+        session: Current session of the rank.
+        turns: Queue that issued the ticket of each call.
+        phase: Phase of the rank, which is updated as calls run.
     """
 
     def __init__(
@@ -50,24 +55,25 @@ class CallRunner:
         self._compute = ComputeThread(worker, ResponseEncoder(worker, store), phase, session.check)
 
     def stop(self, call: ActiveCall) -> None:
-        """Asks a call to stop, wherever it is."""
+        """Asks a call to stop, whether it fetches, waits or computes; returns immediately."""
         call.context.cancelled = True
         call.stopped.set()
         self.drop_rows(call)
         self._turns.wake()
 
     def drop_rows(self, call: ActiveCall) -> None:
-        """Nobody waits for the rows of a call any more."""
+        """Cancels the fetch of a call's rows, if it has one that is not complete."""
         if call.fetch is not None:
             self._fetches.drop(call.fetch)
 
     async def close(self, within_s: float) -> None:
-        """Closes the worker, which may take `within_s` seconds, and frees the threads."""
+        """Closes the worker, waiting at most `within_s` seconds, and then the compute and transfer threads."""
         await self._compute.close(within_s)
         self._fetches.close()
 
     def run_at_once(self, call: ActiveCall) -> asyncio.Future[Any]:
-        """Runs an instant call whose turn has begun, without a task; returns its response, which is there."""
+        """Runs an instant call whose turn has begun, on this thread; returns a future that is already done, with its
+        response or its error."""
         response = asyncio.get_running_loop().create_future()
         try:
             response.set_result(self._compute.run_at_once(call))
@@ -77,10 +83,10 @@ class CallRunner:
         return response
 
     async def run(self, call: ActiveCall) -> Any:
-        """The response of a call.
+        """Runs a call from its fetch to its response; returns the response message of its method.
 
         Raises:
-            RlhfError: As in the proto of the method.
+            RlhfError: One of the errors that the proto names for the method.
         """
         arrived = time.monotonic()
         if call.has_batch and not call.stopped.is_set():
@@ -124,7 +130,13 @@ class CallRunner:
             ) from None
 
     def _check_waiting(self, call: ActiveCall) -> None:
-        """Raises where a call may not wait for its turn any longer, nor take it."""
+        """Raises if a call may neither wait for its turn any longer nor take it.
+
+        Raises:
+            Refused: The call's session has ended.
+            ServiceLost: The rank is shutting down.
+            CallCancelled: The call was cancelled, on a service of one rank.
+        """
         self._session.check(call.context.call)
         if self._phase.is_draining:
             raise ServiceLost("the service is shutting down")
@@ -140,7 +152,8 @@ class CallRunner:
             self._store.release(header.session)
 
     async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
-        """The rows, or why there are none: the fetch failed, or the call was stopped."""
+        """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed or was
+        cancelled. A call without rows gives (NO_ROWS, None)."""
         if call.fetch is None:
             return NO_ROWS, None
         waited = time.monotonic()
@@ -155,7 +168,13 @@ class CallRunner:
         return rows, None
 
     async def _meet(self, call: ActiveCall) -> None:
-        """Waits until every rank is at this call."""
+        """Waits until every rank of the service is ready to begin this call.
+
+        Raises:
+            CallCancelled: The call was cancelled while it waited.
+            DeadlineExceeded: A rank was not ready before the call's deadline.
+            RlhfError: As `Meetings.meet`, or Refused if the call's session has ended.
+        """
         context = call.context
         if await self._meetings.meet(call.method, call.request, call.stopped, context.deadline):
             return

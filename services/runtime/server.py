@@ -1,7 +1,7 @@
 """The gRPC server of one rank: the role's service, WorkerService, TransferService, health and reflection.
 
-The event loop only answers and waits; calls compute on the queue's thread, so a busy rank still answers
-Health, Describe, Watch, Cancel and Release at once.
+The methods of calls run on a thread of `CallQueue`, not on the event loop, so a rank that computes still answers
+health checks, Describe, Watch, Cancel and Release without delay.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ SERVER_OPTIONS = (
 
 
 class RankServer:
-    """Serves one worker until SIGTERM or SIGINT, then drains.
+    """gRPC server of one worker. It serves until SIGTERM or SIGINT, then lets the running call end and refuses
+    others.
 
     Args:
         worker: The rank's worker, loaded and ready.
@@ -72,13 +73,13 @@ class RankServer:
         self._drained = asyncio.Event()
 
     async def serve(self, drained: Callable[[], None] = lambda: None) -> None:
-        """Serves until told to stop.
+        """Serves until SIGTERM or SIGINT, then drains and stops the server.
 
         Args:
-            drained: Called once the last call is answered, before the server stops.
+            drained: Called after the last call has been answered and before the server stops. Default: no action.
 
         Raises:
-            ConfigError: The address is in use.
+            ConfigError: The server cannot listen on the configured address.
         """
         self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
@@ -111,14 +112,14 @@ class RankServer:
             self.store.close()
 
     def _tell_of_missing_transports(self) -> None:
-        """Logs transports that are not available: once for the service, on a machine with GPUs."""
+        """Logs which transports are not available and why; on rank 0 alone, and only on a host with NVIDIA GPUs."""
         if self.worker.ranks.rank == 0 and Path("/dev/nvidiactl").exists():
             for reason in sorted(set(self.unavailable.values())):
                 missing = [name for name, why in self.unavailable.items() if why == reason]
                 logging.info("not available: transport %s: %s", ", ".join(missing), reason)
 
     def _say_ready(self) -> None:
-        """Prints the ready line: name, address, number of ranks."""
+        """Prints the service's ready line (name, address, number of ranks), on rank 0 alone."""
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -136,7 +137,13 @@ class RankServer:
         return port
 
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> list[worker_pb2.RankInfo]:
-        """Tells every rank where this one serves; returns all ranks, in rank order."""
+        """Exchanges addresses with all ranks of the service; returns one RankInfo per rank, in rank order.
+        Collective.
+
+        Raises:
+            OutOfStep: A peer did not come.
+            ConfigError: Ranks are on several hosts, and one can be reached from its own host only.
+        """
         ranks = self.worker.ranks
         own = Endpoint(
             f"{self._hosts.advertised}:{port}",
@@ -193,7 +200,8 @@ class RankServer:
         reflection.enable_server_reflection(names, server)
 
     def _in_turn(self, method: Method) -> Handler:
-        """The handler of a method whose calls are queued and run one at a time on this rank, in sequence order."""
+        """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods
+        run one at a time on this rank, in the order of their sequence numbers."""
         method, registration = self.methods[method.snake_name]
 
         async def run(request: Any, context: Any) -> Any:
@@ -203,7 +211,7 @@ class RankServer:
         return run
 
     def _service_names(self) -> list[str]:
-        """Full names of the gRPC services that this rank serves, for health and reflection."""
+        """Returns the full names of the project's gRPC services that this rank serves, for health and reflection."""
         return [next(iter(SERVICES[key].values())).service for key in self._served()]
 
     def _served(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The session whose calls a rank runs, and whether its controller is connected."""
+"""The session (one run of a controller) whose calls a rank runs, and whether its controller is connected."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2
 
 ABSENCE_S = 10.0
-"""Time without a stream of its controller after which a session ends. A controller that is alive reopens a broken
+"""Seconds without a stream of its controller after which a session ends. A controller that is alive reopens a broken
 stream sooner than that."""
 
 MOST_AHEAD_S = 3600.0
-"""How far a controller's clock may be ahead of this rank's. A session with a later start is refused, since its start
-would lock out all sessions after it."""
+"""Seconds that a controller's clock may be ahead of this rank's. A session that claims a later start is refused: all
+sessions that start before that time would be refused as older."""
 
 MAX_NAME = 256
-"""Most characters of a session's name and of a call's id; a rank remembers many."""
+"""Most characters of a session's name and of a call's id; limited, since a rank stores many of them."""
 
 
 def check_name(field: str, name: str) -> None:
-    """Raises InvalidRequest for a name that is too long to be remembered."""
+    """Raises InvalidRequest if `name`, the value of a request's `field`, has more than MAX_NAME characters."""
     if len(name) > MAX_NAME:
         raise InvalidRequest(f"{field} has {len(name)} characters; at most {MAX_NAME} are allowed")
 
 
 class CurrentSession:
-    """The one session whose ordered calls the rank runs. Used from the event loop.
+    """The one session whose ordered calls the rank runs. Not thread-safe: used from the event loop alone.
 
     Args:
-        ended: Called with the name of a session that has ended: stops its calls and frees its rows.
+        ended: Called with the name of a session when it ends; stops its calls and frees its rows.
 
     Attributes:
         name: Name of the current session; empty where there is none.
-        started_unix_ns: Latest start of a session so far; sessions that started earlier are refused.
+        started_unix_ns: Start of the youngest session so far, in Unix nanoseconds; sessions that started earlier are
+            refused.
     """
 
     def __init__(self, ended: Callable[[str], None]) -> None:
@@ -48,8 +49,9 @@ class CurrentSession:
 
     @property
     def holder(self) -> str:
-        """The current session while its controller is connected, or was within ABSENCE_S; else empty. Only a take-over
-        ends a holder. A session whose calls come without a stream is none, and gives way to any younger session."""
+        """Name of the current session if its controller has a stream to this rank, or had one in the last ABSENCE_S;
+        otherwise "". A younger session replaces a holder only if it asks to take over. A current session that is no
+        holder, such as one whose calls come without a stream, is replaced by any younger session."""
         return self.name if self.is_connected or self.name in self._absences else ""
 
     @property
@@ -58,10 +60,10 @@ class CurrentSession:
         return bool(self.name) and self._streams[self.name] > 0
 
     def open(self, call: common_pb2.Call) -> None:
-        """Makes a call's session the current one, and ends the one before.
+        """Makes a call's session the current one, and ends the session that was.
 
         Raises:
-            InvalidRequest: The session starts in the future.
+            InvalidRequest: The session's start is more than MOST_AHEAD_S in the future.
             Refused: The session is older than the current one, the call is not its first, or the current session has a
                 holder and the call does not ask to take over.
         """
@@ -84,13 +86,13 @@ class CurrentSession:
             self._ended(before)
 
     def check(self, call: common_pb2.Call) -> None:
-        """Raises Refused for an ordered call of another session than the current one."""
+        """Raises Refused if a call is ordered (has a sequence number) and its session is not the current one."""
         if call.sequence and call.session != self.name:
             how = f"was superseded by {self.name!r}" if self.name else "has ended"
             raise Refused(f"session {call.session!r} {how}")
 
     def end(self, name: str) -> None:
-        """Ends a session: the current one, or another that left rows."""
+        """Ends a session by name, whether or not it is the current one: stops its calls and frees its rows."""
         if absence := self._absences.pop(name, None):
             absence.cancel()
         if name == self.name:
@@ -104,7 +106,8 @@ class CurrentSession:
             absence.cancel()
 
     def closed_stream(self, name: str) -> None:
-        """Notes that a stream has closed. ABSENCE_S after the last one the session ends, unless a new one opens."""
+        """Notes that a stream of a session has closed. If it was the last, the session ends after ABSENCE_S, unless
+        its controller opens a new one before."""
         self._streams[name] -= 1
         if not self._streams[name]:
             del self._streams[name]

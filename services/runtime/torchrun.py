@@ -28,19 +28,21 @@ from rlhf.rendezvous import TCP, VARIABLE, LocalRendezvous
 
 BACKEND = "rlhf"
 TIMEOUT_S = 600.0
-"""Longest time that hosts wait for each other."""
+"""Most seconds that hosts wait for each other."""
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point for torchrun's registry: returns the function that makes the backend."""
+    """Returns `create`, the function that makes the backend. Entry point for torchrun's registry."""
     return create
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The backend for a command line.
+    """Returns the rendezvous handler for torchrun's command line: `OneHost`, or `SeveralHosts` if --nnodes is above
+    1.
 
     Raises:
-        ValueError: `--rdzv-endpoint HOST:PORT` or `--rdzv-conf rank=N`, which several hosts need, is missing or wrong.
+        ValueError: `--rdzv-endpoint HOST:PORT` or `--rdzv-conf rank=N`, which several hosts need, is missing or
+            wrong, or --nnodes is a range.
     """
     if parameters.max_nodes == 1:
         return OneHost(parameters.run_id)
@@ -61,7 +63,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Backend(RendezvousHandler):
-    """Base of both backends: ranks are not replaced while a service runs."""
+    """Base class of both rendezvous handlers, neither of which replaces ranks while a service runs."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -90,13 +92,14 @@ class _Backend(RendezvousHandler):
 
 
 class OneHost(_Backend):
-    """Rendezvous of ranks that are all on this host: their store is a file in the memory of the torchrun process, see
-    `rlhf.rendezvous`."""
+    """Rendezvous of ranks that are all on this host. Their store is an in-memory file of the torchrun process (see
+    `rlhf.rendezvous`)."""
 
     _local: LocalRendezvous | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A new rendezvous for each start of the ranks."""
+        """Creates a new store, for each start or restart of the ranks, and passes its path to them in the
+        environment."""
         if self._local is not None:
             self._local.close()
         self._local = LocalRendezvous()
@@ -105,7 +108,15 @@ class OneHost(_Backend):
 
 
 class SeveralHosts(_Backend):
-    """Ranks of several hosts meet in a TCPStore of the first one's torchrun, which listens on `host` alone."""
+    """Rendezvous of ranks on several hosts, in a TCPStore of the first host's torchrun.
+
+    Args:
+        run_id: torchrun's id of the job.
+        host: Address of the first host, the only one that the store listens on.
+        port: Port of the store.
+        rank: Number of this host, from 0.
+        hosts: Number of hosts.
+    """
 
     def __init__(self, run_id: str, host: str, port: int, rank: int, hosts: int) -> None:
         super().__init__(run_id)
@@ -113,7 +124,12 @@ class SeveralHosts(_Backend):
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousClosedError for a second start of the ranks, in which other hosts would not take part."""
+        """Opens the store (on the first host) or connects to it, and passes its address to the ranks in the
+        environment.
+
+        Raises:
+            RendezvousClosedError: The ranks were started before; the other hosts would not take part in a restart.
+        """
         if self._store is not None:
             raise RendezvousClosedError(f"--rdzv-backend {BACKEND} over several hosts cannot restart ranks")
         self._store = self._listen() if self._rank == 0 else self._connect()

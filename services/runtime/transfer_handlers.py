@@ -1,4 +1,4 @@
-"""TransferService of one rank: its rows, and what it knows of the bytes it moved."""
+"""Handlers of TransferService on one rank, which give out its rows, take rows, and report its traffic."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class TransferHandlers:
     """Handlers of Fetch, TakeRelayed, Put, Stat and MarkCorrupt.
 
     Args:
-        session: The only session that may put rows.
-        unavailable: Why transports are not available on this host, by name.
+        store: Store of the rank's rows.
+        fetcher: Fetches rows from other ranks and counts the traffic.
+        session: Current session of the rank, the only one for which Put stores rows.
+        unavailable: For each transport that is not available on this host, the reason, by name.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class TransferHandlers:
         self._unavailable = unavailable
 
     def handlers(self) -> dict[str, Handler]:
-        """By method name."""
+        """Returns the handlers by method name."""
         return {
             "Fetch": self._fetch,
             "TakeRelayed": self._take_relayed,

@@ -1,4 +1,4 @@
-"""Calls of one rank that wait for their turns, on the event loop."""
+"""Queue in which the calls of one rank wait for their turns, as coroutines on the event loop."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from services.runtime.turns import Ticket, TurnOrder
 
 MISSING_S = 5.0
-"""How long an idle rank waits for a missing call before it goes on with a later one: over a stream, calls come in
-order."""
+"""Seconds that an idle rank waits for a missing call before it runs a later one. Calls on a stream arrive in order,
+so a call that is missing for longer will hardly come."""
 
 
 class TurnQueue:
-    """Lets calls wait for their turns; `TurnOrder` decides whose turn it is. Used from the event loop."""
+    """Lets calls wait for their turns, in the order that `TurnOrder` decides. Not thread-safe: used from the event
+    loop alone."""
 
     def __init__(self) -> None:
         self._turns = TurnOrder()
@@ -28,19 +29,20 @@ class TurnQueue:
         return self._turns.next
 
     def begin_session(self, name: str) -> None:
-        """Numbers count from 1 again, and calls of the session before wake to look whether they still may wait."""
+        """Makes `name` the current session: sequence numbers start from 1 again, and every waiting call checks
+        whether it may still wait."""
         self._turns.begin_session(name)
         self._watch_missing()
         self.wake()
 
     def join(self, session: str, number: int) -> Ticket:
-        """Claims a turn; see `TurnOrder.join`."""
+        """Adds a call to those that wait and returns its ticket; arguments and errors as for `TurnOrder.join`."""
         ticket = self._turns.join(session, number)
         self._watch_missing()
         return ticket
 
     def begin_at_once(self, ticket: Ticket) -> bool:
-        """Takes the turn of a call that has not waited yet, if it is its turn."""
+        """Begins a call without waiting, if it may begin now; returns whether it has begun."""
         may_begin = self._turns.may_begin(ticket)
         if may_begin:
             self._turns.begin(ticket)
@@ -48,14 +50,17 @@ class TurnQueue:
         return may_begin
 
     async def begin(self, ticket: Ticket, deadline: float, check: Callable[[], None]) -> None:
-        """Takes the call's turn once it has come. A call that fails here gives its turn up.
+        """Waits until it is the call's turn, and begins it. If this raises or is cancelled, the call leaves the
+        queue, and later calls do not wait for it.
 
         Args:
-            deadline: Latest time of the turn, by `time.monotonic()`.
-            check: Raises where the call may wait no longer; called at first, whenever `wake` is, and at its turn.
+            deadline: Latest time of the turn, in seconds of `time.monotonic()`.
+            check: Raises if the call may not wait any longer. Called before the wait, after each `wake`, and before
+                the call begins.
 
         Raises:
             TimeoutError: The turn did not come before the deadline.
+            Exception: The error that `check` raised.
         """
         try:
             while not self._turns.may_begin(ticket):
@@ -73,30 +78,31 @@ class TurnQueue:
         self._watch_missing()
 
     def end(self, ticket: Ticket) -> None:
-        """The running call has ended."""
+        """Notes that the running call, which must be this one, has ended, and wakes the next one."""
         self._turns.end(ticket)
         self._pass_on()
 
     def abandon(self, session: str, number: int) -> None:
-        """No call will come by this number; see `TurnOrder.abandon`."""
+        """Notes that no call with this sequence number will run; see `TurnOrder.abandon`."""
         self._turns.abandon(session, number)
         self._pass_on()
 
     def wake(self) -> None:
-        """Wakes all that wait, to look whether they still may."""
+        """Wakes all waiting calls, so that each checks whether it may still wait."""
         for turn in self._waiting.values():
             if not turn.done():
                 turn.set_result(None)
 
     def _pass_on(self) -> None:
-        """Wakes the call whose turn it is: one of many that wait, so that a turn costs the same in a long queue."""
+        """Wakes the call whose turn it is, and no other, so that the cost of a turn does not grow with the queue."""
         turn = self._waiting.get(ready) if (ready := self._turns.ready) else None
         if turn is not None and not turn.done():
             turn.set_result(None)
         self._watch_missing()
 
     def _watch_missing(self) -> None:
-        """Starts the time for a number that is missing now, and stops that for another one."""
+        """Starts the timer of MISSING_S for the sequence number that is missing now, if any, and stops the timer of a
+        number that no longer is."""
         if self._turns.missing == self._missing:
             return
         if self._timer is not None:
@@ -107,6 +113,7 @@ class TurnQueue:
         self._timer = loop.call_later(MISSING_S, self._pass_over_missing) if is_missing else None
 
     def _pass_over_missing(self) -> None:
-        """Peers that have the missing call learn at its beginning that this rank is at a later one."""
+        """Goes on with a later call. If the ranks of the service meet for the missing call, `Meetings` fails it,
+        since this rank is past it."""
         self._turns.pass_over_missing()
         self._pass_on()

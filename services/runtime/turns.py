@@ -1,4 +1,5 @@
-"""The order of calls on one rank: whose turn it is, by the sequence numbers of a session. No clock and no waiting."""
+"""The order in which calls run on one rank, by their sequence numbers in a session. This module decides which call is
+next; `services.runtime.turn_queue` lets calls wait."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ from dataclasses import dataclass
 from rlhf.errors import Refused, TooManyCalls
 
 MAX_WAITING = 4096
-"""Most ordered calls, and most unordered calls, that wait for their turns. A number is less than this above the next
-one."""
+"""Most ordered calls, and most unordered calls, that may wait for their turns. A sequence number that is this many or
+more ahead of the next call's is refused."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Ticket:
-    """One call's claim to a turn.
+    """One call's place in the order of calls.
 
     Attributes:
         session: Name of the call's session.
-        number: Sequence number in the session, from 1; 0 for a call that needs no order.
-        arrival: Position among all calls of the rank.
+        number: Sequence number of the call in its session, from 1; 0 for a call that needs no order.
+        arrival: Position of the call among all calls of the rank, in the order in which they joined, from 1.
     """
 
     session: str
@@ -27,13 +28,14 @@ class Ticket:
 
 
 class TurnOrder:
-    """Hands out turns, one at a time: to the calls of the current session by number, to unordered calls by arrival.
+    """Decides which call runs next, one at a time: calls of the current session in the order of their sequence
+    numbers, unordered calls (number 0) in the order of their arrival.
 
-    A number whose call does not run is abandoned, and the calls behind it go on. A number whose call has not come is
-    missing, and they wait until `pass_over_missing`.
+    A sequence number whose call will not run is abandoned (`abandon`, `give_up`) and skipped. A sequence number whose
+    call has not arrived is missing: later calls wait for it until `pass_over_missing`.
 
     Attributes:
-        next: Number of the session's next call.
+        next: Sequence number of the session's next call, from 1.
     """
 
     def __init__(self) -> None:
@@ -46,17 +48,23 @@ class TurnOrder:
         self._abandoned: set[int] = set()
 
     def begin_session(self, name: str) -> None:
-        """Numbers count from 1 again; those of the session before have no turn any more."""
+        """Makes `name` the current session: sequence numbers start from 1 again, and waiting calls of the previous
+        session can no longer begin."""
         self._session, self.next = name, 1
         self._waiting.clear()
         self._abandoned.clear()
 
     def join(self, session: str, number: int) -> Ticket:
-        """Claims a turn.
+        """Adds a call to those that wait; returns its ticket.
+
+        Args:
+            session: Name of the call's session; ignored for an unordered call.
+            number: Sequence number, from 1; 0 for an unordered call.
 
         Raises:
-            Refused: The number was passed or is another call's, or the session is not the current one.
-            TooManyCalls: MAX_WAITING calls wait, or the number is as far ahead.
+            Refused: The number is below `next` or belongs to another call that has not ended, or the session is not
+                the current one.
+            TooManyCalls: MAX_WAITING unordered calls wait already, or the number is MAX_WAITING or more above `next`.
         """
         if number:
             self._check(session, number)
@@ -73,7 +81,8 @@ class TurnOrder:
 
     @property
     def ready(self) -> Ticket | None:
-        """The waiting call whose turn it is; None while a call runs, or where none may begin."""
+        """Ticket of the waiting call that should begin now; None while a call runs, or if no waiting call may begin.
+        If an ordered and an unordered call may both begin, the one that arrived first."""
         if self._running is not None:
             return None
         candidates = (self._waiting.get(self.next), next(iter(self._unordered), None))
@@ -81,24 +90,25 @@ class TurnOrder:
 
     @property
     def missing(self) -> int | None:
-        """The number that calls wait for on an idle rank, and whose call has not come."""
+        """Sequence number of the next call, if no call runs and later calls wait for it but it has not arrived; None
+        otherwise."""
         is_blocked = self._running is None and self._waiting and self.next not in self._waiting
         return self.next if is_blocked else None
 
     def may_begin(self, ticket: Ticket) -> bool:
-        """Whether a waiting call may take its turn now; of unordered calls, each may on an idle rank."""
+        """Whether a waiting call may begin now: no call runs, and its number is the next one or it is unordered."""
         if self._running is not None:
             return False
         return ticket in self._unordered or self._waiting.get(self.next) is ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """The call takes its turn, which `may_begin` allows."""
+        """Makes a waiting call the running one; `may_begin` must be True."""
         assert self.may_begin(ticket), "another call's turn"
         self._leave(ticket)
         self._running = ticket
 
     def end(self, ticket: Ticket) -> None:
-        """The running call has ended."""
+        """Notes that the running call, which must be this one, has ended, so that the next one may begin."""
         assert self._running is ticket, "another call runs"
         self._running = None
         if ticket.number and ticket.session == self._session:
@@ -106,21 +116,22 @@ class TurnOrder:
         self._skip_abandoned()
 
     def give_up(self, ticket: Ticket) -> None:
-        """A waiting call does not take its turn: later ones do not wait for it."""
+        """Removes a waiting call, which will not run, so that later calls do not wait for it."""
         self._leave(ticket)
         self.abandon(ticket.session, ticket.number)
 
     def abandon(self, session: str, number: int) -> None:
-        """No call will come by this number, unless one joins by it before its turn. A number of a call that is here,
-        or one that `join` would refuse, stays as it is."""
+        """Notes that no call with this sequence number will run, so that later calls do not wait for it. A call may
+        still `join` with the number while it is not below `next`. Has no effect if a call with this number waits or
+        runs, or if `join` would refuse the number."""
         is_free = number not in self._waiting and self._runs != (session, number)
         if session == self._session and is_free and self.next <= number < self.next + MAX_WAITING:
             self._abandoned.add(number)
             self._skip_abandoned()
 
     def pass_over_missing(self) -> None:
-        """Goes on with the lowest number that is here, where an idle rank waits for another. A call that comes by a
-        number below it is refused."""
+        """If the next call is missing, makes the lowest sequence number that waits the next one. Calls with lower
+        numbers that arrive later are refused."""
         if self.missing is not None:
             self.next = min(self._waiting)
             self._abandoned = {number for number in self._abandoned if number > self.next}

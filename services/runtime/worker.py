@@ -1,4 +1,5 @@
-"""The base class of every role: methods registered with their transfer protocol, run one at a time in call order."""
+"""Base class of the workers of all roles, whose methods are registered with a transfer protocol and run one at a time
+in the order of calls."""
 
 from __future__ import annotations
 
@@ -22,23 +23,24 @@ from settings.service import ServiceTable
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_SHOWN = 300
-"""Characters of a value in an error message."""
+"""Most characters of a request's value that an error message repeats."""
 
 PATIENCE = 0.8
-"""Share of `stuck_timeout_s` after which a rank gives up waiting for its peers, so that it can report this before it
+"""Fraction of `stuck_timeout_s` after which a rank gives up waiting for its peers, so that it can report this before
+it
 counts as stuck itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Declarations that `@register` attaches to a method.
+    """Properties of a worker's method, which `@register` attaches to it.
 
     Attributes:
-        protocol: Name of its transfer protocol; must be the one its proto declares.
-        collective: Whether ranks meet in collectives while it runs. If so, no rank starts before all are at the call,
-            and its first collective, if it has any, is an agreement (`Ranks.agree`, `together` or `total`). It changes
-            no state before that, so a rank that fails earlier can tell its peers there.
-        instant: Whether it returns at once, so that the event loop runs it without a thread.
+        protocol: Name of the method's transfer protocol, such as "3D_PROTO"; must be the one that its proto declares.
+        collective: Whether ranks meet in collectives while the method runs. If so, no rank starts it before all ranks
+            are ready to. Its first collective, if it has any, must be an agreement (`Ranks.agree`, `together` or
+            `total`), and it must change no state before that, so that a rank that fails earlier can tell its peers.
+        instant: Whether the method takes next to no time, so that it may run on the event loop's thread.
     """
 
     protocol: str
@@ -47,7 +49,11 @@ class Registration:
 
 
 def register(protocol: str, *, collective: bool = True, instant: bool = False) -> Callable[[F], F]:
-    """Makes a method of a worker callable by the controller under a transfer protocol (paper, section 4.1)."""
+    """Decorator that makes a method of a worker callable by the controller (HybridFlow paper, section 4.1).
+
+    Args:
+        protocol, collective, instant: As in `Registration`.
+    """
 
     def note(function: F) -> F:
         function.registration = Registration(protocol, collective, instant)  # type: ignore[attr-defined]
@@ -62,7 +68,7 @@ class CallRows:
 
     Attributes:
         fetched: Values by column: numpy arrays [rows, ...], `Jagged` numpy arrays, or lists of strings.
-        numbers: Numbers of the rows in the whole batch of the call, [rows] int64.
+        numbers: Number of each row in the call's whole batch over all ranks, [rows] int64.
     """
 
     fetched: FetchedRows
@@ -77,7 +83,11 @@ class CallRows:
         return name in self.fetched.values
 
     def texts(self, name: str) -> list[str]:
-        """A text column."""
+        """Returns a column of strings.
+
+        Raises:
+            InvalidRequest: The column is missing or is not text.
+        """
         values = self[name]
         if not isinstance(values, list):
             raise InvalidRequest(f"column {name!r} is not text")
@@ -85,7 +95,7 @@ class CallRows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """Number of rows on this rank."""
         return self.fetched.rows
 
 
@@ -94,15 +104,15 @@ NO_ROWS = CallRows(FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
 
 @dataclass
 class CallContext:
-    """A running call, as its method sees it.
+    """State of a running call that its method reads and updates.
 
     Attributes:
-        call: Header of the call.
-        deadline: Latest end of the call, by `time.monotonic()`.
-        cancelled: Whether the call should stop.
-        done, done_of: Progress, for Watch.
-        stuck_timeout_s: How long after its deadline the call may be without progress.
-        progressed_at: `time.monotonic()` of the newest progress.
+        call: Header of the call: its id, session, sequence number, seed and so on.
+        deadline: Latest end of the call, in seconds of `time.monotonic()`.
+        cancelled: Whether the call has been asked to stop.
+        done, done_of: Progress that Watch reports: units of work done, and their total; 0 of 0 if unknown.
+        stuck_timeout_s: Seconds without progress after the deadline until the call counts as stuck.
+        progressed_at: When `progress` was last called, in seconds of `time.monotonic()`; 0 for never.
     """
 
     call: common_pb2.Call
@@ -115,33 +125,39 @@ class CallContext:
 
     @property
     def peers_deadline(self) -> float:
-        """Latest time to wait for the other ranks of the call, which may end some time after the deadline."""
+        """Latest time to wait for the other ranks of the call, in seconds of `time.monotonic()`. Later than the
+        call's deadline, since a rank may notice the deadline some time after it, and computed anew at each read."""
         return max(self.deadline, time.monotonic()) + PATIENCE * self.stuck_timeout_s
 
     @property
     def stopping(self) -> bool:
+        """Whether the method should stop: the call was cancelled or is past its deadline."""
         return self.cancelled or time.monotonic() > self.deadline
 
     def check(self) -> None:
-        """Raises CallCancelled or DeadlineExceeded where the call should stop; to be called between pieces of work."""
+        """Raises CallCancelled or DeadlineExceeded if the call should stop. Methods call it between pieces of
+        work."""
         if self.cancelled:
             raise CallCancelled(f"call {self.call.call_id} was cancelled")
         if time.monotonic() > self.deadline:
             raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")
 
     def progress(self, done: int, of: int) -> None:
+        """Notes that `done` units of work of `of` are done, for Watch and for the detection of stuck calls."""
         self.done, self.done_of, self.progressed_at = done, of, time.monotonic()
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Return value of a method.
+    """Result of a worker's method on one rank.
 
     Attributes:
-        columns: Output rows by column: numpy arrays, `Jagged`, torch tensors; lists of strings travel inline.
-        metrics: (sum, count) by name; over ranks, sums and counts are added.
-        fields: Further fields of the response message.
-        verified: Whether the method has verified its rows, as one that changes weights does before they count.
+        columns: Values of the output rows, by column: numpy arrays, `Jagged`, torch tensors, or lists of strings,
+            which are sent in the response message itself.
+        metrics: (sum, count) of each metric, by name; the controller adds both over ranks and divides.
+        fields: Further fields of the response message, by name.
+        verified: Whether the method itself has verified that its input rows were intact (`FetchedRows.verify`), as
+            one that changes weights does before the change takes effect. If False, they are verified after it.
     """
 
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -151,52 +167,56 @@ class CallResult:
 
 
 class Worker:
-    """One rank of a service. A role adds the methods of its proto; this base class has those of WorkerService, for
-    roles without weights.
+    """Base class of the object that does a role's work on one rank. A subclass adds the methods of its role's proto;
+    this class implements those of WorkerService for roles without weights.
+
+    Args:
+        table: The service's table of the configuration.
+        ranks: Ranks of the service.
     """
 
     role: ClassVar[str]
     also_serves: ClassVar[tuple[str, ...]] = ()
-    """Further roles whose methods its ranks run, in the same order of calls."""
+    """Names of further roles whose methods this worker also has; calls of all roles share one order."""
     writes_to_rows: ClassVar[bool] = False
-    """Whether methods may write to arrays that come from other ranks (see `Fetcher.fetch`); arrays that travel in the
-    message itself are read-only in any case."""
+    """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
+    request message itself are read-only in any case."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = self.config_table = table
         self.ranks = ranks
         self.policy_version = 0
         self.output_roots: tuple[Path, ...] = ()
-        """Directories, symbolic links resolved, below which the rank may write."""
+        """Directories below which the rank may write, with symbolic links resolved. Default: none."""
         self.progressed_at = 0.0
-        """`time.monotonic()` of the running method's newest progress."""
+        """When the running method last made progress, in seconds of `time.monotonic()`; 0 for never."""
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
-        """Whether this service computes with torch, and so needs a process group."""
+        """Returns whether a service with this table computes with torch, and so needs a process group."""
         return False
 
     def prepare_thread(self) -> None:
-        """Called once on the compute thread."""
+        """Prepares the compute thread, which calls this once at its start. Default: does nothing."""
 
     def close(self) -> None:
         """Ends processes and threads that the role has started. Called on the compute thread after the server has
         drained."""
 
     def device(self) -> dict[str, str]:
-        """`device` and `device_uuid` of RankInfo."""
+        """Returns the fields `device` and `device_uuid` of RankInfo, by name."""
         return {"device": "cpu", "device_uuid": ""}
 
     def device_memory(self) -> int:
-        """Bytes allocated on the device; 0 on CPU."""
+        """Returns the bytes allocated on this rank's GPU; 0 on a CPU."""
         return 0
 
     def peak_device_memory(self) -> int:
-        """Peak of bytes allocated on the device during the last method; 0 on CPU."""
+        """Returns the most bytes allocated at a time on this rank's GPU during the last method; 0 on a CPU."""
         return 0
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        """Fields of Describe that this role fills in; the server adds ranks, methods and epoch."""
+        """Returns Describe's response with the fields that the role knows; the server adds the others."""
         return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
 
     @register("ONE_TO_ALL", collective=False, instant=True)
@@ -230,11 +250,13 @@ class Worker:
         raise InvalidRequest(f"{self.role} has no weights to load")
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
-        """Runs a method; a role may wrap it, for example in a profiler."""
+        """Calls `run`, which runs a method, and returns its result. A role may override it, for example to
+        profile."""
         return run()
 
     def leave(self, why: str) -> NoReturn:
-        """Ends this process at once and prints the reason: for a rank that is stuck or out of step with its peers."""
+        """Prints the reason `why` and ends this process immediately, with status 70. For a rank that is stuck or out
+        of step with its peers."""
         print(f"fatal: {self.role} rank {self.ranks.rank}: {why}; leaving", file=sys.stderr, flush=True)
         os._exit(70)
 
@@ -243,10 +265,10 @@ class Worker:
         self.progressed_at = time.monotonic()
 
     def output_path(self, directory: str) -> Path:
-        """A directory that a request names, with its symbolic links resolved.
+        """Returns the path of a directory that a request names, with symbolic links resolved.
 
         Raises:
-            InvalidRequest: It is not below one of `output_roots`.
+            InvalidRequest: The directory is not below one of `output_roots`, or the path is invalid.
         """
         try:
             path = Path(directory).resolve()
@@ -264,7 +286,7 @@ class Worker:
 
 
 def require(request: Any, *names: str) -> None:
-    """Raises InvalidRequest where one of these fields, which the proto requires, is not set."""
+    """Raises InvalidRequest if one of the named fields of a request is not set."""
     given = {field.name for field, _ in request.ListFields()}
     missing = [name for name in names if name not in given]
     if missing:
@@ -272,10 +294,14 @@ def require(request: Any, *names: str) -> None:
 
 
 def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:
-    """The group methods of the roles that a worker serves, by Python name.
+    """Returns the methods that the controller calls on all ranks of a worker's roles, with their registrations.
+
+    Returns:
+        (method, registration) by the method's Python name, such as "update_actor".
 
     Raises:
-        TypeError: The worker lacks a method of its proto, or registers it with another transfer protocol.
+        TypeError: The worker lacks a method of its proto, or registers it with a different transfer protocol than the
+            proto declares.
     """
     found = {}
     roles = (worker.role, *worker.also_serves)

@@ -1,4 +1,4 @@
-"""WorkerService of one rank, except for the methods that take turns: answered at once, also while the rank computes."""
+"""Handlers of those WorkerService methods that are not queued, and so are answered even while the rank computes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ from services.runtime.sessions import check_name
 from services.runtime.worker import Registration, Worker
 
 WATCH_PAUSE_S = 0.05
-"""Shortest time between two statuses: of short calls, Watch tells only some."""
+"""Least seconds between two statuses that Watch sends, so that it may not show every short call."""
 
 
 class WorkerHandlers:
     """Handlers of Describe, Dispatch, Watch, Cancel, Release, EndSession and Introduce.
 
     Args:
-        service: Name of the service in the config.
-        methods: Methods that take turns, by Python name.
-        ranks_info: All ranks of the service, in rank order.
-        stop: Set when the rank begins to shut down, which ends Watch.
-        drained: Set once the last call is answered, which ends Dispatch.
+        service: Name of the service in the configuration.
+        worker: Worker of this rank.
+        methods: Methods whose calls are queued, with their registrations, by Python name.
+        queue: Queue of the rank's calls.
+        store: Store of the rank's rows.
+        ranks_info: RankInfo of each rank of the service, in rank order.
+        boundary: Turns errors of calls on a Dispatch stream into statuses.
+        stop: Event that is set when the rank begins to shut down; ends Watch.
+        drained: Event that is set once the last call has been answered; ends Dispatch.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class WorkerHandlers:
         self._version, self._cpu = importlib.metadata.version("rlhf-cluster"), cpu_name()
 
     def handlers(self) -> dict[str, Handler]:
-        """By method name."""
+        """Returns the handlers by method name."""
         return {
             "Describe": self._describe,
             "Dispatch": self._dispatch,
