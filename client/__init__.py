@@ -1,1 +1,1 @@
-"""The client of a rank: its channel, its stream of calls, and sessions. Imports no torch."""
+"""gRPC client of one rank: its channel, its stream of calls, and the session of a run. Imports no torch."""

@@ -16,15 +16,16 @@ from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, 
 from rlhf.v1 import common_pb2, worker_pb2
 
 SETTLE_S = 2.0
-"""After a rank has failed, how long to wait for the others' answers: the rank at fault may answer last."""
+"""Time, in seconds, to wait for the other ranks' responses after one rank has failed, since the rank that caused the
+failure may be the last to respond. Also the timeout of the Cancel RPC."""
 
 
 class FanOut:
-    """The ranks of a service and the queue of calls on them, which they run in the order of sequence numbers.
+    """Sends each call to all ranks of one service. The ranks execute calls in the order of their sequence numbers.
 
     Args:
-        clients: One per rank, in rank order.
-        epoch: Epoch of the service, in the header of every call.
+        clients: One client per rank, in rank order.
+        epoch: Epoch of the service: the number of its current start, sent in the header of every call.
 
     Attributes:
         service: Name of the service in the config.
@@ -40,7 +41,7 @@ class FanOut:
         ] = {}  # by call id, of the calls without an answer, in the event loop's time
 
     def address(self, header: common_pb2.Call) -> None:
-        """Sets sequence number and epoch in the header of the call that is sent next."""
+        """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`."""
         header.sequence, header.epoch = self._sent + 1, self._epoch
 
     async def send(
@@ -54,12 +55,15 @@ class FanOut:
         """Sends each rank its request and returns the responses, in rank order.
 
         Args:
-            requests: One serialized request per rank, with a header of `address`.
-            timeout_s: Longest time of the call, which begins when the calls before it are due.
-            was_sent: Called when the requests are sent.
+            call_id: Id of the call, as in its header; `cancel` takes it.
+            requests: One serialized request per rank, whose header `address` has filled in.
+            timeout_s: Timeout of the call, in seconds, counted from the latest deadline among the calls that are still
+                without an answer, since they are executed first.
+            was_sent: Called once, after all requests have been handed to gRPC.
 
         Raises:
-            RlhfError: A rank failed; the others were asked to stop. The error is that of the rank closest to the cause.
+            RlhfError: A rank failed, and the other ranks were asked to cancel the call. Of several errors the one
+                closest to the cause is raised; see `_blame`.
         """
         now = asyncio.get_running_loop().time()
         timeout_s += max([now, *self._due.values()]) - now
@@ -89,7 +93,8 @@ class FanOut:
         raise error
 
     async def cancel(self, call_id: str) -> list[RankClient]:
-        """Asks every rank to stop a call; returns the ranks that do not answer, as a healthy one does at once."""
+        """Asks every rank to cancel a call. Returns the clients of the ranks that did not respond to the request within
+        `SETTLE_S`."""
         request = worker_pb2.CancelRequest(call_id=call_id)
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
         answers = await asyncio.gather(*cancels, return_exceptions=True)
@@ -97,14 +102,15 @@ class FanOut:
         return [client for client, answer in answered if _is_silent(answer)]
 
     async def reach_all(self, method: Method, request: Any, timeout_s: float) -> None:
-        """Makes an idempotent unary call to every rank, again where a connection breaks. Errors as of
+        """Makes an idempotent unary call to every rank, and retries it where a connection breaks. Raises the errors of
         `RankClient.reach`."""
         await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
 
     async def _settled(
         self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float
     ) -> _Failure | None:
-        """Waits for the answers of all ranks, after a failure for `SETTLE_S`; None where every rank succeeded."""
+        """Waits for the responses of all ranks; after the first failure, cancels the call and waits `SETTLE_S` for the
+        others. Returns None where every rank succeeded."""
         silent: list[RankClient] = []
         done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if pending and not any(call.exception() for call in done):
@@ -123,8 +129,8 @@ class _Failure:
     """A call that failed on some rank.
 
     Attributes:
-        silent: Ranks that answer nothing, not even Cancel.
-        late: Calls that were pending when the first one failed.
+        silent: Clients of the ranks that did not respond to Cancel either.
+        late: Futures of the per-rank calls that were pending when the first one failed.
     """
 
     silent: Sequence[RankClient]
@@ -132,14 +138,16 @@ class _Failure:
 
 
 def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]]) -> BaseException:
-    """The error closest to the cause; of equals that of a call that failed first, then that of the lowest rank."""
+    """Returns the error closest to the cause (see `_blame`). Ties go to calls that are not in `late`, then to the
+    lowest rank."""
     in_order = sorted(calls, key=lambda call: call in late)
     ended = [call for call in in_order if call.done() and not call.cancelled()]
     return min((error for call in ended if (error := call.exception())), key=_blame)
 
 
 def _blame(error: BaseException) -> int:
-    """Distance of an error from the cause: a lost rank, a rank's own failure, a deadline, a peer's failure."""
+    """Returns the distance of an error from the cause: 0 a lost rank, 1 a rank's own failure, 2 an exceeded deadline,
+    3 a failed peer or a cancelled call, 4 anything else."""
     if isinstance(error, ServiceLost):
         return 0
     if isinstance(error, PeerFailed | CallCancelled):
@@ -150,7 +158,8 @@ def _blame(error: BaseException) -> int:
 
 
 def _is_silent(answer: Any) -> bool:
-    """Whether a rank has not answered in time, or not even the pings of its connection."""
+    """Whether `answer`, the result of a Cancel RPC, says that the rank missed its deadline or answered no ping of its
+    connection."""
     if isinstance(answer, ServiceLost) and isinstance(answer.__cause__, grpc.RpcError):
         return is_silence(answer.__cause__)
     return isinstance(answer, DeadlineExceeded)

@@ -1,4 +1,5 @@
-"""Outages of a rank: a broken connection is opened again, and a rank is lost when that fails for a while."""
+"""Outages of a rank: when its connection breaks, the client reconnects, and gives the rank up when that fails for
+seconds."""
 
 from __future__ import annotations
 
@@ -9,45 +10,47 @@ import grpc
 from rlhf.errors import STATUS_KEY
 
 RETRY_S = 0.1
-"""Pause between attempts to reach a rank."""
+"""Pause between two attempts to reach a rank, in seconds."""
 RECONNECT_S = 6.0
-"""Longest outage of a rank: less than the ten seconds after which it ends a session without a controller."""
+"""Longest outage of a rank, in seconds, before it counts as lost: less than the ten seconds after which a rank ends a
+session whose controller is not connected."""
 SILENT_S = 3.0
-"""Longest outage after unanswered pings, which took ten seconds already: one attempt to connect."""
+"""Longest outage, in seconds, where it began with unanswered pings, which took ten seconds already: enough for one
+attempt to connect."""
 REFUSED_S = 0.7
-"""Longest time in which the host may refuse connections: after it, no process is going to listen there."""
+"""Time, in seconds, of refused connections after which the rank counts as lost, since its process has ended."""
 RECONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
-"""Channel options: attempts to connect follow each other soon and take at most 3 s each."""
+"""Channel options: gRPC reconnects after 0.1 to 0.5 s, and an attempt takes at most 3 s."""
 
 _BREAKS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 
 
 def is_break(error: grpc.RpcError) -> bool:
-    """Whether a call ended with its connection, and not with a status of the rank."""
+    """Whether a call failed because its connection broke, rather than with an error that the rank reported."""
     call: Any = error  # the exception is the call too, which grpc's types do not declare
     says = any(key == STATUS_KEY for key, _ in call.trailing_metadata() or ())
     return not says and call.code() in _BREAKS
 
 
 def is_silence(error: grpc.RpcError) -> bool:
-    """Whether a connection ended because the peer answered no ping."""
+    """Whether a call failed because its connection was closed after the rank answered no HTTP/2 ping."""
     call: Any = error
     return is_break(error) and "ping timeout" in (call.details() or "")
 
 
 class Outage:
-    """A period in which a rank cannot be reached. Times are of the event loop.
+    """A period in which a rank cannot be reached. Times are those of the event loop's clock, in seconds.
 
     Args:
-        first: Error that began it; None where the rank ended a stream.
-        now: Its beginning.
+        first: The error that the outage began with; None where the rank ended a stream without one.
+        now: Time at which the outage began.
 
     Attributes:
-        ends: Time at which the rank is lost at the latest.
+        ends: Time at which the rank counts as lost if it cannot be reached until then.
     """
 
     def __init__(self, first: grpc.RpcError | None, now: float) -> None:
@@ -56,7 +59,7 @@ class Outage:
         self._refused_since: float | None = None
 
     def note(self, error: grpc.RpcError | None, now: float) -> None:
-        """Records a failed attempt."""
+        """Records an attempt to reach the rank that failed with `error` at time `now`."""
         self.first = self.first or error
         call: Any = error
         if call is None or "refused" not in (call.details() or ""):
@@ -65,6 +68,6 @@ class Outage:
             self._refused_since = now
 
     def is_lasting(self, now: float) -> bool:
-        """Whether the rank is lost."""
+        """Whether the rank counts as lost at time `now`: past `ends`, or after `REFUSED_S` of refused connections."""
         is_gone = self._refused_since is not None and now - self._refused_since >= REFUSED_S
         return is_gone or now >= self.ends

@@ -1,4 +1,4 @@
-"""A client of one rank: its channel, and the methods of the contract."""
+"""gRPC client of one rank: makes calls to the methods of the contract over one channel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from rlhf.v1 import transfer_pb2
 
 
 class RankClient:
-    """A channel to one rank. Errors name service, rank, address and method.
+    """gRPC client of one rank of a service, with a channel of its own. Messages of errors name service, rank, address
+    and method.
 
     Args:
         service: Name of the service in the config.
-        rank: Rank within it.
-        address: host:port.
-        is_ours: Whether the server is of this package and accepts pings.
-        shares_connection: False: a TCP connection of its own, also where another client leads to the same address.
-        session: Name of the session where the rank serves WorkerService.Dispatch: calls of the group go over a stream,
-            which also keeps the session alive. Empty: every call is unary.
+        rank: Rank within the service, from 0.
+        address: host:port of the rank.
+        is_ours: Whether the server is one of this package, which accepts keepalive pings.
+        shares_connection: Whether clients of the same address may share one TCP connection.
+        session: Name of the session, for a rank that serves WorkerService.Dispatch: calls of the role's methods are
+            sent over one stream, which also keeps the session alive on the rank. Empty: every call is unary.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class RankClient:
         return f"{self.service} rank {self.rank} ({self.address})"
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call with a deadline of `timeout_s` seconds; errors of its future are those of `call`. Cancelling
-        the future drops the answer and does not stop the rank.
+        """Starts a call and returns the future of its response, which raises the errors of `call`. Cancelling the
+        future drops the response and does not cancel the call on the rank.
 
         Args:
-            request: A message, or a serialized one.
+            request: The request message, or its serialized bytes.
+            timeout_s: Timeout of the call, in seconds.
 
         Raises:
             ValueError: The request cannot be serialized.
@@ -70,7 +72,8 @@ class RankClient:
         return self._stream.start(method, _serialized(request), timeout_s)
 
     async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
-        """An idempotent unary call, sent again where the connection breaks. Errors as of `call`."""
+        """Makes an idempotent unary call, retries it where the connection breaks, and returns the response. Raises the
+        errors of `call`."""
         loop = asyncio.get_running_loop()
         due, outage = loop.time() + timeout_s, None
         while True:
@@ -87,14 +90,15 @@ class RankClient:
             await asyncio.sleep(RETRY_S)
 
     async def put(self, request: transfer_pb2.PutRequest, timeout_s: float) -> transfer_pb2.PutResponse:
-        """Stores rows in the rank's arena. Errors as of `call`."""
+        """Stores rows in the rank's arena with the Put RPC. Raises the errors of `call`."""
         return await self.reach(PUT, request, timeout_s)
 
     async def call(self, method: Method, request: Any, timeout_s: float) -> Any:
-        """One unary call.
+        """Makes one unary call, without retries, and returns the response.
 
         Raises:
-            RlhfError: The error of the service, or ServiceLost, DeadlineExceeded.
+            RlhfError: The error that the rank reported; ServiceLost where it cannot be reached; DeadlineExceeded where
+                it does not respond within `timeout_s` seconds.
         """
         try:
             return await self._callable(method)(request, timeout=timeout_s)
@@ -102,7 +106,8 @@ class RankClient:
             raise self._explain(error, method, timeout_s) from error
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
-        """The responses of a streaming call, until the service ends it or the caller stops reading."""
+        """Makes a server-streaming call and yields its responses, until the server ends the stream or the caller stops
+        iterating."""
         try:
             async for response in self._callable(method)(request):
                 yield response

@@ -1,4 +1,4 @@
-"""The session of a run and its steps: the header of calls, and the step on whose behalf each call is made."""
+"""The session of a run and its steps: they make the headers of calls, and count the calls of each step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
 
 NEXT_START_NS = 1000
-"""Smallest difference of two sessions' starts: ranks compare them in microseconds."""
+"""Smallest difference between the start times of two sessions, in nanoseconds, since ranks compare start times in
+microseconds."""
 MAX_UINT64 = 2**64 - 1
 MOVE_A_MODEL = ("begin_session", "save_checkpoint", "load_checkpoint")
-"""Methods that write or read a whole model, with a deadline of their own."""
+"""Python names of the methods that write or read a whole model; their timeout is `Session.save_timeout_s`."""
 
 
 class StepContext:
-    """A step and its calls. The random numbers of a call depend on the step's number and on the call's ordinal in it,
-    and rows are freed with their step, so several steps may be under way. Thread-safe.
+    """A training step and the calls made in it. The random numbers of a call depend on the number of the step and on
+    the ordinal of the call in it, and rows are freed with their step, so several steps may be under way. Thread-safe.
 
     Args:
-        number: From 1; 0 is before the first.
+        number: Number of the step, from 1; 0 stands for calls before the first step.
 
     Attributes:
-        noted: Metrics counted while the step is under way, by name.
-        has_ended: Whether its rows are freed and no more calls are made on its behalf.
+        noted: Metrics of the step by name, accumulated with `note`.
+        has_ended: Whether the rows of the step were freed, after which no more calls are made in it.
     """
 
     def __init__(self, number: int) -> None:
@@ -45,37 +46,38 @@ class StepContext:
 
     @property
     def controller_bytes(self) -> int:
-        """Bytes of rows that passed through the controller on behalf of the step."""
+        """Bytes of row data that passed through the controller in this step."""
         return self._controller_bytes
 
     def next_ordinal(self, service: str, method: str) -> int:
-        """The number of earlier calls of a method in this step."""
+        """Returns the ordinal of the next call of a method of a service in this step, from 0, and counts the call."""
         with self._lock:
             ordinal = self._ordinals[service, method]
             self._ordinals[service, method] += 1
         return ordinal
 
     def count_bytes(self, nbytes: int) -> None:
-        """Adds to `controller_bytes`."""
+        """Adds `nbytes` to `controller_bytes`."""
         with self._lock:
             self._controller_bytes += nbytes
 
     def note(self, name: str, count: float) -> None:
-        """Adds to a metric of the step."""
+        """Adds `count` to the metric `name` in `noted`."""
         with self._lock:
             self.noted[name] = self.noted.get(name, 0.0) + count
 
     def made(self, call: Future[Any]) -> None:
-        """Records a call made on behalf of the step."""
+        """Records a call made in this step, so that `wait` waits for it."""
         with self._lock:
             self._calls.add(call)
         call.add_done_callback(self._forget)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until no call of the step is under way. Errors of the calls are raised where their results are used.
+        """Blocks until no call of the step is under way. Does not raise the errors of the calls, which are raised where
+        their results are read.
 
         Raises:
-            DeadlineExceeded: A call is under way after `timeout_s` seconds.
+            DeadlineExceeded: A call is still under way after `timeout_s` seconds.
         """
         with self._lock:
             calls = list(self._calls)
@@ -92,19 +94,19 @@ class StepContext:
 
 @dataclass
 class Session:
-    """The session of a run on its services.
+    """The session of a run: one controller's use of its services, from connecting to them until the run ends.
 
     Attributes:
-        name: Unique name; services keep rows by session.
-        started_unix_ns: Start of the run, Unix time in nanoseconds.
-        claimed_unix_ns: The start in the header of calls, by which services know the younger of two sessions:
-            `started_unix_ns`, or later where a service knows a younger session.
+        name: Unique name of the session, by default a random UUID; services keep rows by session.
+        started_unix_ns: Start of the run, Unix time in nanoseconds. Default: now.
+        claimed_unix_ns: Start time in the header of calls, by which services tell the newer of two sessions:
+            `started_unix_ns`, or later after `claim_after`.
         seed: Seed of the run.
-        timeout_s: Deadline of a call, in seconds.
-        save_timeout_s: Deadline of a call that writes or reads a whole model, in seconds.
-        balance: Whether sequences are dealt to ranks by cost instead of by count.
-        take_over: Whether the session may end another one that has the services.
-        newest: The step begun last, which calls without a step belong to.
+        timeout_s: Timeout of a call, in seconds.
+        save_timeout_s: Timeout of a call that writes or reads a whole model, in seconds.
+        balance: Whether sequences are distributed over data ranks by their estimated cost instead of by count.
+        take_over: Whether the session may end another session that holds the services.
+        newest: The step begun last; calls that name no step belong to it.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -121,20 +123,25 @@ class Session:
         self.claimed_unix_ns = self.started_unix_ns
 
     def claim_after(self, known: Iterable[int]) -> None:
-        """Claims a start after the youngest one that services know [Unix ns], since clocks may differ."""
+        """Moves `claimed_unix_ns` behind all of `known`, since the clocks of hosts may differ.
+
+        Args:
+            known: Start times of the sessions that services know, Unix time in nanoseconds.
+        """
         youngest = max(known, default=0)
         if youngest >= self.claimed_unix_ns:
             self.claimed_unix_ns = min(youngest + NEXT_START_NS, MAX_UINT64)
 
     def time_of(self, method: str) -> float:
-        """Deadline of a call of a method, by its Python name, in seconds."""
+        """Returns the timeout of calls of a method, in seconds. `method` is its Python name, such as
+        save_checkpoint."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
     def begin_step(self, number: int) -> StepContext:
-        """Begins a step; earlier steps may be under way.
+        """Begins a step and returns it. Earlier steps may still be under way.
 
         Raises:
-            InvalidRequest: A step of this or a later number has begun.
+            InvalidRequest: A step with this or a higher number has begun already.
         """
         if number <= self.newest.number:
             raise InvalidRequest(f"step {number} cannot begin: step {self.newest.number} has begun")
@@ -142,12 +149,13 @@ class Session:
         return self.newest
 
     def step_of(self, step: StepContext | None) -> StepContext:
-        """The step on whose behalf calls on rows of `step` are made: the newest one where `step` is None or has
-        ended."""
+        """Returns the step that calls on rows of `step` belong to: `step` itself, or `newest` where `step` is None or
+        has ended."""
         return self.newest if step is None or step.has_ended else step
 
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
-        """The header of a step's next call of a method, without sequence and epoch."""
+        """Makes the header of the next call of a service's method in a step, without sequence number and epoch, which
+        `FanOut.address` sets."""
         return common_pb2.Call(
             call_id=f"{self.name}_{next(self._call_numbers)}",
             session=self.name,

@@ -1,4 +1,5 @@
-"""Calls to one rank over WorkerService.Dispatch. A call survives the connection that it was sent over."""
+"""Calls to one rank over the bidirectional stream WorkerService.Dispatch. Calls outlive a broken connection: they are
+sent again over the next one."""
 
 from __future__ import annotations
 
@@ -23,28 +24,31 @@ from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_
 from rlhf.v1 import worker_pb2
 
 REOPEN_S = 1.0
-"""Pause before a broken stream is opened again while no call is under way: far less than a rank waits for it."""
+"""Pause, in seconds, before a broken stream is reopened while no call is under way: far less than the time after which
+the rank ends the session."""
 OUTCOME_S = 6.0
-"""How long to wait for the outcome of a call past its deadline: an update that was nearly done may have committed."""
+"""Time, in seconds, to wait for the outcome of a call past its deadline, since an update that was nearly done may have
+been applied."""
 MOST_STREAMS = 8
-"""Streams that may break while a call is under way before the call counts as the cause."""
+"""Number of streams that a call may be sent over before it counts as the cause of their breaking, and fails."""
 CLOSE_S = 1.0
-"""Longest time to wait, when a stream is closed, for a rank that does not read."""
+"""Longest time, in seconds, that `CallStream.close` waits for outgoing messages to be written."""
 _WRITE_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)
-"""Exceptions of a write to a stream that is broken or closed."""
+"""Exceptions that gRPC raises where a message is written to a broken or closed stream."""
 
 Why = Callable[[str], RlhfError]
-"""Makes an error from the place where it happened."""
+"""Function that makes an exception; it takes the place that its message names: service, rank, address and method."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call without an answer.
+    """A call without a response so far.
 
     Attributes:
-        due: Deadline of the answer, in the event loop's time.
-        streams: Number of streams that it was sent over.
-        is_late: Whether it is past its deadline, and only its outcome is asked for.
+        answer: Future of the response.
+        due: Deadline of the response, in the event loop's time.
+        streams: Number of streams that the call was sent over.
+        is_late: Whether the call is past its deadline, so that the rank is only asked for its outcome.
     """
 
     method: Method
@@ -57,16 +61,16 @@ class _Call:
 
 
 class CallStream:
-    """Calls to one rank, over one stream at a time. Used from the event loop.
+    """Sends calls to one rank over one gRPC stream at a time. Use it from one event loop only.
 
-    A broken stream is opened again, also while no call is under way, since it keeps the session alive on the rank.
-    Calls that were under way are then sent again by their ids: the rank returns the result that it has, or goes on with
-    the call. A rank that cannot be reached for a while is lost.
+    A broken stream is reopened, also while no call is under way, since it keeps the session alive on the rank. Calls
+    that were under way are then sent again with the same ids: the rank returns the result that it has, or continues the
+    call. Where the rank cannot be reached for seconds (see `Outage`), all calls fail.
 
     Args:
-        who: Service, rank and address, for messages.
-        open_stream: Begins the gRPC call of the stream.
-        session: Name of the session.
+        who: Service, rank and address, for messages of errors.
+        open_stream: Function that starts the gRPC call of a stream and returns it.
+        session: Name of the session, the first message on every stream.
     """
 
     def __init__(self, who: str, open_stream: Callable[[], Any], session: str) -> None:
@@ -88,7 +92,13 @@ class CallStream:
         self._keeper = asyncio.create_task(self._keep())
 
     def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call of a group's method. Errors as of `RankClient.start`."""
+        """Starts a call and returns the future of its response, which raises the errors of `RankClient.call`.
+
+        Args:
+            method: A method that the rank serves over Dispatch.
+            request: The serialized request.
+            timeout_s: Timeout of the call, in seconds.
+        """
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         call = _Call(method, request, loop.create_future(), timeout_s, loop.time() + timeout_s)
         self._calls[number] = call
@@ -99,7 +109,7 @@ class CallStream:
         return call.answer
 
     async def close(self) -> None:
-        """Closes the stream; calls that are under way fail."""
+        """Closes the stream. Calls that are under way fail with ServiceLost."""
         with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
             async with asyncio.timeout(CLOSE_S):
                 self._is_closing = True
@@ -114,7 +124,7 @@ class CallStream:
         self._fail_all(_closed)
 
     async def _keep(self) -> None:
-        """Keeps a stream open for as long as the session lasts."""
+        """Reads the stream until it breaks, then opens the next one, until the task is cancelled."""
         while True:
             error = await self._read()
             self._stream = None
@@ -127,7 +137,7 @@ class CallStream:
             self._begin()
 
     def _begin(self) -> None:
-        """Opens a stream and sends the calls that are under way."""
+        """Opens a stream and queues the session's name and all calls without a response on it."""
         self._stream = self._open_stream()
         self._outgoing = deque([worker_pb2.DispatchRequest(session=self._session)])
         self._writer = asyncio.create_task(self._write(self._stream, self._outgoing))
@@ -135,7 +145,8 @@ class CallStream:
             self._send(number, call)
 
     async def _read(self) -> grpc.RpcError | DecodeError | None:
-        """Resolves calls with their answers until the stream ends; returns the error that ended it."""
+        """Reads responses and sets them on the calls' futures until the stream ends. Returns the error that ended it,
+        or None."""
         stream = self._stream
         try:
             await stream.initial_metadata()
@@ -153,8 +164,8 @@ class CallStream:
         return None
 
     def _note(self, error: grpc.RpcError | DecodeError | None) -> None:
-        """Handles the end of a stream: its calls are sent again over the next stream, unless the rank answered with an
-        error or has been unreachable for too long."""
+        """Handles the end of a stream. Fails all calls where the rank reported an error or has been unreachable for too
+        long, and calls that were sent `MOST_STREAMS` times; the others are sent again over the next stream."""
         if isinstance(error, DecodeError):
             return self._fail_all(partial(_unreadable, error))
         if isinstance(error, grpc.RpcError) and not is_break(error):
@@ -171,11 +182,11 @@ class CallStream:
                 self._fail(number, self._why()(f"{self._who} {call.method.name}"))
 
     def _give_up(self) -> None:
-        """Fails all calls: the rank is lost."""
+        """Fails all calls, since the rank counts as lost."""
         self._fail_all(self._why())
 
     def _why(self) -> Why:
-        """Makes the error of a lost rank: the one that began the outage."""
+        """Returns the function that makes the error of a lost rank, from the gRPC error that the outage began with."""
         first = self._outage.first if self._outage else None
         return partial(_broken, first) if first else _closed
 
@@ -185,7 +196,8 @@ class CallStream:
         self._outage = self._hopeless = None
 
     def _send(self, number: int, call: _Call) -> None:
-        """Sends a call, for the first time or again; a late one only asks for its outcome."""
+        """Queues a call on the current stream, for the first time or again. Of a call past its deadline, only the
+        outcome is requested."""
         if self._stream is None:
             return  # it is sent when the next stream opens
         remaining_s = max(call.due - asyncio.get_running_loop().time(), 1e-3)
@@ -205,7 +217,8 @@ class CallStream:
             self._more.set_result(None)
 
     async def _write(self, stream: Any, outgoing: deque[worker_pb2.DispatchRequest]) -> None:
-        """Writes the outgoing messages while the stream lasts: one task for all calls costs less than one for each."""
+        """Writes queued messages until the stream ends. One task writes for all calls, which costs less than a task for
+        each."""
         # Where a write fails, the reader fails too and handles the error.
         loop = asyncio.get_running_loop()
         with contextlib.suppress(*_WRITE_ERRORS):
@@ -246,7 +259,8 @@ class CallStream:
         return unanswered(self._who, call.method, call.timeout_s)
 
     def _set_alarm(self, due: float) -> None:
-        """Sets the one timer of all calls: few calls are late, and a timer costs as much as a message."""
+        """Sets the timer that all calls share to the time `due`. Few calls are late, and a timer for each would cost as
+        much as a message."""
         self._quiet()
         self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
@@ -256,7 +270,8 @@ class CallStream:
         self._alarm, self._alarm_at = None, math.inf
 
     def _expire(self) -> None:
-        """Asks once for the outcome of calls past their deadline; late calls without an outcome fail."""
+        """Runs when a deadline has passed: asks the rank once for the outcome of each call past its deadline, and fails
+        those whose outcome did not arrive within `OUTCOME_S`."""
         self._quiet()
         # Timers count in milliseconds and may fire early by less than one.
         now = asyncio.get_running_loop().time()
@@ -271,7 +286,7 @@ class CallStream:
 
 
 def unanswered(who: str, method: Method, timeout_s: float) -> DeadlineExceeded:
-    """The error of a call without an answer."""
+    """Makes the error of a call that a rank did not respond to in time. `who` names service, rank and address."""
     return DeadlineExceeded(f"{who} {method.name}: no answer within {timeout_s:g} s")
 
 
@@ -280,7 +295,7 @@ def _closed(where: str) -> ServiceLost:
 
 
 def _broken(error: grpc.RpcError, where: str) -> RlhfError:
-    """The error of a broken stream. One that breaks while it opens ends with an error of gRPC that names no cause."""
+    """Makes the error of calls on a broken stream: ServiceLost, or the error that the rank reported."""
     if is_silence(error):
         return ServiceLost(
             f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"
