@@ -57,8 +57,8 @@ class FanOut:
         Args:
             call_id: Id of the call, as in its header; `cancel` takes it.
             requests: One serialized request per rank, whose header `address` has filled in.
-            timeout_s: Timeout of the call, in seconds, counted from the latest deadline among the calls that are still
-                without an answer, since they are executed first.
+            timeout_s: Timeout of the call, in seconds, counted from the latest deadline among the calls that are
+                still without an answer, since they are executed first.
             was_sent: Called once, after all requests have been handed to gRPC.
 
         Raises:
@@ -93,8 +93,8 @@ class FanOut:
         raise error
 
     async def cancel(self, call_id: str) -> list[RankClient]:
-        """Asks every rank to cancel a call. Returns the clients of the ranks that did not respond to the request within
-        `SETTLE_S`."""
+        """Asks every rank to cancel a call. Returns the clients of the ranks that did not respond to the request
+        within `SETTLE_S`."""
         request = worker_pb2.CancelRequest(call_id=call_id)
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
         answers = await asyncio.gather(*cancels, return_exceptions=True)
@@ -102,15 +102,15 @@ class FanOut:
         return [client for client, answer in answered if _is_silent(answer)]
 
     async def reach_all(self, method: Method, request: Any, timeout_s: float) -> None:
-        """Makes an idempotent unary call to every rank, and retries it where a connection breaks. Raises the errors of
-        `RankClient.reach`."""
+        """Makes an idempotent unary call to every rank, and retries it where a connection breaks. Raises the errors
+        of `RankClient.reach`."""
         await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
 
     async def _settled(
         self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float
     ) -> _Failure | None:
-        """Waits for the responses of all ranks; after the first failure, cancels the call and waits `SETTLE_S` for the
-        others. Returns None where every rank succeeded."""
+        """Waits for the responses of all ranks; after the first failure, cancels the call and waits `SETTLE_S` for
+        the others. Returns None where every rank succeeded."""
         silent: list[RankClient] = []
         done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if pending and not any(call.exception() for call in done):

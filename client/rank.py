@@ -72,8 +72,8 @@ class RankClient:
         return self._stream.start(method, _serialized(request), timeout_s)
 
     async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
-        """Makes an idempotent unary call, retries it where the connection breaks, and returns the response. Raises the
-        errors of `call`."""
+        """Makes an idempotent unary call, retries it where the connection breaks, and returns the response. Raises
+        the errors of `call`."""
         loop = asyncio.get_running_loop()
         due, outage = loop.time() + timeout_s, None
         while True:
@@ -97,8 +97,8 @@ class RankClient:
         """Makes one unary call, without retries, and returns the response.
 
         Raises:
-            RlhfError: The error that the rank reported; ServiceLost where it cannot be reached; DeadlineExceeded where
-                it does not respond within `timeout_s` seconds.
+            RlhfError: The error that the rank reported; ServiceLost where it cannot be reached; DeadlineExceeded
+                where it does not respond within `timeout_s` seconds.
         """
         try:
             return await self._callable(method)(request, timeout=timeout_s)
@@ -106,8 +106,8 @@ class RankClient:
             raise self._explain(error, method, timeout_s) from error
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
-        """Makes a server-streaming call and yields its responses, until the server ends the stream or the caller stops
-        iterating."""
+        """Makes a server-streaming call and yields its responses, until the server ends the stream or the caller
+        stops iterating."""
         try:
             async for response in self._callable(method)(request):
                 yield response

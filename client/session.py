@@ -73,8 +73,8 @@ class StepContext:
         call.add_done_callback(self._forget)
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until no call of the step is under way. Does not raise the errors of the calls, which are raised where
-        their results are read.
+        """Blocks until no call of the step is under way. Does not raise the errors of the calls, which are raised
+        where their results are read.
 
         Raises:
             DeadlineExceeded: A call is still under way after `timeout_s` seconds.

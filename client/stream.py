@@ -24,11 +24,11 @@ from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_
 from rlhf.v1 import worker_pb2
 
 REOPEN_S = 1.0
-"""Pause, in seconds, before a broken stream is reopened while no call is under way: far less than the time after which
-the rank ends the session."""
+"""Pause, in seconds, before a broken stream is reopened while no call is under way: far less than the time after
+which the rank ends the session."""
 OUTCOME_S = 6.0
-"""Time, in seconds, to wait for the outcome of a call past its deadline, since an update that was nearly done may have
-been applied."""
+"""Time, in seconds, to wait for the outcome of a call past its deadline, since an update that was nearly done may
+have been applied."""
 MOST_STREAMS = 8
 """Number of streams that a call may be sent over before it counts as the cause of their breaking, and fails."""
 CLOSE_S = 1.0
@@ -64,8 +64,8 @@ class CallStream:
     """Sends calls to one rank over one gRPC stream at a time. Use it from one event loop only.
 
     A broken stream is reopened, also while no call is under way, since it keeps the session alive on the rank. Calls
-    that were under way are then sent again with the same ids: the rank returns the result that it has, or continues the
-    call. Where the rank cannot be reached for seconds (see `Outage`), all calls fail.
+    that were under way are then sent again with the same ids: the rank returns the result that it has, or continues
+    the call. Where the rank cannot be reached for seconds (see `Outage`), all calls fail.
 
     Args:
         who: Service, rank and address, for messages of errors.
@@ -164,8 +164,8 @@ class CallStream:
         return None
 
     def _note(self, error: grpc.RpcError | DecodeError | None) -> None:
-        """Handles the end of a stream. Fails all calls where the rank reported an error or has been unreachable for too
-        long, and calls that were sent `MOST_STREAMS` times; the others are sent again over the next stream."""
+        """Handles the end of a stream. Fails all calls where the rank reported an error or has been unreachable for
+        too long, and calls that were sent `MOST_STREAMS` times; the others are sent again over the next stream."""
         if isinstance(error, DecodeError):
             return self._fail_all(partial(_unreadable, error))
         if isinstance(error, grpc.RpcError) and not is_break(error):
@@ -186,7 +186,8 @@ class CallStream:
         self._fail_all(self._why())
 
     def _why(self) -> Why:
-        """Returns the function that makes the error of a lost rank, from the gRPC error that the outage began with."""
+        """Returns the function that makes the error of a lost rank, from the gRPC error that the outage began
+        with."""
         first = self._outage.first if self._outage else None
         return partial(_broken, first) if first else _closed
 
@@ -217,8 +218,8 @@ class CallStream:
             self._more.set_result(None)
 
     async def _write(self, stream: Any, outgoing: deque[worker_pb2.DispatchRequest]) -> None:
-        """Writes queued messages until the stream ends. One task writes for all calls, which costs less than a task for
-        each."""
+        """Writes queued messages until the stream ends. One task writes for all calls, which costs less than a task
+        for each."""
         # Where a write fails, the reader fails too and handles the error.
         loop = asyncio.get_running_loop()
         with contextlib.suppress(*_WRITE_ERRORS):
@@ -259,8 +260,8 @@ class CallStream:
         return unanswered(self._who, call.method, call.timeout_s)
 
     def _set_alarm(self, due: float) -> None:
-        """Sets the timer that all calls share to the time `due`. Few calls are late, and a timer for each would cost as
-        much as a message."""
+        """Sets the timer that all calls share to the time `due`. Few calls are late, and a timer for each would cost
+        as much as a message."""
         self._quiet()
         self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
@@ -270,8 +271,8 @@ class CallStream:
         self._alarm, self._alarm_at = None, math.inf
 
     def _expire(self) -> None:
-        """Runs when a deadline has passed: asks the rank once for the outcome of each call past its deadline, and fails
-        those whose outcome did not arrive within `OUTCOME_S`."""
+        """Runs when a deadline has passed: asks the rank once for the outcome of each call past its deadline, and
+        fails those whose outcome did not arrive within `OUTCOME_S`."""
         self._quiet()
         # Timers count in milliseconds and may fire early by less than one.
         now = asyncio.get_running_loop().time()

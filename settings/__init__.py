@@ -1,1 +1,2 @@
-"""Settings of services: the tables that their launcher, their ranks and the controller read."""
+"""Settings of services: the types of the config file's `[services.NAME]` tables, which launcher, ranks and controller
+read."""

@@ -1,4 +1,4 @@
-"""Settings of the actor: its rollout engine, its adapters and the mesh of generation."""
+"""Settings of the actor: rollout engine, adapters, and the mesh that it generates on."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from settings.model import ModelTable, OptimizerTable
 from settings.strict import Positive, Strict
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Lowest and highest temperature that vLLM samples at. vLLM raises a lower one to the lowest, and says so in its log
-only."""
+"""Lowest and highest sampling temperature allowed with vLLM, which replaces lower ones by the lowest with no more
+than a line in its log."""
 
 
 class VllmTable(Strict):
     """Sizes of the rollout engine vllm; docs/rollout.md has its requirements and limits."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
-    """Size in GiB of each rank's KV cache. Rows that do not fit wait."""
+    """Size of each rank's KV cache, in GiB. Rows that do not fit wait until others are finished."""
     max_num_seqs: Positive = 256
-    """Most rows generated at the same time on a rank."""
+    """Maximum number of rows that a rank generates at the same time."""
     max_model_len: int = Field(default=0, ge=0)
-    """Longest prompt and response together, in tokens; the KV cache must hold one such row. 0: all positions of the
-    model."""
+    """Maximum length of a prompt and its response together, in tokens; the KV cache must hold one such row. 0: the
+    number of positions of the model."""
     enforce_eager: bool = True
-    """Runs the model as it is. False has vLLM compile it and, on a GPU, capture graphs: a slower start, and faster
-    steps."""
+    """Runs the model in eager mode. false lets vLLM compile it and, on a GPU, capture CUDA graphs: a slower start and
+    faster steps."""
 
 
 class LoraTable(Strict):
     """Low-rank adapters (Hu et al. 2021), which learn in place of the model's own weights; see docs/lora.md."""
 
     rank: Positive = 16
-    """Inner dimension of an adapter."""
+    """Rank r of an adapter, the inner dimension of its two matrices."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale of an adapter's output, divided by its rank."""
+    """Scale of an adapter's output, which is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """Only 0: with dropout, the policy that learns would differ at random from the one that generates."""
+    """Dropout of the adapters' input. Only 0 is allowed: with dropout, the policy that learns would differ at random
+    from the one that generates."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter: names, or ends of names such as q_proj; all-linear means all but the output
-    layer."""
+    """Linear layers that get an adapter: their names, or the ends of their names such as q_proj. all-linear: all
+    linear layers except the output layer."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the adapters' first weights."""
+    """Seed of the adapters' initial weights."""
 
     @field_validator("dropout")
     @classmethod
@@ -63,45 +64,46 @@ class LoraTable(Strict):
 
 
 class ActorTable(ModelTable):
-    """The policy."""
+    """Settings of the policy: the model that generates responses and is trained."""
 
     role: Literal["actor"]
-    """actor"""
+    """Always actor."""
     optimizer: OptimizerTable = OptimizerTable()
-    """How the policy learns."""
+    """Optimizer of the policy."""
     generation_mesh: str = ""
-    """For engine 3d: pipeline, tensor, micro-data and data size of generation on the same ranks, pg-tg-dg-d, for
-    example 1-1-2-2. pg divides the pipeline size, tg the tensor size, and dg is what is left of both. Empty: as
-    `mesh`."""
+    """For engine 3d: mesh pg-tg-dg-d of generation on the same ranks, for example 1-1-2-2: pipeline, tensor,
+    micro-data and data size. pg divides p of `mesh`, tg divides t, dg is p t / (pg tg), and d is the same. Empty: the
+    sizes of `mesh`."""
     transition: Literal["hybridflow", "hybridflow_v", "gather_all"] = "hybridflow"
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
-    shards, within a micro-DP group; hybridflow_v (over a model-parallel group) and gather_all (over all ranks, as
-    DeepSpeed-Chat) hold the whole model, and serve for comparison."""
+    shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
+    ranks, as DeepSpeed-Chat) hold the whole model on each rank, and are there for comparison."""
     rollout_engine: Literal["hf", "vllm"] = "hf"
-    """Engine that generates the responses: hf is embedded and runs anywhere; vllm is faster, and an install of its
-    own."""
+    """Engine that generates responses: hf is part of this package and runs anywhere; vllm is faster, and is installed
+    separately."""
     rollout_tokens: Positive = 65536
-    """For rollout engine hf: most tokens, padding included, generated at the same time on a rank: bounds the KV
-    cache."""
+    """For rollout engine hf: maximum number of tokens, padding included, in the batch that a rank generates, which
+    bounds the size of its KV cache."""
     vllm: VllmTable = VllmTable()
-    """For rollout engine vllm: its sizes."""
+    """For rollout engine vllm: sizes of its KV cache and batches."""
     lora: LoraTable | None = None
-    """For engine fsdp: adapters learn in place of the model's weights, and the actor is its own reference unless a
-    service has that name."""
+    """For engine fsdp: low-rank adapters that learn in place of the model's weights. The actor without its adapters
+    is then the reference policy, unless a service is named reference."""
 
     @property
     def has_adapters(self) -> bool:
-        """Whether there is a table `lora`."""
+        """Whether the table has a table `lora`, so that adapters learn in place of the model's weights."""
         return self.lora is not None
 
     @property
     def mini_batch_parts(self) -> int:
-        """Parts that the rows of an update are dealt out to."""
+        """Number of data-parallel ranks that the rows of a mini-batch are divided over."""
         return self.data_ranks
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """As of every service with a model; a row has to fit into the KV cache too."""
+        """Limits on the tokens of a prompt and its response together, by the key that sets each:
+        `micro_batch_tokens`, and `rollout_tokens` or `vllm.max_model_len`."""
         limits = super().row_limits
         if self.rollout_engine == "hf":
             limits["rollout_tokens"] = self.rollout_tokens
@@ -111,7 +113,7 @@ class ActorTable(ModelTable):
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Those of the rollout engine."""
+        """Lowest and highest sampling temperature that the rollout engine allows."""
         return VLLM_TEMPERATURES if self.rollout_engine == "vllm" else super().temperatures
 
     @model_validator(mode="after")

@@ -8,14 +8,14 @@ from settings.model import ModelTable, OptimizerTable
 
 
 class CriticTable(ModelTable):
-    """The value model: the backbone of `model` with a value head."""
+    """Settings of a value model: the backbone of `model` with a value head."""
 
     role: Literal["critic"]
-    """critic"""
+    """Always critic."""
     optimizer: OptimizerTable = OptimizerTable()
-    """How the critic learns."""
+    """Optimizer of the critic."""
 
     @property
     def mini_batch_parts(self) -> int:
-        """Parts that the rows of an update are dealt out to."""
+        """Number of data-parallel ranks that the rows of a mini-batch are divided over."""
         return self.data_ranks

@@ -9,10 +9,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 SHOWN = 3
-"""Most mistakes in one message; further ones are counted."""
+"""Maximum number of errors that a message describes; further ones are only counted."""
 
 Details = Mapping[str, Any]
-"""One mistake of pydantic's: type, loc, msg, input, ctx."""
+"""One entry of `pydantic.ValidationError.errors()`: a dictionary with type, loc, msg, input and ctx."""
 
 _MUST: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda context: f"must be {context['expected']}",
@@ -40,13 +40,14 @@ def explain(
     roles: Mapping[str, type[BaseModel]],
     prefix: tuple[str, ...] = (),
 ) -> str:
-    """The mistakes of a validation in one line.
+    """Returns one line that describes the first `SHOWN` errors of a validation: key, value and what is allowed.
 
     Args:
-        tables: The tables that were validated.
-        kind: Type of the tables; None for one service's table.
-        roles: Type of a service's table by its role.
-        prefix: Keys that lead to `tables` in the file.
+        error: The error that pydantic raised.
+        tables: Parsed TOML that was validated.
+        kind: Type that `tables` were validated as; None for one service's table.
+        roles: Type of a service's table, by its role.
+        prefix: Keys that lead to the validated table in the file, for example services and actor.
     """
     mistakes = error.errors()
     lines = [_mistake(each, tables, kind, roles, prefix) for each in mistakes[:SHOWN]]
@@ -56,7 +57,7 @@ def explain(
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'WORD'?` where a known word is near, else empty."""
+    """Returns `; did you mean 'WORD'?` with the most similar known word, or an empty string where none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -96,7 +97,8 @@ def _mistake(
 
 
 def _without_role(path: list[str], tables: Any, roles: Mapping[str, type[BaseModel]]) -> str:
-    """Message for a service's table without a role: its name is misspelt, or the role is missing."""
+    """Returns the message for a service's table without the key role: "unknown service" where its name is similar to
+    that of a service, else "required"."""
     services = tables.get("services", {}) if isinstance(tables, dict) else {}
     others = [name for name, table in services.items() if isinstance(table, dict) and "role" in table]
     hint = nearest(path[1], others)
@@ -113,7 +115,7 @@ def _either(words: Iterable[str]) -> str:
 def _known_keys(
     kind: type[BaseModel] | None, path: list[str], roles: Mapping[str, type[BaseModel]]
 ) -> list[str]:
-    """Keys of the table that lacks the last part of the path."""
+    """Returns the known keys of the table that the last part of `path` is an unknown key of."""
     parents = path[:-1]
     if len(parents) >= 3 and parents[0] == "services" and parents[2] in roles:
         kind, parents = roles[parents[2]], parents[3:]

@@ -1,4 +1,4 @@
-"""Whether the model of a service divides over the meshes that its table names."""
+"""Checks that the model of a service can be divided over the meshes in its table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from settings.service import ServiceTable
 
 
 def check_model_fits(name: str, table: ServiceTable) -> None:
-    """Checks the model of a service against its meshes. A model that this host cannot read fits.
+    """Checks that the model of a service can be divided over its meshes. A model whose config.json this host cannot
+    read passes.
+
+    Args:
+        name: Name of the service.
+        table: Table of the service.
 
     Raises:
-        ConfigError: The model does not divide over `mesh`, or vLLM cannot generate with it; the text says why, and the
-            nearest meshes that fit.
+        ConfigError: The model cannot be divided over `mesh`, or vLLM cannot generate with it. The text says why and,
+            for `mesh`, lists the nearest meshes that fit.
     """
     if not isinstance(table, ModelTable):
         return
@@ -33,7 +38,8 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
 
 
 def read_shape(model: Path) -> meshes.Shape:
-    """The sizes in a model's config.json; none where the file cannot be read."""
+    """Reads the integers in the config.json of a model directory, by key. Returns an empty mapping where the file
+    cannot be read."""
     try:
         config: Any = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):

@@ -8,26 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 Sizes = tuple[int, int, int]
-"""Pipeline, tensor and data size."""
+"""Sizes (p, t, d) of a training mesh: pipeline, tensor and data size."""
 GenerationSizes = tuple[int, int, int, int]
-"""Pipeline, tensor, micro-data and data size."""
+"""Sizes (pg, tg, dg, d) of a generation mesh: pipeline, tensor, micro-data and data size."""
 Shape = Mapping[str, int]
-"""The sizes of a model by their keys in its config.json."""
+"""Integers of a model's config.json by key, such as num_hidden_layers."""
 
 NO_SHAPE: Shape = MappingProxyType({})
-"""The shape of a model that is not known; it fits everywhere."""
+"""Shape of a model whose config.json cannot be read; every check passes it."""
 
 NUM_SUGGESTED = 3
 
 VLLM_HEAD_DIM = 32
-"""Smallest attention head that vLLM has kernels for on a CPU."""
+"""Smallest size of an attention head (head_dim) that vLLM has CPU kernels for."""
 
 
 def parse(text: str) -> Sizes:
-    """The sizes in "p-t-d".
+    """Parses a training mesh "p-t-d" into its three sizes.
 
     Raises:
-        ValueError: The text is not three numbers of at least 1.
+        ValueError: The text is not three integers of at least 1.
     """
     sizes = _numbers(text)
     if len(sizes) != 3:
@@ -37,10 +37,10 @@ def parse(text: str) -> Sizes:
 
 
 def parse_generation(text: str) -> GenerationSizes:
-    """The sizes in "pg-tg-dg-d".
+    """Parses a generation mesh "pg-tg-dg-d" into its four sizes.
 
     Raises:
-        ValueError: The text is not four numbers of at least 1.
+        ValueError: The text is not four integers of at least 1.
     """
     sizes = _numbers(text)
     if len(sizes) != 4:
@@ -53,15 +53,18 @@ def parse_generation(text: str) -> GenerationSizes:
 
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
-    """pg and tg of a checked generation mesh; without one, p and t of the training mesh."""
+    """Returns the pipeline and tensor size of generation: pg and tg of generation mesh `text`, or p and t of training
+    mesh `mesh` where `text` is empty."""
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 
 def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
-    """Checks that a mesh has as many ranks as there are, and that a model of this shape divides over it.
+    """Checks that a training mesh "p-t-d" has `ranks` ranks, and that a model of shape `shape` can be divided over
+    it.
 
     Raises:
-        ValueError: It does not; the text says why, and the nearest meshes that do.
+        ValueError: It has another number of ranks or the model does not fit; the text says why, and lists the nearest
+            meshes that fit.
     """
     sizes = parse(text)
     reason = ""
@@ -74,11 +77,11 @@ def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
 
 
 def check_generation(text: str, mesh: str) -> None:
-    """Checks that the ranks of a training mesh can generate on a generation mesh: each generation shard consists of
-    whole training shards, and the data ranks are the same (HybridFlow, section 5).
+    """Checks that the ranks of training mesh `mesh` can generate on generation mesh `text`: each generation shard
+    consists of whole training shards, and the data size is the same (HybridFlow, section 5).
 
     Raises:
-        ValueError: They cannot; the text says why, and the nearest meshes on which they can.
+        ValueError: The meshes do not fit; the text says why, and lists the nearest generation meshes that do.
     """
     pipeline, tensor, micro_data, data = sizes = parse_generation(text)
     p, t, d = parse(mesh)
@@ -106,11 +109,16 @@ def check_generation(text: str, mesh: str) -> None:
 
 
 def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None:
-    """Checks that vLLM can generate with a model of this shape on the generation mesh of a training mesh; "" is a
-    mesh of data ranks alone.
+    """Checks that vLLM can generate with a model: without pipeline stages, with sizes that the tensor size divides,
+    and attention heads of at least `VLLM_HEAD_DIM`.
+
+    Args:
+        mesh: Training mesh "p-t-d"; empty: data ranks only.
+        generation_mesh: Generation mesh "pg-tg-dg-d"; empty: the sizes of `mesh`.
+        shape: Shape of the model. Default: unknown, which passes.
 
     Raises:
-        ValueError: It cannot; the text says why.
+        ValueError: vLLM cannot generate with the model; the text says why.
     """
     pipeline, tensor_parallel = generation_sizes(generation_mesh, mesh or "1-1-1")
     if pipeline > 1:
@@ -135,7 +143,7 @@ def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None
 
 
 def _misfit(sizes: Sizes, shape: Shape) -> str:
-    """Why a model does not divide over a mesh; empty if it does."""
+    """Returns the reason that a model cannot be divided over a training mesh; empty where it can."""
     pipeline, tensor, _ = sizes
     divisors = {
         "num_hidden_layers": (pipeline, "layers", "stages"),
@@ -157,7 +165,7 @@ def _all_sizes(ranks: int) -> Iterator[Sizes]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of at least 1 between dashes; empty for any other text."""
+    """Parses integers of at least 1 that are joined by dashes. Returns an empty tuple for any other text."""
     parts = text.split("-")
     return tuple(map(int, parts)) if all(part.isdecimal() and int(part) > 0 for part in parts) else ()
 
@@ -168,5 +176,5 @@ def _nearest(fitting: Iterable[Sequence[int]], wanted: Sequence[int]) -> str:
 
 
 def _distance(sizes: Sequence[int], wanted: Sequence[int]) -> float:
-    """Distance of two meshes: the sum over axes of |log2| of the ratio of their sizes."""
+    """Returns the distance of two meshes: the sum over their axes of |log2(size / other size)|."""
     return sum(abs(math.log2(size / other)) for size, other in zip(sizes, wanted, strict=True))

@@ -13,26 +13,28 @@ from settings.strict import Positive, Strict
 
 
 class OptimizerTable(Strict):
-    """AdamW (Loshchilov & Hutter 2019)."""
+    """Settings of the optimizer, AdamW (Loshchilov & Hutter 2019)."""
 
     learning_rate: float = Field(default=1e-5, ge=0)
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and second moment."""
+    """Decay rates beta1 and beta2 of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Epsilon, added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm over all parameters."""
+    """Gradients are clipped to this L2 norm, taken over all parameters."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after warm-up: as it is, or down to `min_ratio` of it along half a cosine or a line."""
+    """Schedule of the learning rate after warm-up: constant keeps it; cosine and linear decrease it to `min_ratio`
+    times its value, along half a cosine or a line."""
     total_steps: int = Field(default=0, ge=0)
-    """For schedule cosine and linear: optimizer steps until the learning rate is at its lowest, warm-up included."""
+    """For schedule cosine and linear: number of optimizer steps, warm-up included, after which the learning rate is
+    at its lowest. Required there, and above `warmup_steps`."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """For schedule cosine and linear: lowest learning rate, as a share of the highest."""
+    """For schedule cosine and linear: lowest learning rate, as a fraction of `learning_rate`."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -47,13 +49,14 @@ class OptimizerTable(Strict):
 
 
 class ZeroTable(Strict):
-    """The engine zero: DeepSpeed ZeRO."""
+    """Settings of training engine zero, which is DeepSpeed ZeRO."""
 
     stage: Literal[1, 2, 3] = 2
-    """Sharded state: 1 the optimizer's state, 2 gradients too, 3 weights too. At 1 and 2 a model that does not learn is
-    replicated on every rank."""
+    """ZeRO stage: 1 shards the optimizer's state over the ranks, 2 gradients too, 3 weights too. At 1 and 2, a model
+    that does not learn is replicated on every rank."""
     offload_optimizer: bool = False
-    """Keeps the optimizer's state and its copy of the weights in host memory, and steps there."""
+    """Keeps the optimizer's state and its copy of the weights in host memory, and computes optimizer steps on the
+    CPU."""
 
 
 class ModelTable(ServiceTable):
@@ -62,48 +65,52 @@ class ModelTable(ServiceTable):
     model: Path
     """Hugging Face directory of the model and its tokenizer."""
     engine: Literal["fsdp", "3d", "zero"] = "fsdp"
-    """Training engine that holds the model: fsdp shards every weight over all ranks (FSDP2); 3d has pipeline stages,
-    tensor parallelism and replicas, as `mesh` says; zero is DeepSpeed ZeRO, an extra."""
+    """Training engine: fsdp shards every weight over all ranks (FSDP2); 3d uses pipeline, tensor and data parallelism
+    as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs."""
     mesh: str = ""
-    """For engine 3d: pipeline, tensor and data size, for example 1-2-2. Their product is `ranks`."""
+    """For engine 3d: mesh p-t-d of training, for example 1-2-2: pipeline, tensor and data size, whose product must be
+    `ranks`."""
     shards_over_data: bool = False
-    """For engine 3d: shards weights, gradients and moments over the data ranks (FSDP2), which are replicas otherwise.
-    Less memory, more communication; an actor generates with a copy of its weights."""
+    """For engine 3d: shards weights, gradients and optimizer state over the data ranks (FSDP2), which are replicas
+    otherwise. Takes less memory and more communication; an actor generates with a copy of its weights."""
     zero: ZeroTable = ZeroTable()
-    """For engine zero: its stage."""
+    """For engine zero: its stage, and whether it offloads the optimizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type the weights are computed in."""
+    """Data type that the model is computed in."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that are exported. Those that learn are kept in float32 and exported as they are, or rounded
-    once; those that do not learn have no more precision than `dtype`."""
+    """Data type of exported weights. Weights that learn are kept in float32 and exported as they are, or rounded
+    once; weights that do not learn have no more precision than `dtype`."""
     micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward pass: bounds memory whatever the batch. Where oneDNN multiplies, engine 3d stops at
-    2,048 on a CPU, or at the longest row."""
+    """Maximum number of tokens in one forward pass of a rank, which bounds memory whatever the size of the batch. On
+    a CPU with matmul library oneDNN, engine 3d uses at most 2,048, or the length of the longest row."""
     packing: bool = True
-    """Lays sequences end to end, so that no padding is computed and `micro_batch_tokens` counts real tokens. False pads
-    sequences of like length to the longest. Models that cannot be packed are padded; docs/engines.md says which."""
+    """Concatenates the sequences of a micro-batch, so that no padding is computed and `micro_batch_tokens` counts
+    real tokens. false pads sequences of similar length to the longest. Models that do not support packing are padded;
+    docs/engines.md says which."""
     activation_checkpointing: bool = False
-    """For engines fsdp and 3d: computes each layer again in the backward pass of an update, so that only its input is
-    kept. Less memory, one more forward pass, the same bits."""
+    """For engines fsdp and 3d: recomputes each layer in the backward pass of an update, so that only its input is
+    kept. Takes less memory and one more forward pass; results are equal bit by bit."""
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts that the rows of an update are dealt out to: d of a mesh p-t-d, else one for each rank."""
+        """Number of data-parallel ranks that the rows of an update are divided over: d of `mesh`, or `ranks` without
+        a mesh."""
         return meshes.parse(self.mesh)[2] if self.mesh else self.ranks
 
     @property
     def model_directory(self) -> Path:
-        """`model`."""
+        """Directory of the model that the service loads: `model`."""
         return self.model
 
     @property
     def needs_torch(self) -> bool:
-        """True."""
+        """Whether the ranks use torch; always true for a service with a model."""
         return True
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """As of every service: a row has to fit into a micro-batch."""
+        """Limits on the tokens of a prompt and its response together, by the key that sets each:
+        `micro_batch_tokens`, since a row must fit into one micro-batch."""
         return {"micro_batch_tokens": self.micro_batch_tokens}
 
     @model_validator(mode="after")

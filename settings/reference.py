@@ -1,4 +1,4 @@
-"""Settings of the reference."""
+"""Settings of the reference policy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from settings.model import ModelTable
 
 
 class ReferenceTable(ModelTable):
-    """The frozen policy that the actor is kept close to."""
+    """Settings of the reference policy: a frozen model that a KL penalty keeps the actor close to."""
 
     role: Literal["reference"]
-    """reference"""
+    """Always reference."""
 
     @model_validator(mode="after")
     def _check_learning(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings that services of every role share."""
+"""Settings common to services of every role."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ class ServiceTable(Strict):
     """Settings common to services of every role."""
 
     address: str
-    """host:port of rank 0. The other ranks choose their ports and are found through rank 0."""
+    """host:port of rank 0. The other ranks choose free ports, and the controller finds them through rank 0."""
     bind_host: str = ""
-    """Where ranks listen: an address of their host, IPv6 in brackets, or 0.0.0.0 or [::] for all of them. Empty:
-    where they are reached."""
+    """Address that ranks listen on: one of their host, IPv6 in brackets, or 0.0.0.0 or [::] for all addresses. Empty:
+    the address that others connect to, see `address` and `advertise_host`."""
     advertise_host: str = ""
-    """Where the ranks of one host are reached by others; for a service over several hosts, given on each by `--set`.
-    Empty: on rank 0's host the host of `address`, on another the address that it reaches rank 0 from."""
+    """Host name or address that others use to connect to the ranks of this host; for a service over several hosts,
+    set it on each with `--set`. Empty: on rank 0's host the host of `address`, on another host the local address of
+    its connection to rank 0."""
     external: bool = False
-    """True: the launcher does not start the service, for example one in another language."""
+    """true: the launcher does not start the service, for example because it is written in another language."""
     ranks: Positive = 1
-    """Processes of the service, one per device."""
+    """Number of ranks: processes of the service, one per device."""
     pool: str = ""
-    """Resource pool the service runs on; services on pools that share a device take turns. Empty: devices
-    of its own."""
+    """Name of the resource pool that the service runs on; calls of services on pools that share a device run one
+    after another. Empty: devices of its own."""
     threads: Positive = 1
-    """Threads each rank computes with. Bits depend on it."""
+    """Number of threads that each rank computes with. The bits of results depend on it."""
     matmul: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library that multiplies float32 matrices on a CPU. auto: the faster one, by a measurement of 0.1 s at start. Bits
-    depend on it; Describe tells which one is in use."""
+    """Library that multiplies float32 matrices on a CPU. auto: the faster one, measured for 0.1 s at start. The bits
+    of results depend on it; the Describe RPC returns which one is in use."""
     arena_mb: Positive = 64
-    """Size in MiB of the memory each rank keeps results in until the step ends."""
+    """Size of each rank's arena in MiB: the memory in which it keeps the rows of its results until the step ends."""
     checksums: bool = False
-    """Puts xxh3 checksums into the references to this service's rows; readers verify them, over any
-    transport. Costs a pass over the bytes at each end."""
+    """Adds xxh3 checksums to the references to this service's rows, which readers verify, over any transport. Costs
+    one pass over the bytes on each side."""
     transports: tuple[str, ...] = ()
-    """Transports this service fetches with, by name, in order of preference. Empty: all that are available."""
+    """Names of the transports that this service reads rows of other ranks with, in order of preference. Empty: all
+    that are available."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
-    """Longest time from launch to a healthy service."""
+    """Timeout, in seconds, from the launch of the service until it is healthy."""
     stuck_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time that a call may go on without progress (micro-batches, tokens, rows, files) after its deadline:
-    then it is stuck, and the rank leaves, which ends the service."""
+    """Longest time, in seconds, that a call past its deadline may go on without progress (micro-batches, tokens,
+    rows, files). After it the call counts as stuck and the rank exits, which ends the service."""
     output_roots: tuple[Path, ...] = ()
-    """Directories on the ranks' hosts below which checkpoints, models and traces are written, and checkpoints read;
-    symbolic links are resolved first. Empty: `directory` of `[run]` in the same file."""
+    """Directories on the ranks' hosts; checkpoints, models and traces are written, and checkpoints read, only below
+    them. Symbolic links are resolved first. Empty: `directory` of `[run]` in the same file."""
 
     @field_validator("address")
     @classmethod
@@ -84,35 +86,36 @@ class ServiceTable(Strict):
 
     @property
     def bind_key(self) -> str:
-        """The key that names the host of `bind_address`."""
+        """Name of the key that sets the host of `bind_address`: bind_host where given, else address."""
         return "bind_host" if self.bind_host else "address"
 
     @property
     def model_directory(self) -> Path | None:
-        """Directory of the model that the service loads; None without one."""
+        """Directory of the model that the service loads; None for a service without a model."""
         return None
 
     @property
     def needs_torch(self) -> bool:
-        """Whether the ranks compute with torch, or meet through it."""
+        """Whether the ranks use torch: to compute, or, where there are several, to form a process group."""
         return self.ranks > 1
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model learns in adapters, so that it is its own reference without them."""
+        """Whether the model learns in adapters, so that it serves as reference policy without them."""
         return False
 
     @property
     def mini_batch_parts(self) -> int:
-        """Number of parts that the rows of a mini-batch are dealt out to; 1 for a service that has no mini-batches."""
+        """Number of data-parallel ranks that the rows of a mini-batch are divided over; 1 for a service without
+        mini-batches."""
         return 1
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """By key of this table, the most tokens that a prompt and its response may have together."""
+        """Limits on the tokens of a prompt and its response together, by the key of this table that sets each."""
         return {}
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Lowest and highest temperature that the service samples at."""
+        """Lowest and highest sampling temperature that the service allows."""
         return 0.0, math.inf

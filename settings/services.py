@@ -1,4 +1,4 @@
-"""The tables of all roles, and the table of one service in a config file."""
+"""Types of the `[services.NAME]` tables by role, and a function that reads one of them from a config file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from settings.service import ServiceTable
 from settings.strict import override, read_toml
 
 Service = Annotated[ActorTable | CriticTable | ReferenceTable | RewardTable, Field(discriminator="role")]
-"""One `[services.NAME]` table, told apart by its `role`."""
+"""Type of a `[services.NAME]` table: a union that pydantic discriminates by the key `role`."""
 
 ROLES: dict[str, type[ServiceTable]] = {
     "actor": ActorTable,
@@ -25,14 +25,19 @@ ROLES: dict[str, type[ServiceTable]] = {
     "reference": ReferenceTable,
     "reward": RewardTable,
 }
-"""Type of a service's table by its role."""
+"""Type of a service's table, by role."""
 
 
 def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
-    """The table `[services.name]` of a config file, as its type.
+    """Reads the table `[services.NAME]` of a config file. Returns an instance of the type for its role; see `ROLES`.
+
+    Args:
+        path: The config file.
+        name: Name of the service.
+        settings: Overrides "key.path=value"; see `override`.
 
     Raises:
-        ConfigError: As of `read_toml` and `validate`; or the file has no table of this name.
+        ConfigError: The file cannot be read or is not TOML, it has no such table, or the table is invalid.
     """
     services = override(read_toml(path), settings).get("services", {})
     if not isinstance(services, dict) or name not in services:
@@ -48,8 +53,14 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
 
 
 def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> tuple[Path, ...]:
-    """The directories below which a service of a config file writes: `output_roots` of its table, or `directory` of
-    `[run]`."""
+    """Returns the absolute directories below which a service may write: `output_roots` of its table, or, where that
+    is empty, `directory` of `[run]` in the config file.
+
+    Args:
+        path: The config file.
+        table: Table of the service.
+        settings: Overrides "key.path=value" of the file's values.
+    """
     run = override(read_toml(path), settings).get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
     return tuple(root.resolve() for root in table.output_roots or (Path(runs),))

@@ -1,4 +1,4 @@
-"""Strict tables, and reading them from TOML files.
+"""Base class of all tables of the config file, and functions that read them from TOML.
 
 A config file is TOML with one table per service, `[services.NAME]`. A service reads its own table; the controller reads
 all of them. Keys are strict: an unknown one is an error that lists the known ones. Relative paths are relative to the
@@ -21,7 +21,8 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Strict(BaseModel):
-    """Base of all tables: immutable, no unknown keys, docstrings under the fields describe them."""
+    """Base class of all tables: immutable pydantic models that refuse unknown keys. The docstring below each field is
+    its description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -30,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a config file.
+    """Reads a TOML file and returns its tables as nested dictionaries.
 
     Raises:
         ConfigError: The file is missing or is not TOML; the text says where.
@@ -44,7 +45,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
-    """The tables after `a.b.c=value` settings; a value that is not TOML is text."""
+    """Sets values in `tables`, in place, and returns them.
+
+    Args:
+        tables: Parsed TOML.
+        settings: Overrides "key.path=value". A value that is not valid TOML is taken as text.
+
+    Raises:
+        ConfigError: A setting has no "=", or a key before the last one is not a table.
+    """
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
@@ -65,16 +74,16 @@ def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any
 def validate(
     kind: type[M], tables: dict[str, Any], source: str, roles: Mapping[str, type[BaseModel]] | None = None
 ) -> M:
-    """The tables as their type.
+    """Validates parsed TOML and returns an instance of `kind`.
 
     Args:
-        kind: The type.
+        kind: Type of the tables, a pydantic model.
         tables: Parsed TOML.
         source: The file or place that the tables are from, for messages.
         roles: Type of a service's table by its role, where `kind` has services.
 
     Raises:
-        ConfigError: One line that says file, key, what is wrong, and what is allowed.
+        ConfigError: The tables are invalid; the text is one line with file, key, what is wrong and what is allowed.
     """
     try:
         return kind.model_validate(tables)
