@@ -1,4 +1,4 @@
-"""Turns batches by reference into batches by value."""
+"""Fetches the rows of batches by reference, which turns them into batches by value."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Fetcher:
     """Fetches the rows of batches: one read per rank that holds rows, different ranks in parallel. Thread-safe.
 
     Args:
-        host_id: Host of this process, as of `transports.host_id`.
-        transports: In order of preference; the first that reaches a rank is used. Closed with the fetcher.
-        store: This rank's own store, whose shards are read in place.
-        max_sources: Most ranks that are read from at the same time.
+        host_id: Id of this process's host, from `transports.host_id()`.
+        transports: Transports in order of preference; each rank is read by the first that reaches it. `close` closes
+            them.
+        store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
+        max_sources: Maximum number of ranks that are read from in parallel.
     """
 
     def __init__(
@@ -62,22 +63,22 @@ class Fetcher:
         *,
         writable: bool = False,
     ) -> FetchedRows:
-        """Reads the rows of a batch. A column whose rows lie side by side in a shard on this host is not copied;
-        columns of the same bytes may share memory.
+        """Reads the rows of a batch. A column whose rows are contiguous in one shard on this host is not copied;
+        columns that refer to the same bytes may share memory.
 
         Args:
             batch: Rows by reference, by value or mixed.
-            deadline: Latest end, as of `time.monotonic`.
-            relay_request: The call's relays: bytes to keep for ranks of this host, and bytes to take from them.
+            deadline: Time at which the fetch fails, on the clock of `time.monotonic`, in seconds.
+            relay_request: The call's relays: the bytes that this rank keeps for other ranks of its host, and those
+                that it takes from them. Default: no relays.
             writable: Whether columns by reference become writable arrays, private to the caller; else they are
-                read-only. Writable memory of this host is mapped anew by every fetch, and its pages are faulted in
-                anew.
+                read-only. Writable memory of this host is mapped anew, with new page faults, by every fetch.
 
         Raises:
-            TransferError: No transport reaches a rank; the text gives the reason of each transport. Or bytes do not
-                match their checksums: the text names source, shard and column, and every later read of the shard
-                fails.
-            DeadlineExceeded, ServiceLost, Refused: As in `Transport.read`.
+            TransferError: No transport reaches a rank (the message gives the reason of each transport), or bytes do
+                not match their checksums (the message names source, shard and column; every later read of the shard
+                fails).
+            DeadlineExceeded, ServiceLost, Refused: As raised by `Transport.read`.
         """
         try:
             wanted = needed(batch)
@@ -92,17 +93,18 @@ class Fetcher:
 
     @property
     def relays(self) -> RelayBoard:
-        """Shards that this rank has read for other ranks of its host; requires a store."""
+        """Board of the shards that this rank has read for other ranks of its host. Requires a store."""
         assert self._board is not None, "a process without a store keeps no relayed shards"
         return self._board
 
     def traffic(self) -> dict[str, Traffic]:
-        """Traffic of each transport since the start."""
+        """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes taken from other
+        readers."""
         with self._lock:
             return dict(self._traffic)
 
     def close(self) -> None:
-        """Closes the transports; fetched rows stay valid."""
+        """Closes the transports. Rows that were fetched stay valid."""
         for transport in self._transports:
             transport.close()
         self._taker.close()
@@ -189,7 +191,7 @@ class Fetcher:
         return reading
 
     def _fail_relays(self, relay_request: RelayRequest, error: BaseException) -> None:
-        """Passes the error on to the ranks that wait for reads of this one."""
+        """Passes the error to the other ranks that wait for bytes that this rank was to read."""
         for relay in relay_request.kept_by(self._own).values():
             self.relays.fail(relay, error, relay_request.call_id)
 
@@ -205,7 +207,7 @@ class Fetcher:
     def _count(
         self, transport: str, ranges: Sequence[ByteRange], start: float, traffic: dict[str, Traffic]
     ) -> None:
-        """Adds a read that began at `start`, by `time.perf_counter`, to the traffic of its fetch and of all fetches."""
+        """Adds a read that began at `start` (`time.perf_counter`) to the traffic of its fetch and of all fetches."""
         moved = Traffic(sum(r.nbytes for r in ranges), time.perf_counter() - start, 1)
         with self._lock:
             for counts in (traffic, self._traffic):

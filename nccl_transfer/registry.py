@@ -1,4 +1,4 @@
-"""Transports by name, built in or from installed packages."""
+"""Registry of transports by name: built-in ones and those of installed packages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nccl_transfer.transports.tcp import TcpTransport
 from rlhf.errors import ConfigError
 
 ENTRY_POINTS = "rlhf_cluster.transports"
-"""Group of entry points by which installed packages provide transports: NAME = "module:TransportClass"."""
+"""Entry-point group in which installed packages declare transports, as NAME = "module:TransportClass"."""
 
 _registry: dict[str, type[Transport]] = {}
 _broken: dict[str, str] = {}
 
 
 def register_transport(transport: type[Transport]) -> None:
-    """Registers a transport by its name.
+    """Registers a transport class under its `name`.
 
     Raises:
-        ConfigError: The name is taken.
+        ConfigError: A transport of this name is registered already.
     """
     if transport.name in _registry:
         raise ConfigError(f"a transport named {transport.name!r} exists already")
@@ -37,15 +37,15 @@ for _transport in (MemfdTransport, CudaIpcTransport, NcclTransport, TcpTransport
 
 
 def names() -> list[str]:
-    """All known transports, unavailable ones included, in order of preference: transports that move the fewest bytes
-    first; tcp and grpc, which reach every rank, last."""
+    """Returns the names of all known transports, unavailable ones included, in order of preference: in order
+    of registration, but tcp and grpc, which reach every rank, last."""
     _load_plug_ins()
     last = (TcpTransport.name, GrpcTransport.name)
     return sorted({**_registry, **_broken}, key=lambda name: last.index(name) if name in last else -1)
 
 
 def unavailable() -> dict[str, str]:
-    """Why transports cannot be used in this process, by name, without those that can."""
+    """Returns the transports that this process cannot use, as a dict from name to the reason."""
     reasons = {}
     for name in names():
         reason = _broken[name] if name in _broken else _registry[name].unavailable()
@@ -55,17 +55,17 @@ def unavailable() -> dict[str, str]:
 
 
 def available() -> list[str]:
-    """Transports that can be used in this process, in order of preference."""
+    """Returns the names of the transports that this process can use, in order of preference."""
     reasons = unavailable()
     return [name for name in names() if name not in reasons]
 
 
 def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
-    """Creates the transports of these names, or all available ones, in order of preference.
+    """Creates the named transports, in the order given. Default: all available ones, in order of preference.
 
     Raises:
-        ConfigError: A name is unknown (the text lists the known names), or a transport is not available (the text gives
-            the reason).
+        ConfigError: A name is unknown (the message lists the known names), or a transport is not available (the
+            message gives the reason).
     """
     reasons = unavailable()
     for name in wanted:
@@ -83,7 +83,7 @@ def _load_plug_ins() -> None:
 
 
 def _load(entry_point: EntryPoint) -> None:
-    """Registers a plug-in; one that cannot be loaded is an unavailable transport, with the cause as reason."""
+    """Registers the transport of an entry point. If it cannot be loaded, `unavailable` gives the cause."""
     try:
         transport = entry_point.load()
         if not (isinstance(transport, type) and issubclass(transport, Transport)):

@@ -27,31 +27,37 @@ from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 REMEMBERED_CALLS = 64
-"""Most calls without waiting ranks whose reads stay available. Ranks ask within the call, so a reader would have to be
-more calls than this ahead of them."""
+"""Maximum number of calls without waiting ranks whose shards stay available. A rank takes relayed bytes within the
+call, so it misses them only if the reader is more than REMEMBERED_CALLS calls ahead of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """The relays of a call, and the lease of the shards that a rank keeps for other ranks."""
+    """The relays of a call.
+
+    Attributes:
+        call_id: Id of the call, equal on all of its ranks.
+        lease: Lease of the shards that a reader keeps for other ranks.
+        relays: Relays of the call, of all hosts.
+    """
 
     call_id: str
     lease: Lease
     relays: Sequence[Relay] = ()
 
     def kept_by(self, rank: Endpoint | None) -> dict[Endpoint, Relay]:
-        """The relays whose reader is `rank`, by source."""
+        """Returns the relays whose reader is `rank`, by source."""
         return {relay.source: relay for relay in self.relays if relay.reader == rank}
 
     def taken_by(self, rank: Endpoint | None, host_id: str) -> dict[Endpoint, Relay]:
-        """The relays whose reader is another rank of host `host_id`, by source."""
+        """Returns the relays whose reader is a rank of host `host_id` other than `rank`, by source."""
         others = (relay for relay in self.relays if relay.reader != rank and relay.reader.host_id == host_id)
         return {relay.source: relay for relay in others}
 
 
 @dataclass(frozen=True, slots=True)
 class RelayedShard:
-    """Ranges of another rank's shards, concatenated in a shard of this rank."""
+    """A shard of this rank that contains the concatenated bytes of `ranges`, which another rank holds."""
 
     ranges: tuple[ByteRange, ...]
     shard: Shard
@@ -59,7 +65,7 @@ class RelayedShard:
 
 @dataclass(slots=True)
 class _Read:
-    """A read that has ended or is waited for, and the number of waiting ranks."""
+    """The future of one source's relayed shard, and the number of ranks that wait for it."""
 
     future: Future[RelayedShard] = field(default_factory=Future)
     waiters: int = 0
@@ -68,7 +74,7 @@ class _Read:
 class RelayBoard:
     """Shards that this rank has read for other ranks of its host, by call and source rank. Thread-safe.
 
-    The board holds calls with waiting ranks, and the last REMEMBERED_CALLS calls without.
+    The board remembers all calls that have waiting ranks, and the most recent REMEMBERED_CALLS of the others.
     """
 
     def __init__(self, store: TensorStore) -> None:
@@ -83,17 +89,18 @@ class RelayBoard:
         views: Sequence[memoryview],
         relay_request: RelayRequest,
     ) -> None:
-        """Stores bytes that were read in a shard that ranks of this host can map, and answers waiting ranks.
+        """Copies bytes that this rank has read into a shard that ranks of this host can map, and wakes the ranks that
+        wait for it.
 
         Args:
-            relay: The relay that was read.
-            ranges: All ranges of the call's rows that the source holds, in order.
+            relay: The relay whose reader is this rank.
+            ranges: All ranges of the call's rows that the relay's source holds, in order.
             views: The bytes of each range.
-            relay_request: The call and the lease.
+            relay_request: The call's id, and the lease of the new shard.
 
         Raises:
-            OutOfSpace: The bytes do not fit; the caller passes the error to waiting ranks by `fail`.
-            Refused: As in `TensorStore.fill`.
+            OutOfSpace: The bytes do not fit into the store; the caller passes the error to waiting ranks by `fail`.
+            Refused: As raised by `TensorStore.fill`.
         """
 
         def write(memory: memoryview) -> None:
@@ -112,17 +119,21 @@ class RelayBoard:
         self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
-        """Passes an error to the ranks that wait for a read; a read that has succeeded stays available."""
+        """Passes the error of a failed read to the waiting ranks; a read that has succeeded stays available."""
         drop_frames(error)
         self._settle(call_id, relay.source, lambda future: future.set_exception(error))
 
     async def take(self, request: pb.TakeRelayedRequest, timeout_s: float) -> pb.TakeRelayedResponse:
-        """Answers a TakeRelayed.
+        """Handles the TakeRelayed RPC: waits until this rank has read the bytes; returns the place of their shard.
+
+        Args:
+            request: The call and the source.
+            timeout_s: Maximum wait, in seconds.
 
         Raises:
-            Refused: The request is of another epoch.
-            DeadlineExceeded: This rank did not read the bytes in time.
-            RlhfError: The error of the read.
+            Refused: The request is for another epoch of the service.
+            DeadlineExceeded: This rank did not read the bytes within `timeout_s`.
+            RlhfError: This rank's read failed with this error.
         """
         check_epoch(self._store, request.epoch)
         with self._waiting(request.call_id, request.source) as future:
@@ -137,7 +148,7 @@ class RelayBoard:
         return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
 
     def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[RelayedShard]], None]) -> None:
-        """Settles a read unless it is settled; the call becomes the most recent one."""
+        """Settles the future of a read unless it is done, and makes the call the most recent one."""
         with self._lock:
             reads = self._calls[call_id] = self._calls.pop(call_id, {})
             read = reads.setdefault(source.address, _Read())
@@ -147,7 +158,7 @@ class RelayBoard:
 
     @contextlib.contextmanager
     def _waiting(self, call_id: str, source: str) -> Iterator[Future[RelayedShard]]:
-        """The future of a read; counts as waited for within the block."""
+        """Context manager that yields the future of a read and counts one waiting rank within the block."""
         with self._lock:
             read = self._calls.setdefault(call_id, {}).setdefault(source, _Read())
             read.waiters += 1
@@ -173,7 +184,11 @@ class RelayBoard:
 
 
 class RelayTaker:
-    """Takes bytes that other ranks of this host have read. Thread-safe."""
+    """Takes bytes that other ranks of this host have read. Thread-safe.
+
+    Args:
+        channel: Opens a channel to an address; called once per address.
+    """
 
     def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
@@ -182,11 +197,20 @@ class RelayTaker:
         self._lock = threading.Lock()
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:
-        """Maps all bytes of the call's rows that the relay's source holds: `ranges`, in order.
+        """Waits until the relay's reader has the bytes, and maps them.
+
+        Args:
+            relay: The source of the bytes, and the rank that reads them.
+            ranges: All ranges of the call's rows that the source holds, in order.
+            call_id: Id of the call.
+            deadline: Time on the clock of `time.monotonic`, in seconds.
+
+        Returns:
+            The bytes, one view per range.
 
         Raises:
             DeadlineExceeded, ServiceLost, Refused: The reader did not get the bytes, or has ended.
-            TransferError: The reader's call has other rows.
+            TransferError: The reader has kept ranges that differ from `ranges`.
         """
         request = pb.TakeRelayedRequest(
             epoch=relay.reader.epoch, call_id=call_id, source=relay.source.address

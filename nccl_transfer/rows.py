@@ -27,10 +27,11 @@ class FetchedRows:
 
     Attributes:
         rows: Number of rows.
-        values: Columns by name: [rows, ...] or jagged arrays of carriers, or strings.
-        dtypes: Element type by name of every column that is not text.
-        fetched_bytes: Bytes that came from other ranks.
-        traffic: Traffic of the fetch, by transport.
+        values: Columns by name: a numpy array [rows, ...] or jagged array in the carrier of its element type (see
+            `nccl_transfer.refs.dtypes.CARRIERS`), or a list of strings.
+        dtypes: Name of the element type by column name, for every column that is not text.
+        fetched_bytes: Number of bytes that came from other ranks.
+        traffic: Traffic of the fetch, by name of transport.
     """
 
     rows: int
@@ -44,10 +45,12 @@ class FetchedRows:
         return self.values[name]
 
     def verify(self) -> None:
-        """Verifies that the rows were valid until now; called before results computed from them leave the rank.
+        """Checks that no shard read in place was released since the fetch. Call it before results that were computed
+        from the rows leave the rank.
 
         Raises:
-            Refused: A shard that was read in place has been released since the fetch.
+            Refused: A shard was released, so its bytes may have been overwritten.
+            TransferError: A shard was marked corrupt.
         """
         for reading in self._readings:
             reading.verify()
@@ -55,13 +58,13 @@ class FetchedRows:
 
 @dataclass(frozen=True, eq=False)
 class ReadRanges:
-    """Ranges of one rank's shards, in order and disjoint, and the bytes read from each."""
+    """Disjoint ranges of one rank's shards, ordered by shard and position, and the bytes that were read from them."""
 
     ranges: Sequence[ByteRange]
     reading: Reading
 
     def view(self, run: ShardRun) -> memoryview:
-        """The bytes of a run that lies within one of the ranges."""
+        """Returns the bytes of a run of rows, which must lie within one of the ranges."""
         number = bisect.bisect(self.ranges, position(run), key=position) - 1
         first = run.start - self.ranges[number].start
         return self.reading.views[number][first : first + run.nbytes]
@@ -74,16 +77,16 @@ class ReadRanges:
 def assemble(
     batch: Batch, read: Mapping[Endpoint, ReadRanges], own: Endpoint | None, writable: bool
 ) -> FetchedRows:
-    """The batch by value.
+    """Builds the batch by value from the bytes that were read.
 
     Args:
         batch: Rows by reference, by value or mixed.
-        read: The bytes of the rows that are by reference, by the rank that holds them.
-        own: The rank of this process, whose bytes are not counted as fetched.
-        writable: Whether columns by reference are arrays that may be written to; else they are read-only.
+        read: The bytes of the rows by reference, by the rank that holds them.
+        own: Endpoint of this process, whose bytes do not count as fetched; None if it has no store.
+        writable: Whether columns by reference become writable arrays; else they are read-only.
 
     Raises:
-        TransferError: A text is not UTF-8.
+        TransferError: A text that was read is not UTF-8.
     """
     values: dict[str, Values] = {}
     for name, column in batch.columns.items():
@@ -111,7 +114,7 @@ def _dtypes(batch: Batch) -> dict[str, str]:
 
 
 def _column(column: RemoteColumn, views: Sequence[memoryview], writable: bool) -> Values:
-    """Builds a column from the bytes of its runs: a view of a single run, a copy of several."""
+    """Builds a column from the bytes of its runs: a view if there is one run, a copy if there are several."""
     if column.dtype == TEXT:
         try:
             return decode_texts(Jagged(np.frombuffer(b"".join(views), np.uint8), column.elements))

@@ -15,11 +15,11 @@ from rlhf.errors import TransferError
 
 
 class ChecksumVerifier:
-    """Compares the bytes of shards with their checksums. A shard that does not match is marked at the rank that holds
-    it, and remembered here should that rank not be reachable. Thread-safe.
+    """Compares bytes that were read with the checksums of their shards. A shard that does not match is marked corrupt
+    at the rank that holds it, and remembered here in case that rank cannot be reached. Thread-safe.
 
     Args:
-        store: This rank's own store, if it has one.
+        store: This rank's own store, or None.
     """
 
     def __init__(self, store: TensorStore | None) -> None:
@@ -27,17 +27,21 @@ class ChecksumVerifier:
         self._corrupt: set[tuple[Endpoint, int]] = set()
 
     def check(self, wanted: Ranges) -> None:
-        """Raises TransferError where a shard was found corrupt before."""
+        """Checks the ranges of a fetch before they are read.
+
+        Raises:
+            TransferError: An earlier `verify` found one of the shards corrupt.
+        """
         for source, ranges in wanted.items() if self._corrupt else ():
             for r in ranges:
                 if (source, r.shard.id) in self._corrupt:
                     raise TransferError(f"{source}: {CORRUPT.format(r.shard.id)} (column {r.column!r})")
 
     def verify(self, read: Mapping[Endpoint, ReadRanges]) -> None:
-        """Verifies all ranges of shards with checksums.
+        """Verifies the bytes of all ranges whose shards have checksums.
 
         Raises:
-            TransferError: A block does not match; the shard is now marked corrupt.
+            TransferError: A block does not match its checksum; the shard is now marked corrupt.
         """
         for source, part in read.items():
             for r, view in zip(part.ranges, part.reading.views, strict=True):

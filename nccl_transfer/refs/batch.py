@@ -1,4 +1,4 @@
-"""Batches: rows x named columns, mostly by reference. Operations edit references and copy no remote byte.
+"""Batches: rows x named columns, mostly by reference. Operations on a batch edit references and copy no remote bytes.
 
 A column is one of
 
@@ -21,7 +21,7 @@ from rlhf.errors import InvalidRequest
 
 @dataclass(frozen=True, eq=False)
 class LocalColumn:
-    """Rows by value: [rows, ...] array, `Jagged` array, or one string per row."""
+    """A column by value: `values` is an array [rows, ...], a `Jagged` array, or a list of one string per row."""
 
     values: np.ndarray | Jagged[np.ndarray] | list[str]
 
@@ -31,10 +31,10 @@ class LocalColumn:
 
     @property
     def texts(self) -> list[str]:
-        """The rows of a text column.
+        """The strings of a text column, one per row.
 
         Raises:
-            InvalidRequest: The column holds numbers.
+            InvalidRequest: The column contains numbers.
         """
         if not isinstance(self.values, list):
             raise InvalidRequest("the column holds numbers, not text")
@@ -42,7 +42,7 @@ class LocalColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, text as UTF-8."""
+        """Size of all rows in bytes; text counts as UTF-8."""
         if isinstance(self.values, list):
             return sum(len(text.encode()) for text in self.values)
         array = self.values.values if isinstance(self.values, Jagged) else self.values
@@ -69,7 +69,7 @@ def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
 
 
 def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[np.ndarray]:
-    """Selects rows of a jagged array, in the order given."""
+    """Selects rows of a jagged array by number or by a slice without a step, in the order given."""
     lengths = jagged.lengths[rows]
     if isinstance(rows, slice):
         first = int(jagged.lengths[: rows.start].sum())
@@ -79,10 +79,10 @@ def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Concatenates the rows of columns.
+    """Concatenates the rows of at least one column.
 
     Raises:
-        InvalidRequest: The columns differ in kind, dtype, row shape or jaggedness.
+        InvalidRequest: The columns differ in kind (local or remote), dtype, row shape or jaggedness.
     """
     if len(columns) == 1:
         return columns[0]
@@ -130,8 +130,12 @@ def _concat_remote(columns: list[RemoteColumn]) -> RemoteColumn:
 class Batch:
     """Rows x named columns. Immutable; every operation returns a new batch that shares the columns' bytes.
 
+    Attributes:
+        rows: Number of rows.
+        columns: Columns by name, each of `rows` rows.
+
     Raises:
-        InvalidRequest: A column has another number of rows than the batch.
+        InvalidRequest: The number of rows of a column differs from `rows`.
     """
 
     rows: int
@@ -144,7 +148,7 @@ class Batch:
 
     @staticmethod
     def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> Batch:
-        """A batch of at least one local column."""
+        """Creates a batch of columns by value from keyword arguments, at least one."""
         columns = {name: LocalColumn(value) for name, value in values.items()}
         return Batch(next(iter(columns.values())).rows, columns)
 
@@ -154,17 +158,22 @@ class Batch:
         return self.columns[name]
 
     def __or__(self, other: Batch) -> Batch:
-        """The columns of both batches; the right batch wins where names are equal."""
+        """Returns a batch with the columns of both; where names are equal, with the right batch's column."""
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         return Batch(self.rows, {**self.columns, **other.columns})
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Selects columns by name."""
+        """Returns a batch of the named columns.
+
+        Raises:
+            InvalidRequest: The batch has no column of a name.
+        """
         return Batch(self.rows, {name: self[name] for name in names})
 
     def take(self, rows: np.ndarray) -> Batch:
-        """Selects rows, in the order given; a row may occur several times."""
+        """Returns a batch of the rows with these numbers ([n] int64), in the order given; a number may occur several
+        times."""
         taken, spans = _as_slice(rows), dict[int, JaggedSpan]()
 
         def take(column: Column) -> Column:
@@ -180,21 +189,21 @@ class Batch:
         return Batch(len(rows), {name: take(column) for name, column in self.columns.items()})
 
     def repeat(self, times: int) -> Batch:
-        """Repeats every row `times` times, copies adjacent."""
+        """Returns a batch that repeats every row `times` times, as `np.repeat` does: 0, 0, 1, 1, ..."""
         return self.take(np.repeat(np.arange(self.rows), times))
 
     def split(self, parts: int) -> list[Batch]:
-        """Splits into `parts` batches of consecutive rows whose sizes differ by at most one."""
+        """Splits the batch into `parts` batches of consecutive rows, whose numbers of rows differ by at most one."""
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), parts)]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Concatenates the rows of batches; keeps the columns that all of them have."""
+        """Concatenates the rows of at least one batch; keeps only the columns that all batches have."""
         names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
         columns = {name: concat_columns([batch[name] for batch in batches]) for name in names}
         return Batch(sum(batch.rows for batch in batches), columns)
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all columns, local and remote."""
+        """Size of all columns in bytes, local and remote."""
         return sum(column.nbytes for column in self.columns.values())

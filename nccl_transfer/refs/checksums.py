@@ -1,6 +1,6 @@
-"""Checksums of shards. They travel with references, apart from the bytes, so they hold for every transport.
+"""Checksums of shards. They are sent with the references and not with the bytes, so they cover every transport.
 
-The store computes them per block; a reader that verifies reads whole blocks.
+The store computes one checksum per block; a reader verifies whole blocks, so it reads whole blocks.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ from collections.abc import Iterator
 import xxhash
 
 BLOCK_BYTES = 64 << 10
-"""Bytes per checksum. A reader of part of a shard reads less than one extra block at either end."""
+"""Bytes per block. A reader of part of a shard reads less than one extra block at either end."""
 
 
 def num_blocks(nbytes: int) -> int:
-    """Number of checksums of `nbytes` bytes."""
+    """Returns the number of blocks, and so of checksums, of a shard of `nbytes` bytes."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def digests(data: memoryview) -> Iterator[int]:
-    """Yields the 64-bit xxh3 of each block; the last block may be shorter."""
+    """Yields the checksum of each block of `data`, its 64-bit xxh3; the last block may be shorter."""
     for start in range(0, len(data), BLOCK_BYTES):
         yield xxhash.xxh3_64_intdigest(data[start : start + BLOCK_BYTES])
 
 
 def whole_blocks(start: int, nbytes: int, total: int) -> tuple[int, int]:
-    """(start, bytes) of the blocks that cover a range of a shard of `total` bytes."""
+    """Returns (start, nbytes) of the blocks that cover bytes `start` to `start + nbytes` of a shard of `total`
+    bytes."""
     first = start // BLOCK_BYTES * BLOCK_BYTES
     stop = min(num_blocks(start + nbytes) * BLOCK_BYTES, total)
     return first, stop - first
 
 
 def first_mismatch(data: memoryview, start: int, expected: tuple[int, ...]) -> int | None:
-    """First byte of the first block that does not match its checksum, or None.
+    """Returns the position in the shard of the first block that does not match its checksum, or None if all match.
 
     Args:
-        data: Whole blocks.
-        start: Their first byte in the shard.
+        data: Whole blocks of a shard.
+        start: Position of `data` in the shard, in bytes; a multiple of BLOCK_BYTES.
         expected: Checksums of all blocks of the shard.
     """
     for number, digest in enumerate(digests(data), start // BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Jagged columns: rows of different lengths."""
+"""Jagged arrays, whose rows have different lengths, and texts as jagged arrays of bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ A = TypeVar("A", bound=_Array)
 
 @dataclass(frozen=True, eq=False)
 class Jagged(Generic[A]):
-    """Rows of different lengths: `values` [sum(lengths), ...] is their concatenation.
+    """An array whose rows have different lengths.
 
-    `values` is a numpy array or a tensor, `lengths` [rows] always numpy int64. A row may be empty.
+    Attributes:
+        values: Concatenation of the rows, [sum(lengths), ...]: a numpy array or a tensor.
+        lengths: Length of each row, [rows] numpy int64. A row may be empty.
 
     Raises:
         ValueError: `lengths` is not a vector of non-negative int64, or does not add up to `len(values)`.
@@ -56,18 +58,18 @@ class Jagged(Generic[A]):
         return offsets
 
     def row(self, index: int) -> A:
-        """Row `index` of the column, in constant time."""
+        """Returns row `index`, [lengths[index], ...], as a view."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
 
 def encode_texts(texts: Sequence[str]) -> Jagged[np.ndarray]:
-    """Encodes texts as jagged UTF-8 bytes, uint8."""
+    """Encodes texts as a jagged uint8 array: each row is the UTF-8 bytes of a text."""
     encoded = [text.encode() for text in texts]
     return Jagged(np.frombuffer(b"".join(encoded), np.uint8), np.array([*map(len, encoded)], np.int64))
 
 
 def decode_texts(column: Jagged[np.ndarray]) -> list[str]:
-    """Decodes the result of `encode_texts`.
+    """Decodes a jagged uint8 array, as returned by `encode_texts`, to texts.
 
     Raises:
         UnicodeDecodeError: The bytes of a row are not UTF-8.

@@ -10,16 +10,17 @@ ITEM_BYTES: Mapping[str, int] = {
     "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-"""Size in bytes of an element, by dtype name (torch's and numpy's)."""
+"""Size of an element in bytes, by dtype name; torch and numpy use the same names."""
 
 TEXT = "utf8"
-"""Element type of a jagged column whose rows are texts: an element is a byte of UTF-8."""
+"""Name of the element type of a jagged column whose rows are texts: an element is one byte of UTF-8."""
 
 ELEMENT_BYTES: Mapping[str, int] = {**ITEM_BYTES, TEXT: 1}
-"""Size in bytes of an element of a column by reference."""
+"""Size of an element in bytes, by name of the element type of a column by reference: ITEM_BYTES and TEXT."""
 
 CARRIERS: Mapping[str, np.dtype] = {
     name: np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}.get(name, name))
     for name in ITEM_BYTES
 }
-"""The numpy dtype that carries each element type: itself, or unsigned integers of its size where numpy lacks it."""
+"""Numpy dtype that carries each element type: the same one, or an unsigned integer of equal size where numpy has
+none."""

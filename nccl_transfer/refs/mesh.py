@@ -1,4 +1,4 @@
-"""Positions of ranks in the training mesh p-t-d and in the generation mesh pg-tg-dg-d on the same ranks."""
+"""Positions of ranks in the training mesh p-t-d, and in the generation mesh pg-tg-dg-d of the same ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Mesh:
     equal this is the usual order of Megatron: tensor index r % t, stage r // t % p.
 
     Args:
-        pipeline, tensor, data: p, t and d.
-        generation_pipeline, generation_tensor: pg and tg; 0 stands for p and t.
+        pipeline, tensor, data: Sizes p, t and d of the training mesh. Default: 1.
+        generation_pipeline, generation_tensor: Sizes pg and tg of the generation mesh. Default 0: as p and t.
         usual_order: Numbers the training ranks in the usual order whatever the generation mesh is, so that shards
             do not nest (HybridFlow-V, section 5.4). `micro_data_group` is undefined then.
 
@@ -57,21 +57,22 @@ class Mesh:
 
     @property
     def micro_data(self) -> int:
-        """dg: generation replicas per training replica, and ranks per micro-DP group."""
+        """dg = p t / (pg tg): generation replicas per training replica, which is also the size of a micro-DP
+        group."""
         return self.pipeline * self.tensor // self.replica_size
 
     @property
     def replicas(self) -> int:
-        """Generation replicas: dg d."""
+        """Number of generation replicas, dg d."""
         return self.micro_data * self.data
 
     @property
     def replica_size(self) -> int:
-        """Ranks per generation replica: pg tg."""
+        """Number of ranks per generation replica, pg tg."""
         return self.generation_pipeline * self.generation_tensor
 
     def position(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline stage, tensor index, data index) of a rank in training."""
+        """Returns (pipeline stage, tensor index, data index) of `rank` in the training mesh."""
         if self.usual_order:
             data, within = divmod(rank, self.pipeline * self.tensor)
             return *divmod(within, self.tensor), data
@@ -81,7 +82,7 @@ class Mesh:
         return g_p * self.pipeline_ratio + i_p, g_t * self.tensor_ratio + i_t, data
 
     def rank(self, pipeline: int, tensor: int, data: int) -> int:
-        """The rank at a position in training."""
+        """Returns the rank at a position of the training mesh, the inverse of `position`."""
         if self.usual_order:
             return (data * self.pipeline + pipeline) * self.tensor + tensor
         g_p, i_p = divmod(pipeline, self.pipeline_ratio)
@@ -90,13 +91,13 @@ class Mesh:
         return (replica * self.generation_pipeline + g_p) * self.generation_tensor + g_t
 
     def generation_position(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline stage, tensor index, replica) of a rank in generation."""
+        """Returns (pipeline stage, tensor index, replica) of `rank` in the generation mesh."""
         replica, within = divmod(rank, self.replica_size)
         return *divmod(within, self.generation_tensor), replica
 
     def micro_data_group(self, rank: int) -> list[int]:
-        """The ranks that hold the training shards of this rank's generation shard, in rank order: the group that
-        all-gathers the weights for generation."""
+        """Returns the micro-DP group of `rank`, in ascending order: the ranks whose training shards make up its
+        generation shard, and which all-gather the weights for generation."""
         within = rank % self.replica_size
         first = rank // (self.micro_data * self.replica_size) * self.micro_data
         return [(first + replica) * self.replica_size + within for replica in range(self.micro_data)]

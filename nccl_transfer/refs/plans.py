@@ -21,12 +21,12 @@ from nccl_transfer.refs.shards import Endpoint, ShardRun
 from rlhf.errors import TransferError
 
 Ranges = Mapping[Endpoint, Sequence[ByteRange]]
-"""Byte ranges by the rank that holds them; each byte once, ordered by shard and position."""
+"""Byte ranges by the rank that holds them, disjoint and ordered by shard and position."""
 
 
 def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
-    """Byte ranges of the rows of a batch, by the rank that holds them, each byte once; widened to whole blocks where
-    shards have checksums."""
+    """Returns the byte ranges of the rows of a batch by the rank that holds them, disjoint and in order. Ranges of
+    shards with checksums are widened to whole blocks."""
     wanted: dict[Endpoint, list[ByteRange]] = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
@@ -38,15 +38,15 @@ def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
 
 
 def sources_of(batch: Batch) -> list[Endpoint]:
-    """The ranks that hold bytes of a batch's rows, without duplicates, in an order that depends on the batch alone."""
+    """Returns the ranks that hold bytes of a batch's rows, each once, in an order that depends on the batch alone."""
     columns = [column for column in batch.columns.values() if isinstance(column, RemoteColumn)]
     return list(dict.fromkeys(holder for column in columns for holder in column.holders))
 
 
 def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """Merges byte ranges of one rank's shards that overlap or touch.
+    """Merges byte ranges of one rank's shards that overlap or touch, and sorts them by shard and position.
 
-    So repeated rows travel once, and shuffled rows travel in one range.
+    Repeated rows are thus sent once, and shuffled rows as one range.
     """
     merged: list[ByteRange] = []
     for r in sorted(ranges, key=position):
@@ -60,27 +60,28 @@ def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 def position(r: ByteRange | ShardRun) -> tuple[int, int]:
-    """Sort key of ranges within a rank."""
+    """Sort key of ranges of one rank: (shard id, start)."""
     return r.shard.id, r.start
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """`reader` reads all bytes of a part that `source` holds, and keeps them for other ranks of its own host."""
+    """Assignment of a read across hosts: rank `reader` reads all bytes of a part that rank `source` holds, and keeps
+    them for the other ranks of its own host."""
 
     source: Endpoint
     reader: Endpoint
 
 
 def plan_relays(part: Batch, ranks: Sequence[Endpoint]) -> list[Relay]:
-    """Assigns the ranks of one part that read across hosts.
+    """Returns the relays of one part: which rank of a host reads the bytes of which source on another host.
 
-    On every host with several of the ranks, each rank elsewhere that holds bytes of the part is assigned one reader,
-    round-robin. Sources on the host itself share their memory with its ranks and need no relay.
+    On every host with several of `ranks`, the sources on other hosts are assigned to these ranks round-robin. Sources
+    on the host itself share their memory with its ranks and need no relay.
 
     Args:
         part: The rows that all of `ranks` need.
-        ranks: Their endpoints. A rank with an empty host id shares memory with no other rank.
+        ranks: Endpoints of the ranks of the part. A rank with an empty host id shares memory with no other rank.
     """
     hosts: dict[str, list[Endpoint]] = {}
     for rank in ranks:
@@ -95,19 +96,19 @@ def plan_relays(part: Batch, ranks: Sequence[Endpoint]) -> list[Relay]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rectangular piece of a tensor: elements `starts[i]` to `stops[i]` of every axis i."""
+    """A rectangular piece of a tensor: elements `starts[i]` to `stops[i]`, exclusive, of every axis i."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Slice:
-        """The whole tensor."""
+        """Returns the slice of a whole tensor of shape `shape`."""
         return Slice((0,) * len(shape), tuple(shape))
 
     @staticmethod
     def shard(shape: Sequence[int], axis: int, index: int, parts: int) -> Slice:
-        """Part `index` of `parts` equal parts along an axis.
+        """Returns part `index` of `parts` equal parts of a tensor along `axis`.
 
         Raises:
             TransferError: The axis is not divisible by `parts`.
@@ -124,17 +125,17 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the slice."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def intersect(self, other: Slice) -> Slice | None:
-        """Intersection with another slice; None if it is empty."""
+        """Returns the intersection with another slice of the tensor, or None if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Slice(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
 
     def without(self, other: Slice) -> list[Slice]:
-        """Difference from another slice, as disjoint slices: before and behind it along each axis."""
+        """Returns the elements of this slice that are not in `other`, as disjoint slices."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -150,7 +151,8 @@ class Slice:
         return rest
 
     def within(self, outer: Slice) -> tuple[slice, ...]:
-        """Index of this slice in an array that holds `outer`."""
+        """Returns the index of this slice in an array that contains the slice `outer`, as a tuple of Python
+        slices."""
         return tuple(
             slice(a - base, b - base)
             for a, b, base in zip(self.starts, self.stops, outer.starts, strict=True)
@@ -159,7 +161,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class SliceMove:
-    """Rank `source` sends a piece of a tensor to rank `destination`; both may be the same rank."""
+    """A transfer: rank `source` sends `piece` of a tensor to rank `destination`, which may be the same rank."""
 
     source: int
     destination: int
@@ -169,16 +171,17 @@ class SliceMove:
 def plan_slices(
     held: Mapping[int, Slice], wanted: Mapping[int, Slice], hosts: Mapping[int, str] | None = None
 ) -> list[SliceMove]:
-    """Assigns a source to every element that ranks need: the rank itself if it holds the element, else a rank on its
-    host, else the rank with the fewest elements to send so far.
+    """Plans the transfers that give every rank its slice of one tensor. The source of an element is the destination
+    itself if it holds it, else a rank on its host, else any rank; among equals the one with the fewest elements to
+    send.
 
     Args:
         held: Slice of the tensor that each rank holds; ranks may hold equal slices (replicas).
         wanted: Slice of the tensor that each rank needs.
-        hosts: Host of each rank; None: all ranks share one host.
+        hosts: Host of each rank. Default: all ranks share one host.
 
     Raises:
-        TransferError: No rank holds some of the elements; the text names the rank and the piece.
+        TransferError: No rank holds some of the elements; the message names the destination and the piece.
     """
     sent = dict.fromkeys(held, 0)
     moves = []

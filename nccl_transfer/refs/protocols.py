@@ -16,23 +16,24 @@ from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import ConfigError, InvalidRequest
 
 ENTRY_POINTS = "rlhf_cluster.protocols"
-"""Group of entry points by which installed packages provide protocols, as instances or classes."""
+"""Entry-point group in which installed packages declare protocols, as instances or classes of TransferProtocol."""
 
 
 class TransferProtocol(ABC):
-    """Distributes the rows of a call over the ranks of a group, and collects their outputs. Parts are consecutive rows,
-    in sizes that differ by at most one, the larger parts first.
+    """Distributes the rows of a call over the ranks of a worker group, and collects their outputs. The rows are split
+    into parts of consecutive rows, whose sizes differ by at most one, the larger parts first.
 
     A subclass defines the number of parts, the part of each rank, and the ranks whose outputs are collected; it is
     registered by `register_protocol(MyProtocol())` or by an entry point in the group `rlhf_cluster.protocols`.
 
     Attributes:
-        name: The name in method options and `@register`.
-        splits: Whether the ranks' outputs, concatenated in `collect` order, are the rows of the call. If not, the
-            result is one batch per collected rank.
-        pads: Whether all parts have the same number of rows: the first rows are repeated at the end if the number of
-            rows is not divisible, and `restore` drops their second outputs. A method then returns one row for each
-            input row.
+        name: Name of the protocol in the .proto method options and in `@register`.
+        splits: Whether the result is one batch, the outputs of the collected ranks concatenated. If not, the result
+            is one batch per collected rank.
+        pads: Whether all parts have the same number of rows. Rows that do not divide evenly are padded with the first
+            rows again, and `restore` drops the outputs of the padding; a method must then return one row per input
+            row.
+            Default: False.
     """
 
     name: ClassVar[str]
@@ -41,18 +42,18 @@ class TransferProtocol(ABC):
 
     @abstractmethod
     def parts(self, mesh: Mesh) -> int:
-        """Number of parts; 1: every rank gets all rows."""
+        """Returns the number of parts into which rows are split; 1 if every rank gets all rows."""
 
     @abstractmethod
     def part(self, rank: int, mesh: Mesh) -> int:
-        """The part of a rank; ranks of one part get the same rows."""
+        """Returns the index of the part that `rank` gets. Ranks with the same index get the same rows."""
 
     @abstractmethod
     def collect(self, mesh: Mesh) -> list[int]:
-        """Ranks whose outputs form the result, in order."""
+        """Returns the ranks whose outputs form the result, in the order of the result."""
 
     def distribute(self, rows: int, mesh: Mesh) -> list[np.ndarray]:
-        """Row numbers of each rank, one [n] int64 array per rank of the mesh."""
+        """Returns the row numbers that each rank gets, as one [n] int64 array per rank of the mesh."""
         numbers = np.arange(rows, dtype=np.int64)
         if self.pads:
             numbers = padded_rows(rows, self.parts(mesh))
@@ -60,12 +61,13 @@ class TransferProtocol(ABC):
         return [parts[self.part(rank, mesh)] for rank in range(mesh.size)]
 
     def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
-        """Outputs for the rows of the call, in their order, each row once.
+        """Returns the outputs in the order of the call's rows, each row once: reverts any reordering or padding of
+        `distribute`.
 
         Args:
             outputs: Concatenated outputs of the collected ranks.
-            rows: Number of rows of the call.
-            mesh: The mesh that the rows were distributed over.
+            rows: Number of input rows of the call.
+            mesh: Mesh over which the rows were distributed.
 
         Raises:
             InvalidRequest: Rows were reordered or repeated, and the number of outputs differs, so outputs cannot be
@@ -84,13 +86,14 @@ class TransferProtocol(ABC):
 
 
 def padded_rows(rows: int, parts: int) -> np.ndarray:
-    """Row numbers of a batch padded to a multiple of `parts`: all rows, then the first rows again, cyclically."""
+    """Returns the row numbers [n] int64 of a batch padded to a multiple of `parts`: all rows, then 0, 1, ...
+    again."""
     padded = -(-rows // parts) * parts
     return np.arange(padded, dtype=np.int64) % max(rows, 1)
 
 
 class OneToAll(TransferProtocol):
-    """Broadcast to all ranks; gather from all ranks."""
+    """Sends all rows to every rank; returns one result per rank."""
 
     name, splits = "ONE_TO_ALL", False
 
@@ -105,7 +108,7 @@ class OneToAll(TransferProtocol):
 
 
 class DataParallel(TransferProtocol):
-    """Split over all ranks as data ranks; concatenate."""
+    """Splits the rows over all ranks; concatenates their outputs."""
 
     name, splits = "DP_PROTO", True
 
@@ -120,14 +123,14 @@ class DataParallel(TransferProtocol):
 
 
 class DataParallelMetric(DataParallel):
-    """Split over all ranks as data ranks; one result per rank, not concatenated. For metrics."""
+    """Splits the rows over all ranks; returns one result per rank, not concatenated. For metrics."""
 
     name, splits = "DP_METRIC", False
 
 
 class ThreeD(TransferProtocol):
-    """Split over data ranks and broadcast within each of their model-parallel groups; concatenate from the
-    last pipeline stage, tensor index 0, of every data rank."""
+    """Splits the rows over the data ranks, with equal rows for all pipeline stages and tensor ranks of a data rank;
+    concatenates the outputs of the last pipeline stage, tensor index 0, of every data rank."""
 
     name, splits = "3D_PROTO", True
 
@@ -142,8 +145,8 @@ class ThreeD(TransferProtocol):
 
 
 class ThreeDAllMicroDP(TransferProtocol):
-    """Split over generation replicas, the micro-DP ranks of every data rank, and broadcast within each replica;
-    concatenate from its first rank. For the 3D-HybridEngine (section 5)."""
+    """Splits the rows over the generation replicas, with equal rows for all ranks of a replica; concatenates the
+    outputs of the first rank of every replica. For generation with the 3D-HybridEngine (section 5)."""
 
     name, splits = "3D_ALL_MICRO_DP", True
 
@@ -158,8 +161,8 @@ class ThreeDAllMicroDP(TransferProtocol):
 
 
 class ThreeDPPOnly(OneToAll):
-    """Broadcast to all ranks; one result per pipeline stage, from its tensor index 0, data index 0. For values equal
-    over tensor and data ranks, such as weight names."""
+    """Sends all rows to every rank; returns one result per pipeline stage, from its tensor index 0, data index 0. For
+    values that are equal on all tensor and data ranks, such as weight names."""
 
     name, splits = "3D_PP_ONLY", False
 
@@ -168,9 +171,9 @@ class ThreeDPPOnly(OneToAll):
 
 
 class ThreeDPPAsDP(TransferProtocol):
-    """Split over data ranks and, within each, over its pipeline stages, which serve as further data ranks;
-    broadcast within tensor groups; concatenate from tensor index 0 of every stage. The paper counts eight
-    protocols and names six; this one and DP_METRIC are verl's other two."""
+    """Splits the rows over data ranks and, within each, over pipeline stages, which serve as further data ranks; the
+    tensor ranks of a stage get equal rows; concatenates the outputs of tensor index 0 of every stage. The paper
+    counts eight protocols and names six; this one and DP_METRIC are verl's other two."""
 
     name, splits = "3D_PP_AS_DP", True
 
@@ -186,7 +189,8 @@ class ThreeDPPAsDP(TransferProtocol):
 
 
 class AllToAll(DataParallel):
-    """Split evenly in rank order, as the caller stacked the rows; gather from all ranks. For debugging."""
+    """Splits rows that the caller has stacked in rank order, equally many per rank; returns one result per rank. For
+    debugging."""
 
     name, splits = "ALL_TO_ALL", False
 
@@ -202,10 +206,10 @@ _REGISTRY: dict[str, TransferProtocol] = {}
 
 
 def register_protocol(protocol: TransferProtocol) -> None:
-    """Registers a protocol by its name.
+    """Registers a protocol under its `name`.
 
     Raises:
-        ConfigError: The name is taken.
+        ConfigError: A protocol of this name is registered already.
     """
     if protocol.name in _REGISTRY:
         raise ConfigError(f"a transfer protocol named {protocol.name!r} exists already")
@@ -220,11 +224,11 @@ for _protocol in (
 
 
 def get_protocol(name: str) -> TransferProtocol:
-    """The protocol of a name: built in, registered, or provided by an installed package.
+    """Returns the protocol of a name: a built-in or registered one, or one of an installed package.
 
     Raises:
-        ConfigError: The name is unknown (the text lists the known names), or the package that provides it cannot be
-            imported.
+        ConfigError: The name is unknown (the message lists the known names), or the package that provides it cannot
+            be imported.
     """
     if name not in _REGISTRY:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
@@ -235,7 +239,7 @@ def get_protocol(name: str) -> TransferProtocol:
 
 
 def protocol_names() -> list[str]:
-    """Names of all known protocols, those of installed packages included, sorted."""
+    """Returns the names of all known protocols, those of installed packages included, sorted."""
     return sorted(set(_REGISTRY) | entry_points(group=ENTRY_POINTS).names)
 
 

@@ -1,4 +1,4 @@
-"""Byte ranges of shards, and their cut into chunks."""
+"""Byte ranges of shards, and a function that cuts them into chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rlhf.errors import TransferError
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`nbytes` bytes of a shard, from byte `start` of the shard on. `column`, `dtype` and `row_shape` are for messages
-    and manifests; empty where unknown.
+    """A range of a shard: `nbytes` bytes from byte `start` of the shard on.
+
+    `column`, `dtype` and `row_shape` describe the column that the bytes belong to, for error messages and manifests;
+    they are empty where unknown.
 
     Raises:
         TransferError: The range reaches beyond the shard.
@@ -38,14 +40,15 @@ class ByteRange:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(elements, *row_shape) if the range holds whole elements of known type, else empty."""
+        """(elements, *row_shape) if the range consists of whole elements of known type, else an empty tuple."""
         size = ELEMENT_BYTES.get(self.dtype, 0) * math.prod(self.row_shape)
         if not size or self.start % size or self.nbytes % size:
             return ()
         return (self.nbytes // size, *self.row_shape)
 
     def whole_blocks(self) -> ByteRange:
-        """Widens the range to whole blocks if the shard has checksums."""
+        """Returns the range widened to whole checksum blocks; unchanged if the shard has no checksums or the range is
+        empty."""
         if not self.shard.checksums or not self.nbytes:
             return self
         start, nbytes = checksums.whole_blocks(self.start, self.nbytes, self.shard.nbytes)
@@ -53,7 +56,7 @@ class ByteRange:
 
 
 class ChunkPiece(NamedTuple):
-    """`nbytes` bytes of item number `item`, from its byte `start` on."""
+    """Part of a chunk: `nbytes` bytes of item number `item`, from byte `start` of the item on."""
 
     item: int
     start: int
@@ -63,12 +66,12 @@ class ChunkPiece(NamedTuple):
 def cut_chunks(
     sizes: Iterable[int], chunk_bytes: int, max_pieces: int | None = None
 ) -> Iterator[list[ChunkPiece]]:
-    """Cuts the concatenation of items into chunks of `chunk_bytes` bytes; the last chunk may be shorter.
+    """Cuts the concatenation of items into chunks, and yields each chunk as a list of pieces of items.
 
     Args:
-        sizes: Bytes of each item; empty items yield no piece.
-        chunk_bytes: Bytes of a chunk, at least 1.
-        max_pieces: Most pieces of a chunk; a chunk of so many pieces may be shorter.
+        sizes: Size of each item in bytes; empty items yield no piece.
+        chunk_bytes: Size of a chunk in bytes, at least 1; the last chunk may be shorter.
+        max_pieces: Maximum number of pieces of a chunk, which may then be shorter. Default: no limit.
     """
     pieces: list[ChunkPiece] = []
     room = chunk_bytes

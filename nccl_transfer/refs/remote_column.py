@@ -1,4 +1,4 @@
-"""Columns by reference."""
+"""Columns by reference: rows in the arenas of other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from nccl_transfer.refs.shards import Endpoint, Scattered, Shard, ShardRun
 
 
 class JaggedSpan(NamedTuple):
-    """Consecutive rows of a jagged column: their `lengths` [rows] int64, the number of entries `before` them, and their
-    own number of `entries`."""
+    """Position of consecutive rows of a jagged column.
+
+    Attributes:
+        lengths: Number of entries of each of the rows, [rows] int64.
+        before: Number of entries of the column before the first of the rows.
+        entries: Total number of entries of the rows.
+    """
 
     lengths: np.ndarray
     before: int
@@ -30,13 +35,14 @@ class JaggedSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RemoteColumn:
-    """Rows by reference.
+    """A column by reference. A column is fixed (all rows have one shape) or jagged (a row is a list of entries). An
+    element is a row of a fixed column, or an entry of a jagged one.
 
     Attributes:
-        dtype: Name of the element type.
-        row_shape: Shape of a row where fixed, of one entry of a row where jagged.
-        lengths: Entries per row [rows] int64 where jagged, else None.
-        place: One contiguous run, the usual case, or a place per row.
+        dtype: Name of the element type, a key of `nccl_transfer.refs.dtypes.ELEMENT_BYTES`.
+        row_shape: Shape of a row if fixed, of one entry if jagged.
+        lengths: Number of entries of each row, [rows] int64, if jagged; None if fixed.
+        place: One contiguous run of rows, the usual case, or a place for each row.
     """
 
     dtype: str
@@ -54,12 +60,12 @@ class RemoteColumn:
 
     @property
     def elements(self) -> np.ndarray:
-        """Elements per row, [rows] int64."""
+        """Number of elements of each row, [rows] int64: `lengths` if jagged, ones if fixed."""
         return np.ones(self.rows, np.int64) if self.lengths is None else self.lengths
 
     @property
     def num_elements(self) -> int:
-        """Total elements of all rows."""
+        """Number of elements of all rows."""
         if self.lengths is None:
             return self.rows
         if isinstance(self.place, ShardRun) and self.element_bytes:
@@ -68,16 +74,21 @@ class RemoteColumn:
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of all rows."""
+        """Size of all rows in bytes."""
         return self.num_elements * self.element_bytes
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards that hold the rows."""
+        """Shards that contain the rows."""
         return (self.place.shard,) if isinstance(self.place, ShardRun) else self.place.shards
 
     def take(self, rows: np.ndarray | slice, span: JaggedSpan | None = None) -> RemoteColumn:
-        """Selects rows, in the order given. `span` may pass the known span of consecutive rows of a jagged column."""
+        """Returns a column of the selected rows, in the order given.
+
+        Args:
+            rows: Row numbers [n] int64, or a slice.
+            span: For a slice of a jagged column, the span of its rows if it is known. Default: computed.
+        """
         if isinstance(rows, slice) and isinstance(self.place, ShardRun):
             start, stop, step = rows.indices(self.rows)
             if step == 1 and start <= stop:
@@ -98,7 +109,7 @@ class RemoteColumn:
 
     @functools.cached_property
     def scattered(self) -> Scattered:
-        """The place of each row."""
+        """Place of each row, whether or not the rows are contiguous."""
         if isinstance(self.place, Scattered):
             return self.place
         elements, first = self.elements, self.place.start // max(self.element_bytes, 1)
@@ -107,7 +118,7 @@ class RemoteColumn:
 
     @property
     def runs(self) -> tuple[ShardRun, ...]:
-        """Maximal runs, in row order. An empty row joins the run around it."""
+        """Maximal contiguous runs of the rows, in row order. An empty row belongs to the run around it."""
         if self.rows == 0:
             return ()
         return (self.place,) if isinstance(self.place, ShardRun) else self._found_runs
@@ -124,7 +135,7 @@ class RemoteColumn:
 
     @functools.cached_property
     def _run_starts(self) -> np.ndarray:
-        """First row of each run; the column must have rows."""
+        """Number of the first row of each run, [runs] int64; the column must have rows."""
         place = self.scattered
         parts = place.element[1:] != (place.element + self.elements)[:-1]
         if len(place.shards) > 1:
@@ -133,7 +144,8 @@ class RemoteColumn:
 
     @property
     def run_places(self) -> list[tuple[int, int, int]]:
-        """Maximal runs, in row order, as arguments of `of_runs`: index into `shards`, rows, first element."""
+        """Maximal contiguous runs in row order, as `of_runs` takes them: (index into `shards`, rows, first
+        element)."""
         if self.rows == 0:
             return []
         if isinstance(self.place, ShardRun):
@@ -145,7 +157,7 @@ class RemoteColumn:
 
     @property
     def holders(self) -> list[Endpoint]:
-        """Endpoints of the ranks that hold bytes of the rows."""
+        """Endpoints of the ranks that hold bytes of the rows, each once."""
         if not self.nbytes:
             return []
         if isinstance(self.place, ShardRun):
@@ -163,7 +175,15 @@ class RemoteColumn:
         first_element: int = 0,
         elements: int | None = None,
     ) -> RemoteColumn:
-        """A column of contiguous rows; `elements` may pass their known total number of elements."""
+        """Creates a column of contiguous rows of one shard.
+
+        Args:
+            dtype, row_shape, lengths: As the attributes.
+            shard: Shard that contains the rows.
+            rows: Number of rows.
+            first_element: Index in the shard of the first row's first element. Default: 0.
+            elements: Number of elements of all rows, if known. Default: computed.
+        """
         size = ELEMENT_BYTES[dtype] * math.prod(row_shape)
         if elements is None:
             elements = rows if lengths is None else int(lengths.sum())
@@ -179,7 +199,8 @@ class RemoteColumn:
         shards: tuple[Shard, ...],
         runs: Sequence[tuple[int, int, int]],
     ) -> RemoteColumn:
-        """A column from its runs: index into `shards`, rows (at least 1) and first element of each."""
+        """Creates a column from its runs, each as (index into `shards`, number of rows, at least 1, first
+        element)."""
         shard, rows, first = np.array(runs, np.int64).reshape(-1, 3).T
         before = np.arange(rows.sum()) if lengths is None else lengths.cumsum() - lengths
         offset = first - before[rows.cumsum() - rows]
@@ -190,7 +211,8 @@ class RemoteColumn:
     def of_shard(
         dtype: str, row_shape: tuple[int, ...], lengths_or_rows: np.ndarray | int, shard: Shard
     ) -> RemoteColumn:
-        """A column whose rows fill one shard: jagged from an array of lengths, fixed from a number of rows."""
+        """Creates a column whose rows fill one shard: a jagged one from an array of lengths, a fixed one from a
+        number of rows."""
         if isinstance(lengths_or_rows, np.ndarray):
             lengths = lengths_or_rows.astype(np.int64)
             return RemoteColumn.of_run(dtype, row_shape, lengths, shard, len(lengths))

@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a rank, and the ways to reach its memory; fields as in rlhf.v1.Endpoint."""
+    """Address of a rank, and what transports need to reach its memory. The fields are those of the message
+    rlhf.v1.Endpoint."""
 
     address: str
     host_id: str = field(default="", hash=False)
@@ -29,8 +30,16 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one column in the arena of one rank: `nbytes` bytes from byte `offset` on. `checksums` is empty unless
-    the rank computes them (see `nccl_transfer.refs.checksums`)."""
+    """A block of memory that contains rows of one column.
+
+    Attributes:
+        endpoint: The rank whose arena contains the shard.
+        id: Number of the shard, unique within the rank's store.
+        offset: Position in the arena, in bytes.
+        nbytes: Size in bytes.
+        checksums: Checksum of each block (see `nccl_transfer.refs.checksums`). Default: empty; the rank computes
+            none.
+    """
 
     endpoint: Endpoint
     id: int
@@ -40,7 +49,7 @@ class Shard:
 
 
 class ShardRun(NamedTuple):
-    """`rows` contiguous rows in `shard`: `nbytes` bytes from byte `start` of the shard on."""
+    """Contiguous rows of a shard: `rows` rows in `nbytes` bytes, from byte `start` of the shard on."""
 
     shard: Shard
     rows: int
@@ -49,13 +58,13 @@ class ShardRun(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """Rows at arbitrary places.
+    """Place of each row of a column whose rows need not be contiguous.
 
     Attributes:
-        shards: The shards that hold the rows.
-        shard: Index into `shards` per row [rows] int64.
-        element: Index within the shard of the row's first element [rows] int64; an element is a row where
-            fixed, an entry where jagged.
+        shards: Shards that contain the rows.
+        shard: Index into `shards` of each row, [rows] int64.
+        element: Index in its shard of each row's first element, [rows] int64. An element is a row of a fixed column,
+            or an entry of a jagged one.
     """
 
     shards: tuple[Shard, ...]

@@ -1,4 +1,4 @@
-"""Batches to and from their protobuf form."""
+"""Conversion of batches to and from protobuf messages."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from rlhf.v1 import common_pb2 as pb
 ELEMENT_TYPES: dict[str, Any] = {
     name: pb.ElementType.Value(f"ELEMENT_TYPE_{name.upper()}") for name in ELEMENT_BYTES
 }
-"""rlhf.v1.ElementType by dtype name."""
+"""Value of the enum rlhf.v1.ElementType by name of the element type."""
 
 MAX_ROWS = 1 << 24
-"""Most rows of a batch, and of the whole batch of a call: row numbers are below it."""
+"""Maximum number of rows of a batch, and of the whole batch of a call, so that row numbers are below it."""
 MAX_RANK = 8
-"""Most dimensions of a row."""
+"""Maximum number of dimensions of a row."""
 
 DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
-"""Dtype name by rlhf.v1.ElementType."""
+"""Name of the element type by value of the enum rlhf.v1.ElementType."""
 
 
 _known_endpoint = functools.lru_cache(maxsize=1024)(endpoint_to_proto)
-"""Cached messages, shared: callers copy them and do not modify them."""
+"""Encodes an endpoint. Messages are cached and shared: callers copy them and do not modify them."""
 
 
 def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequence[Relay] = ()) -> pb.Batch:
-    """Encodes a batch. The message contains only shards that hold its rows.
+    """Encodes a batch. The message lists only shards that contain rows of the batch.
 
     Args:
-        batch: The rows of one part.
-        row_numbers: Their numbers in the whole batch of the call, [rows] int64.
-        relays: Relays of the part; their sources hold bytes of the batch.
+        batch: The rows of one part of a call.
+        row_numbers: Number of each row in the whole batch of the call, [rows] int64. Default: left out, which stands
+            for 0, 1, ....
+        relays: Relays of the part; their sources hold bytes of the batch. Default: none.
     """
     message = pb.Batch(rows=batch.rows)
     endpoints: dict[Endpoint, int] = {}
@@ -79,7 +80,7 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
 
 
 def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
-    """Encodes a column without its lengths; returns the lengths, None where fixed."""
+    """Encodes a column without its lengths; returns the lengths if it is jagged, else None."""
     if isinstance(column, RemoteColumn):
         message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
@@ -110,7 +111,8 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
 def _encode_lengths(
     message: pb.Column, number: int, lengths: np.ndarray, known: dict[int, np.ndarray]
 ) -> None:
-    """Encodes lengths once per batch: most columns share them, and later ones refer to the first."""
+    """Encodes the lengths of a jagged column, or a reference to an earlier column with equal lengths, as most
+    have."""
     for other, theirs in known.items():
         if theirs is lengths or (theirs == lengths).all():
             message.lengths_of = other
@@ -120,11 +122,11 @@ def _encode_lengths(
 
 
 _MAX_SIZE = 1 << 47
-"""Upper bound of the elements and bytes of a column; sums of such numbers do not overflow int64."""
+"""Maximum number of elements, and of bytes, of a column, so that sums do not overflow int64."""
 
 
 class _Lengths(NamedTuple):
-    """Sizes of a jagged column: entries of each row [rows] int64, and in total."""
+    """Number of entries of a jagged column: of each row ([rows] int64), and in total."""
 
     lengths: np.ndarray
     entries: int
@@ -134,7 +136,7 @@ def from_proto(message: pb.Batch) -> Batch:
     """Decodes a batch.
 
     Raises:
-        InvalidRequest: The message contradicts itself; the text says where.
+        InvalidRequest: The message is inconsistent or has too many rows; the error says where.
     """
     if message.rows > MAX_ROWS:
         raise InvalidRequest(f"a batch has {message.rows} rows; at most {MAX_ROWS} are allowed")
@@ -150,10 +152,10 @@ def from_proto(message: pb.Batch) -> Batch:
 
 
 def relays_from_proto(message: pb.Batch) -> list[Relay]:
-    """Decodes the relays of a batch, those of all hosts.
+    """Decodes the relays of a batch, of all hosts.
 
     Raises:
-        InvalidRequest: A relay names an endpoint that the message does not have.
+        InvalidRequest: A relay refers to an endpoint that the message does not contain.
     """
     endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints] if message.relays else []
     relays = []
@@ -181,10 +183,10 @@ def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
 
 
 def row_numbers(message: pb.Batch) -> np.ndarray:
-    """Numbers of the batch's rows in the whole batch of the call, [rows] int64; 0, 1, ... where not given.
+    """Returns the number of each row in the whole batch of the call, [rows] int64; 0, 1, ... if the message has none.
 
     Raises:
-        InvalidRequest: The number of row numbers is not that of rows, or a row number is MAX_ROWS or more.
+        InvalidRequest: There are more or fewer row numbers than rows, or a row number is MAX_ROWS or more.
     """
     if not message.row_numbers:
         return np.arange(message.rows, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Endpoints and meshes to and from their protobuf form."""
+"""Conversion of endpoints and meshes to and from protobuf messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
 
 
 def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
-    """Decodes a mesh; unset sizes are 1."""
+    """Decodes a mesh. Unset sizes of the training mesh are 1, those of the generation mesh are the training ones."""
     return Mesh(
         shape.pipeline or 1,
         shape.tensor or 1,
