@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 
 from rlhf.contract import SERVICES
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, RlhfError, drop_frames, from_rpc_error
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import RpcBoundary
 from services.runtime.ranks import Ranks
@@ -33,6 +34,27 @@ class Rows:
     """Rows of a call."""
 
 
+async def fail(handler: Any) -> RlhfError:
+    """The error that a client is given whose call the handler answers."""
+    worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
+    boundary = RpcBoundary(worker, "reward", asyncio.Event())
+    server = grpc.aio.server()
+    table = {"Cancel": boundary.rpc_handler(CANCEL, handler)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CANCEL.service, table),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary(
+                CANCEL.path, request_serializer=worker_pb2.CancelRequest.SerializeToString
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(worker_pb2.CancelRequest(call_id="1"), timeout=TIMEOUT_S)
+    finally:
+        await server.stop(None)
+    return from_rpc_error(caught.value, "reward")
+
+
 def test_the_rows_of_a_failed_call_are_freed_without_the_garbage_collector() -> None:
     made: list[weakref.ref[Rows]] = []
 
@@ -41,25 +63,44 @@ def test_the_rows_of_a_failed_call_are_freed_without_the_garbage_collector() -> 
         made.append(weakref.ref(rows))
         raise InvalidRequest("no")
 
-    async def fail_once() -> None:
-        worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-        boundary = RpcBoundary(worker, "reward", asyncio.Event())
-        server = grpc.aio.server()
-        table = {"Cancel": boundary.rpc_handler(CANCEL, handler)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CANCEL.service, table),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = channel.unary_unary(
-                CANCEL.path, request_serializer=worker_pb2.CancelRequest.SerializeToString
-            )
-            with pytest.raises(grpc.aio.AioRpcError, match="no"):
-                await call(worker_pb2.CancelRequest(call_id="1"), timeout=TIMEOUT_S)
-        await server.stop(None)
-
     gc.disable()
     try:
-        asyncio.run(fail_once())
+        assert str(asyncio.run(fail(handler))) == "reward: no"
         assert [rows() for rows in made] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_the_traceback_of_an_unforeseen_error_is_in_the_log_and_its_name_in_the_status(
+    is_remembered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of one that a call has left behind without its frames."""
+
+    async def handler(request: Any, context: Any) -> None:
+        try:
+            {}["a row that is not there"]
+        except KeyError as error:
+            if is_remembered:
+                drop_frames(error)
+            raise
+
+    caplog.set_level(logging.INFO)
+    error = asyncio.run(fail(handler))
+    (logged,) = [record for record in caplog.records if "Cancel" in record.message]
+    assert logged.levelno == logging.ERROR
+    for text in (logged.message, error.remote_traceback):
+        assert "Traceback (most recent call last)" in text
+        assert '{}["a row that is not there"]' in text
+    assert str(error) == "reward: KeyError: 'a row that is not there'"
+
+
+def test_an_error_of_the_caller_is_in_the_log_by_its_text_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(request: Any, context: Any) -> None:
+        raise InvalidRequest("no such row")
+
+    caplog.set_level(logging.INFO)
+    assert str(asyncio.run(fail(handler))) == "reward: no such row"
+    (logged,) = [record for record in caplog.records if "Cancel" in record.message]
+    assert logged.levelno == logging.INFO
+    assert logged.message.endswith("InvalidRequest: no such row")

@@ -1,4 +1,5 @@
-"""Private names of torch, transformers and DeepSpeed are there in the versions that pyproject.toml allows."""
+"""Private names of torch, transformers and DeepSpeed are there in the versions that pyproject.toml allows; libraries
+that another version may break have upper bounds."""
 
 from __future__ import annotations
 
@@ -18,21 +19,27 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from services.compute import torch_internals, transformers_internals
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+BOUNDED_EXTRAS = ("engine", "deepspeed", "vllm", "cu12", "cu13")
 REQUIREMENTS = {
     requirement.name: requirement
-    for extra in ("engine", "deepspeed", "vllm")
-    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra])
+    for requirement in map(
+        Requirement, [*PROJECT["dependencies"], *(text for extra in BOUNDED_EXTRAS for text in EXTRAS[extra])]
+    )
     if requirement.name != PROJECT["name"]
 }
+PRIVATE_NAMES_USED = ["torch", "transformers", "peft", "deepspeed", "vllm"]
+NATIVE = ["protobuf", "grpcio", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]
+"""Libraries whose generated code or binary interface is used."""
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "peft", "deepspeed", "vllm"])
-def test_a_library_whose_private_names_are_used_has_an_upper_bound(name: str) -> None:
+@pytest.mark.parametrize("name", [*PRIVATE_NAMES_USED, *NATIVE])
+def test_a_library_that_another_version_may_break_has_an_upper_bound(name: str) -> None:
     specifier = REQUIREMENTS[name].specifier
     assert any(each.operator in ("<", "<=", "==") for each in specifier), f"{name}{specifier}"
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "peft", "deepspeed"])
+@pytest.mark.parametrize("name", ["torch", "transformers", "peft", "deepspeed", "protobuf", "grpcio"])
 def test_the_installed_version_is_one_that_is_allowed(name: str) -> None:
     try:
         installed = importlib.metadata.version(name)

@@ -114,6 +114,21 @@ def test_a_reward_model_is_computed_in_the_type_that_is_asked_for(directory: Pat
     assert scores[1] == pytest.approx(scores[0], abs=0.05)
 
 
+def test_a_reward_model_is_computed_on_the_gpu_of_its_local_rank(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scorer = ModelScorer(make_table(directory))
+    assert scorer._scorer.model.device == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    moved: list[torch.device] = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(device))
+    ModelScorer(make_table(directory))
+    assert moved == [torch.device("cuda", 1)]
+
+
 class StopsAfter(CallContext):
     """A call that is cancelled once it has reported progress a number of times."""
 

@@ -163,6 +163,31 @@ def test_a_step_whose_call_does_not_end_is_an_error_that_names_it() -> None:
         step.wait(timeout_s=0.01)
 
 
+class SlowToAdd(int):
+    """A number that lets other threads run while it is added, as Python may do in any addition."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(0)
+        return other + int(self)
+
+
+def test_bytes_counted_from_several_threads_are_all_counted() -> None:
+    """The algorithm's thread and the loop's count the bytes of one step."""
+    step, begin = StepContext(1), threading.Barrier(4)
+
+    def count() -> None:
+        begin.wait(5)
+        for _ in range(500):
+            step.count_bytes(SlowToAdd(3))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert step.controller_bytes == 4 * 500 * 3
+
+
 def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

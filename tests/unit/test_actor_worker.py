@@ -1,0 +1,89 @@
+"""An actor's rank in this process: the columns that it returns, and an actor that cannot be loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from nccl_transfer.rows import FetchedRows
+from rlhf.v1 import actor_pb2, common_pb2
+from services.actor.role import worker_class
+from services.actor.worker import ActorWorker
+from services.runtime import main
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, CallRows, Worker
+from settings.actor import ActorTable
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+TEXTS = {"prompt": ["w3", "w5"], "response": ["w6", "w7"]}
+
+
+@pytest.fixture(scope="module")
+def actor(tiny_llama_dir: Path) -> ActorWorker:
+    table = {"role": "actor", "address": "127.0.0.1:1", "model": tiny_llama_dir}
+    return ActorWorker(ActorTable.model_validate(table), Ranks(0, 1, 0))
+
+
+def text_rows() -> CallRows:
+    values: dict[str, Any] = {**TEXTS}
+    return CallRows(FetchedRows(2, values, dict.fromkeys(values, "text"), 0), np.arange(2))
+
+
+def make_call() -> CallContext:
+    return CallContext(common_pb2.Call(call_id="c", seed=1, step=1), time.monotonic() + 60)
+
+
+def test_generated_token_ids_leave_the_actor_as_int32(actor: ActorWorker) -> None:
+    request = actor_pb2.GenerateSequencesRequest(
+        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0)
+    )
+    columns = actor.generate_sequences(text_rows(), request, make_call()).columns
+    dtypes = {name: columns[name].values.dtype for name in ("prompt_ids", "response_ids")}
+    assert dtypes == {"prompt_ids": torch.int32, "response_ids": torch.int32}
+    assert columns["prompt_ids"].values.tolist() == [3, 5]
+
+
+def test_token_ids_of_texts_leave_the_actor_as_int32(actor: ActorWorker) -> None:
+    columns = actor.tokenize(text_rows(), actor_pb2.TokenizeRequest(), make_call()).columns
+    assert {name: column.values.dtype for name, column in columns.items()} == {
+        "prompt_ids": torch.int32,
+        "response_ids": torch.int32,
+    }
+
+
+def test_an_actor_without_a_tokenizer_is_the_service_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the line of its rank that rlhf-deploy shows. Once it began to serve, the reference would be blamed for another
+    vocabulary."""
+    Qwen2Config(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
+        tmp_path
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    config = tmp_path / "services.toml"
+    config.write_text(f'[services.actor]\nrole = "actor"\naddress = "{address}"\nmodel = "{tmp_path}"\n')
+
+    def load(table: ActorTable, name: str, chosen: Callable[[Any], type[Worker]], roots: Any) -> None:
+        chosen(table)(table, Ranks(0, 1, 0))
+
+    monkeypatch.setattr(main, "_serve", load)
+    monkeypatch.setattr(main, "_die_with_launcher", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["actor", "--config", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        main.run("actor", worker_class)
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fatal: ")]
+    assert line == f"fatal: actor: model: {tmp_path} has no files of a tokenizer, such as tokenizer.json"
