@@ -49,7 +49,7 @@ class Updater:
             mini_batches: This rank's part of each mini-batch; equally many on every rank.
             update_loss: Loss to minimize.
             call: The call.
-            verify: Raises if the input rows have changed since they were fetched.
+            verify: Raises if input rows that were read in place have been released since the fetch.
             copy_weights: Copies the new weights to a further copy, on every rank or on none, as a part of the update;
                 None for no copy.
 
