@@ -70,7 +70,7 @@ class _Scorer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _ScoredByModule(OutputLayer):
-    """Output layer that delegates to the module `scorer`, while which computes the weight is gathered."""
+    """Output layer that delegates to the module `scorer`. Its weight is gathered only while that module computes."""
 
     scorer: _Scorer | None = None
 
