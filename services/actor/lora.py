@@ -19,7 +19,8 @@ from settings.model import OptimizerTable
 
 
 class LoRAActorWorker(ActorWorker):
-    """The policy, and with its adapters disabled the reference."""
+    """Worker of an actor that trains LoRA adapters. It also serves the reference role, by computing with the adapters
+    disabled."""
 
     also_serves = ("reference",)
     table: ActorTable

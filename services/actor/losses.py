@@ -29,7 +29,8 @@ class PolicyLossConfig:
         kl_kind: kind of `kl_penalty`.
         aggregation: mode of `aggregate`.
         max_length: longest response in tokens, for the aggregation seq-mean-token-sum-norm.
-        correction: correction of `rollout_weights`; likewise level, low and high.
+        correction: correction of `rollout_weights`, or "none".
+        correction_level, correction_low, correction_high: level, low and high of `rollout_weights`.
 
     Raises:
         ValueError: an unknown name, a number out of its range, or an aggregation without its `max_length`.
@@ -76,11 +77,13 @@ def _require_known(what: str, name: str, known: tuple[str, ...]) -> None:
 def pretraining_loss(
     log_probs_BT: Tensor, mask_BT: Tensor, coefficient: float, *, num_tokens: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of coefficient times the mean next-token cross-entropy of texts (PPO-ptx, Ouyang et al.
-    2022, arXiv 2203.02155, eq. 2).
+    """Returns this micro-batch's share of the pre-training loss: `coefficient` times the mean next-token
+    cross-entropy of texts (PPO-ptx, Ouyang et al. 2022, arXiv 2203.02155, eq. 2).
 
     Args:
-        log_probs_BT: log-probabilities of the tokens at temperature 1.
+        log_probs_BT: log-probabilities of the tokens at temperature 1, in nats.
+        mask_BT: 1 on the tokens that are predicted.
+        coefficient: weight of the loss.
         num_tokens: tokens of the mini-batch's texts, over all micro-batches and data ranks.
 
     Returns:
@@ -91,12 +94,13 @@ def pretraining_loss(
 
 
 def supervised_loss(log_probs_BT: Tensor, mask_BT: Tensor, *, num_tokens: int) -> Tensor:
-    """This micro-batch's share of the mean negative log-likelihood of tokens, a scalar: the loss of supervised
-    fine-tuning, with the mask on the tokens of the responses (Ouyang et al. 2022, arXiv 2203.02155, section 3.5).
+    """Returns this micro-batch's share of the mean negative log-likelihood of the response tokens, a scalar: the loss
+    of supervised fine-tuning (Ouyang et al. 2022, arXiv 2203.02155, section 3.5).
 
     Args:
-        log_probs_BT: log-probabilities of the tokens at temperature 1.
-        num_tokens: tokens of the mini-batch, over all micro-batches and data ranks.
+        log_probs_BT: log-probabilities of the tokens at temperature 1, in nats.
+        mask_BT: 1 on response tokens.
+        num_tokens: response tokens of the mini-batch, over all micro-batches and data ranks.
     """
     return masked_sum(-log_probs_BT, mask_BT) / max(num_tokens, 1)
 
@@ -114,11 +118,17 @@ def policy_loss(
     ref_log_probs_BT: Tensor | None = None,
     rollout_log_probs_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the mini-batch's w pg - c_H H + c_KL KL; shares add up as in `aggregate`.
+    """Returns this micro-batch's share of the mini-batch's policy loss, w pg - c_H H + c_KL KL, with pg the surrogate
+    per token, w the rollout correction's weight, H the entropy and KL the penalty. Shares add up as in `aggregate`.
 
     Args:
+        log_probs_BT: log-probabilities of the sampled tokens under the weights that are trained.
+        old_log_probs_BT: log-probabilities under the weights before the update.
+        advantages_BT: advantages of the sampled tokens.
+        mask_BT: 1 on response tokens.
+        config: options of the loss.
         num_tokens: response tokens of the mini-batch, over all micro-batches and data ranks.
-        num_sequences: sequences of the mini-batch, likewise.
+        num_sequences: sequences of the mini-batch, over all micro-batches and data ranks.
         entropy_BT: H, entropy of the policy at each token in nats; required for `entropy_coef`, else only a
             statistic (pass it detached then, or backward traverses its graph in vain).
         ref_log_probs_BT: log-probabilities of the reference; required for `kl_coef`, else only a statistic.

@@ -1,4 +1,4 @@
-"""Differences between the log-probabilities of the training engine and those of the rollout engine."""
+"""Measures the difference between the log-probabilities of the training engine and those of the rollout engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from services.roles.losses import kl_penalty
 
 
 def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.RolloutParity:
-    """Largest and summed absolute differences and the summed k3 estimate of the KL, in float64.
+    """Returns the largest and the summed absolute difference of the log-probabilities, and the summed k3 estimate of
+    KL(rollout || training), computed in float64, in nats.
 
     Args:
-        rollout_log_probs: log-probabilities that the tokens were sampled with, [tokens].
-        log_probs: the training engine's, for the same tokens at the same temperature, [tokens].
+        rollout_log_probs: log-probabilities of the rollout engine when it sampled the tokens, [tokens].
+        log_probs: log-probabilities of the training engine for the same tokens at the same temperature, [tokens].
 
     Raises:
-        ValueError: the two have different lengths.
+        ValueError: the two tensors have different lengths.
     """
     if len(rollout_log_probs) != len(log_probs):
         raise ValueError(

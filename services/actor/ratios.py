@@ -1,4 +1,4 @@
-"""Log-ratios of sequences, and sums of statistics over response tokens."""
+"""Computes log-ratios of sequences, and sums of statistics over response tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from services.roles.losses import MAX_LOG_RATIO, masked, masked_sum
 
 
 def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
-    """Sum or mean of the log-ratio over each sequence's tokens, clamped to +-20, [B, 1]; 0 for an empty sequence."""
+    """Returns the log-ratio of each sequence, [B, 1]: the mean, or the sum if not `mean`, over its response tokens,
+    clamped to +-20; 0 for an empty sequence."""
     total_B1 = masked(log_ratio_BT, mask_BT).sum(dim=1, keepdim=True)
     if mean:
         total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
@@ -17,5 +18,6 @@ def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> 
 
 
 def token_sums(per_token: dict[str, Tensor], mask_BT: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Sum of each statistic over the response tokens, in `dtype` and without gradient."""
+    """Returns the sum of each statistic over the response tokens: scalar tensors of type `dtype`, without
+    gradient."""
     return {name: masked_sum(x.detach().to(dtype), mask_BT) for name, x in per_token.items()}

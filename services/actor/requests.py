@@ -1,4 +1,4 @@
-"""Messages of the actor's requests as options of its engines and losses."""
+"""Converts messages of the actor's requests to options of its engines and losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from services.rollout.stops import StopStrings
 def sampling_options(
     sampling: actor_pb2.Sampling, eos_ids: tuple[int, ...], stop: StopStrings | None
 ) -> SamplingOptions:
-    """Raises ValueError for a number out of its range."""
+    """Converts a request's sampling message to options of the rollout engine; top_p 0 means 1.
+
+    Args:
+        sampling: Message of the request.
+        eos_ids: End-of-sequence tokens.
+        stop: Stop strings; None for none.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
     return SamplingOptions(
         max_new_tokens=sampling.max_new_tokens,
         eos_ids=eos_ids,
@@ -29,7 +38,11 @@ def sampling_options(
 
 
 def loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
-    """Raises ValueError for an unknown name or a number out of its range."""
+    """Converts a request's loss message to the configuration of the policy loss; unset names get their defaults.
+
+    Raises:
+        ValueError: A name is unknown, or a number is out of its range.
+    """
     return PolicyLossConfig(
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
@@ -48,7 +61,13 @@ def loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
 
 
 def end_of_sequence_ids(directory: Path, tokenizer: int | None) -> tuple[int, ...]:
-    """Sorted end-of-sequence tokens of the model's generation config (else its config) and of its tokenizer."""
+    """Returns all end-of-sequence token ids of a model, sorted: those of its generation config (or of its config, if
+    it has no generation config) and that of its tokenizer.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        tokenizer: End-of-sequence token id of the tokenizer; None if it has none.
+    """
     try:
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:

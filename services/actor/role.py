@@ -7,7 +7,7 @@ from settings.actor import ActorTable
 
 
 def worker_class(table: ActorTable) -> type[Worker]:
-    """The worker class of an actor: `LoRAActorWorker` where the table has `lora`, else `ActorWorker`."""
+    """Returns the worker class of an actor: `LoRAActorWorker` if the table has `lora`, otherwise `ActorWorker`."""
     if table.lora is None:
         # Imported here: torch takes seconds, so the configuration is checked first.
         from services.actor.worker import ActorWorker

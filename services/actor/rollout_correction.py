@@ -1,4 +1,5 @@
-"""Importance weights for tokens sampled by another engine than the one that is trained."""
+"""Importance weights for tokens that the rollout engine has sampled, whose probabilities differ from those of the
+training engine."""
 
 from __future__ import annotations
 
@@ -22,18 +23,25 @@ def rollout_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance weights of sampled tokens: probability under the training engine over that under the rollout engine.
+    """Returns importance weights of sampled tokens, derived from the ratio of the probability under the training
+    engine to that under the rollout engine.
 
-    With w = exp(old_log_probs - rollout_log_probs), the difference clamped to +-20, for the token, or for the sequence
-    the exponential of the sum over its tokens:
+    The ratio is w = exp(old_log_probs - rollout_log_probs), the difference clamped to +-20; at level "sequence", the
+    difference is summed over the sequence's tokens. The weight is, by `correction`:
 
     - truncate: min(w, high), truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly
       Brings You Off-Policy RL Training"; Espeholt et al. 2018, arXiv 1802.01561).
     - mask: w where low <= w <= high, else 0 (IcePop, Ling Team 2025, arXiv 2510.18855, for tokens).
 
     Args:
-        old_log_probs_BT: log-probabilities of the training engine, with the weights that sampled.
-        rollout_log_probs_BT: log-probabilities of the rollout engine, under the distribution it sampled from.
+        old_log_probs_BT: log-probabilities of the training engine, with the weights that the tokens were sampled
+            with.
+        rollout_log_probs_BT: log-probabilities of the rollout engine, under the distribution that it sampled from.
+        mask_BT: 1 on response tokens.
+        correction: "truncate" or "mask".
+        level: "token" for one ratio per token, "sequence" for one per sequence.
+        low: lower bound of the ratio, for "mask".
+        high: upper bound of the ratio.
 
     Returns:
         The weights [B, T], without gradient, and the sums over tokens `rollout_ratio` (w) and `rollout_cut` (tokens

@@ -1,4 +1,4 @@
-"""Texts of the actor: responses, stop strings and pre-training texts, as token ids and back."""
+"""Converts responses and pre-training texts of the actor to token ids, and generated token ids to texts."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ class TextCodec:
     """Encodes and decodes texts with the actor's tokenizer.
 
     Args:
-        tokenizer: Decodes.
-        tokenize: Token ids of texts, as `ModelWorker.tokenized`.
-        eos_id: End-of-sequence token; None for a tokenizer without one.
+        tokenizer: Tokenizer, which decodes token ids.
+        tokenize: Returns the token ids of texts, as `ModelWorker.tokenized`.
+        eos_id: End-of-sequence token id; None for a tokenizer without one.
     """
 
     def __init__(self, tokenizer: Any, tokenize: Callable[..., list[list[int]]], eos_id: int | None) -> None:
         self._tokenizer, self._tokenize, self._eos_id = tokenizer, tokenize, eos_id
 
     def stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
-        """Stop strings of a request; None where it has none."""
+        """Returns a matcher of a request's stop strings; None if `texts` is empty."""
         if not texts:
             return None
         return StopStrings(texts, self._decode, frozenset(self._tokenizer.all_special_ids))
 
     def response_ids(self, responses: list[str], call: CallContext) -> list[list[int]]:
-        """Token ids of responses as the actor generates them: without special tokens but an end-of-sequence token."""
+        """Returns the token ids of responses in the form in which the actor generates them: without special tokens
+        except an end-of-sequence token at the end."""
         ids = self._tokenize(responses, call, add_special_tokens=False)
         return ids if self._eos_id is None else [[*row, self._eos_id] for row in ids]
 
     def response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
-        """Texts of generated responses, each up to its first stop string."""
+        """Returns the texts of generated responses without special tokens, each cut before its first stop string."""
         rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
         texts = self._decode(rows)
         return [stop.cut(text) for text in texts] if stop else texts
 
     def pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
-        """Texts as sequences with an end-of-sequence token; the first token is the prompt, and all later ones are
-        predicted.
+        """Returns texts as sequences that end with an end-of-sequence token. The first token of a text is the prompt
+        of its sequence, and all later ones are the response, so that the loss covers them.
 
         Raises:
-            InvalidRequest: A text without tokens.
+            InvalidRequest: A text has no tokens, and the tokenizer no end-of-sequence token.
         """
         ids = [self._ended(row) for row in self._tokenize(texts, call)]
         return jagged_ids([row[:1] for row in ids]), jagged_ids([row[1:] for row in ids])

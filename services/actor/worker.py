@@ -1,4 +1,5 @@
-"""The actor: generates with a rollout engine, scores and learns with a training engine."""
+"""Worker of the actor role, which generates with a rollout engine, and computes log-probabilities and trains with a
+training engine."""
 
 from __future__ import annotations
 
@@ -33,14 +34,19 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register,
 from settings.actor import ActorTable
 
 _ID_DTYPE = torch.int32
-"""Token ids in columns that leave the service: wide enough for any vocabulary."""
+"""Type of token ids in columns that leave the service; wide enough for any vocabulary."""
 _NO_WEIGHTS = -1
-"""Policy version of a rollout engine without weights."""
+"""Stands for the policy version of a rollout engine that has no weights."""
 
 
 class ActorWorker(ModelWorker):
-    """The policy on one rank: generates with a rollout engine, computes log-probabilities, and trains with a training
-    engine."""
+    """Worker of the actor: generates responses with a rollout engine, and computes log-probabilities and trains the
+    policy with a training engine.
+
+    Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
+    """
 
     role = "actor"
 
@@ -203,7 +209,8 @@ class ActorWorker(ModelWorker):
         super().load(directory)
 
     def _update_rollout(self, call: CallContext) -> None:
-        """Loads the current weights into the rollout engine, unless they are there on every rank. Collective."""
+        """Loads the current policy's weights into the rollout engine, unless every rank's has them already.
+        Collective."""
         is_outdated = self._rollout_version != self.policy_version
         if not any(self.ranks.total([is_outdated], call.peers_deadline)):
             return
@@ -225,7 +232,12 @@ class ActorWorker(ModelWorker):
     def _pretraining(
         self, rows: CallRows, coefficient: float, call: CallContext
     ) -> LossTerm[PolicyOutput] | None:
-        """The pre-training loss of an update's texts; None for a coefficient of 0."""
+        """Returns the pre-training loss of an update, on the texts of column "pretrain_text"; None if the coefficient
+        is 0. Collective unless the coefficient is 0.
+
+        Raises:
+            InvalidRequest: The coefficient is negative, or a text has no tokens.
+        """
         if coefficient < 0:
             raise InvalidRequest(f"loss.pretrain_coefficient must not be negative (given: {coefficient})")
         if not coefficient:

@@ -1,1 +1,1 @@
-"""Computation on micro-batches: packing, output heads, linear layers and norms."""
+"""Computation on micro-batches: splitting, packing, attention, output heads, linear layers and norms."""

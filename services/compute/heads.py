@@ -1,4 +1,4 @@
-"""Heads: model outputs at the positions that predict response tokens, as [B, R] grids.
+"""Heads, which turn a model's raw output into grids [B, R] of one result per response token.
 
 A head is a function of the model's raw output and the micro-batch, so all engines share it. The raw output covers the
 last K columns, with K at least `MicroBatch.num_scored`. It is a tensor of values [B, K]; for a policy `DeferredLogits`,
@@ -20,6 +20,7 @@ from services.compute.microbatch import MicroBatch
 
 Output = TypeVar("Output")
 Head = Callable[[Any, MicroBatch], Output]
+"""Function of a model's raw output and its micro-batch that returns the output for response tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class PolicyOutput:
 
     Args:
         log_probs_BR: log-probability of each response token, in nats.
-        entropy_BR: entropy of the distribution at its position, in nats.
+        entropy_BR: entropy of the distribution that each response token was drawn from, in nats.
     """
 
     log_probs_BR: Tensor
@@ -37,12 +38,12 @@ class PolicyOutput:
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """Log-probabilities and entropy under softmax(logits / temperature), 0 in the padding. Logits are computed only at
-    positions that predict a response token.
+    """Head that computes log-probabilities and entropies under softmax(logits / temperature), with 0 in the padding.
+    Logits are computed only at positions that predict a response token.
 
     Args:
-        temperature: above 0; the sampling temperature, since it is part of the policy that sampled.
-        entropy_gradient: keep the graph of the entropy, for a loss with an entropy term.
+        temperature: divisor of the logits, above 0; that of sampling, since it is part of the policy.
+        entropy_gradient: whether gradients flow through the entropy, for a loss with an entropy term.
     """
 
     temperature: float = 1.0
@@ -59,21 +60,24 @@ class PolicyHead:
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values [B, R] of the states in which response tokens are chosen, from values [B, K] of all positions."""
+    """Head that returns the values [B, R] of the states in which response tokens were chosen, from the values [B, K]
+    of the last K positions."""
     return micro_batch.read(at_least_float32(values_BK), micro_batch.predicting_BR)
 
 
 def dummy_head(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
-    """Sum of the raw output; times zero, a loss that keeps the graph connected for a dummy micro-batch."""
+    """Head that returns the sum of the raw output, a scalar. Multiplied by 0, it is the loss of a dummy micro-batch,
+    whose backward pass takes part in collectives."""
     return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
 
 
 def zero_loss(output: Any) -> Tensor:
-    """Zero-weight loss that keeps the graph connected for a micro-batch whose loss function failed."""
+    """Returns a loss of 0 whose graph includes the given output of a head, for a micro-batch whose loss function
+    failed: its backward pass still takes part in collectives."""
     tensors = [output] if isinstance(output, Tensor) else list(vars(output).values())
     return torch.stack([x.sum() for x in tensors if x.requires_grad]).sum() * 0
 
 
 def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """Concatenated values of all response tokens as a grid [B, R], 0 in the padding."""
+    """Converts the concatenated values of all response tokens to a grid [B, R] with 0 in the padding."""
     return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)

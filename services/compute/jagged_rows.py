@@ -1,4 +1,4 @@
-"""Rows of jagged columns: selected, and put back in order."""
+"""Selects rows of jagged columns, and joins selected rows to a column again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nccl_transfer.refs.columns import Jagged
 
 
 def take(column: Jagged[Tensor], rows: np.ndarray) -> Tensor:
-    """The values of `rows`, concatenated in that order."""
+    """Returns the values of the given rows of a column, concatenated in the order of `rows`."""
     return column.values[_positions(column.lengths, rows).to(column.values.device)]
 
 
 def assemble(parts: Sequence[np.ndarray], values: Sequence[Tensor], lengths: np.ndarray) -> Jagged[Tensor]:
-    """A column from its parts: the inverse of `take` for each of them.
+    """Joins parts of a column; the inverse of `take` for several parts.
 
     Args:
-        parts: rows of each part, at least one part; together every row once.
-        values: concatenated values of each part's rows.
-        lengths: values per row, [rows] int64.
+        parts: row numbers of each part, which together contain every row once; at least one part.
+        values: concatenated values of the rows of each part.
+        lengths: number of values of each row of the column, [rows] int64.
     """
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(lengths))), "each row is in one part"
     whole = torch.empty_like(torch.cat(list(values)))
@@ -32,7 +32,8 @@ def assemble(parts: Sequence[np.ndarray], values: Sequence[Tensor], lengths: np.
 
 
 def first_equal_rows(column: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
-    """For each of `rows`, the index within `rows` of the first one with the same values, [len(rows)] int64."""
+    """Returns, for each element of `rows`, the index within `rows` of the first row with the same values, [len(rows)]
+    int64."""
     firsts: dict[bytes, int] = {}
     starts = np.cumsum(column.lengths) - column.lengths
     values = column.values.cpu().numpy()
@@ -41,7 +42,7 @@ def first_equal_rows(column: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
 
 
 def _positions(lengths: np.ndarray, rows: np.ndarray) -> Tensor:
-    """Indices of the values of `rows` in a jagged column, row after row."""
+    """Returns the indices of the values of `rows` within the values of a jagged column, row after row, int64."""
     counts = lengths[rows]
     starts = (np.cumsum(lengths) - lengths)[rows]
     before = np.cumsum(counts) - counts

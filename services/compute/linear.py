@@ -1,5 +1,5 @@
-"""Linear layers on CPUs, computed by the library chosen in `services.compute.matmul`: MKL, which torch's own linear
-uses, or oneDNN."""
+"""Linear layers that on CPUs compute with the library chosen in `services.compute.matmul`: MKL, which torch's own
+linear layers use, or oneDNN."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from services.compute.matmul import onednn_product as _product
 
 
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` computes the product through oneDNN."""
+    """Returns whether `linear` computes the product of these tensors with oneDNN."""
     is_float32 = is_cpu_float32(x) and is_cpu_float32(weight) and not torch.is_autocast_enabled("cpu")
     return is_float32 and matmul.backend() == "onednn"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of x [..., in], weight [out, in] and bias [out]; returns [..., out]."""
+    """Computes x @ weight.T + bias, as `torch.nn.functional.linear`, with the chosen library.
+
+    Args:
+        x: input [..., in].
+        weight: weight [out, in].
+        bias: bias [out]; None for none.
+
+    Returns:
+        Output [..., out].
+    """
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     # The bias is added separately with and without gradients, so that both give the same bits.
@@ -29,14 +38,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes with `linear`."""
+    """`torch.nn.Linear` that computes with `linear` of this module."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
-    """Makes the linear layers of a model compute as `layer` does; weights, names and hooks stay.
+    """Makes the linear layers of a model compute as `layer` does. Their weights, names and hooks are not changed.
 
     The class of each module is assigned, since both classes have the same attributes and differ in `forward` alone. New
     modules would need the parameters, ties and hooks of the old ones, and a patch of torch's class would reach other
@@ -62,11 +71,12 @@ class _Product(torch.autograd.Function):
 
 
 def _outer(of_y: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a weight [out, in]. oneDNN copies its first operand to another layout: the smaller one."""
+    """Returns the gradient of a weight, [out, in], from those of the outputs and the inputs. The smaller operand is
+    given to oneDNN first, since that is the one whose layout it changes by a copy."""
     of_y_T, x_T = of_y.flatten(0, -2).t(), x.flatten(0, -2).t()
     return _product(of_y_T, x_T) if len(of_y_T) <= len(x_T) else _product(x_T, of_y_T).t()
 
 
 def is_cpu_float32(x: Tensor) -> bool:
-    """Whether a tensor is one that oneDNN and the fused norms compute."""
+    """Returns whether a tensor is float32 on a CPU, as oneDNN's products and the fused norms require."""
     return x.is_cpu and x.dtype == torch.float32

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy of tokens, with the logits of a chunk of positions in memory at a time."""
+"""Computes log-probabilities and entropies of tokens, with the logits of only a chunk of positions in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ MOST_LOGITS = 1 << 25
 """Most logits that a rank computes at a time: 128 MiB of float32, and as much again for derived tensors."""
 
 CACHED_LOGITS = 1 << 18
-"""Most logits at a time on CPUs, so that they stay in a core's cache; at least `POSITIONS_TOGETHER` positions, since
-products of fewer rows are slow."""
+"""Most logits that are computed at a time on CPUs, so that they stay in a core's cache, unless these are of fewer
+than `POSITIONS_TOGETHER` positions."""
 
 POSITIONS_TOGETHER = 256
+"""Positions that are computed at a time on CPUs if CACHED_LOGITS would allow fewer, since products of few rows are
+slow."""
 
 PADDING_LOGIT = -1e30
 """Logit of padding tokens: far below any other, and finite, so that its product with a probability of 0 is 0."""
@@ -32,12 +35,12 @@ class OutputLayer:
     """Output layer from hidden states to logits, or this rank's shard of it.
 
     Args:
-        weight_VH: One row per token. None: hidden states are the logits themselves.
-        num_tokens: Rows that are tokens; later rows are padding. Default all.
+        weight_VH: Weight with one row per token; None if the hidden states are the logits themselves.
+        num_tokens: Number of rows that are tokens; later rows are padding. Default: all.
         first_id: Token id of the first row.
-        group: Ranks with the other shards and the same hidden states. Each rank scores all positions, and computes the
-            gradient of the hidden states from its own tokens.
-        compute_dtype: Type of matrix products; default that of the weight.
+        group: Process group of the ranks with the other shards, which have the same hidden states; None for one rank.
+            Each rank scores all positions, and computes the part of the hidden states' gradient that its tokens give.
+        compute_dtype: Type of matrix products. Default: that of the weight.
     """
 
     weight_VH: Tensor | None = None
@@ -47,24 +50,30 @@ class OutputLayer:
     compute_dtype: torch.dtype | None = None
 
     def scores(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of one token per position and the entropy at the position, [N] each, in nats, in float32 or a
-        finer type. Logits are computed chunk by chunk, and again in the backward pass.
+        """Computes the log-probability of one token per position, and the entropy of each position's distribution,
+        softmax(logits / temperature). Logits are computed chunk by chunk, and again in the backward pass. Collective
+        over `group`.
 
         Args:
-            ids_N: Token ids of the whole vocabulary.
-            temperature: The distribution is softmax(logits / temperature).
+            hidden_NH: Hidden states of N positions.
+            ids_N: Token id of each position, within the whole vocabulary.
+            temperature: Divisor of the logits.
+
+        Returns:
+            Log-probabilities [N] and entropies [N], in nats, in float32 or the finer type of the hidden states.
         """
         return _Scores.apply(hidden_NH, self.weight_VH, ids_N, self, temperature)  # type: ignore[return-value]
 
     def _operands(self, hidden_NH: Tensor, weight_VH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The operands of the product, in the dtype of the product."""
+        """Returns both operands of the matrix product, converted to the type of the product."""
         if weight_VH is None:
             return hidden_NH, None
         dtype = self.compute_dtype or weight_VH.dtype
         return hidden_NH.to(dtype), weight_VH.to(dtype)
 
     def _logits(self, hidden_NH: Tensor, weight_VH: Tensor | None, temperature: float) -> Tensor:
-        """Logits [N, V] of this rank's tokens, in memory that the caller may overwrite."""
+        """Returns the logits [N, V] of this rank's tokens, divided by the temperature; a tensor that the caller may
+        overwrite."""
         logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
         logits_NV = at_least_float32(logits_NV)
         if temperature != 1:
@@ -84,7 +93,8 @@ class DeferredLogits:
     """Logits [B, K, V] that are not computed yet.
 
     Args:
-        hidden_BKH: Hidden states, the input of `layer`.
+        hidden_BKH: Hidden states of the last K positions, the input of `layer`.
+        layer: Output layer. Default: one by which the hidden states are the logits themselves.
     """
 
     hidden_BKH: Tensor
@@ -92,7 +102,9 @@ class DeferredLogits:
 
 
 class _Scores(torch.autograd.Function):
-    """With p = softmax(z): d log p_i / d z_j = [i = j] - p_j, and d H / d z_j = -p_j (log p_j + H).
+    """Autograd function of `OutputLayer.scores`.
+
+    With p = softmax(z): d log p_i / d z_j = [i = j] - p_j, and d H / d z_j = -p_j (log p_j + H).
 
     The backward pass is local: normalizer and entropy are saved by the forward pass.
     """
@@ -160,7 +172,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
-    """Slices of positions that are computed together."""
+    """Yields slices of positions whose logits are computed at a time."""
     vocabulary = hidden_NH.shape[-1] if weight_VH is None else len(weight_VH)
     size = max(1, MOST_LOGITS // vocabulary)
     if hidden_NH.is_cpu:
@@ -170,11 +182,19 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
 
 
 def local_rows(ids: Tensor, first_id: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row of each token in a rank's shard (0 for tokens of other shards), and whether it is in the shard."""
+    """Returns the row of each token id in this rank's shard (0 for tokens of other shards), and whether the token is
+    in the shard.
+
+    Args:
+        ids: Token ids, of any shape.
+        first_id: Token id of the shard's first row.
+        num_rows: Rows of the shard.
+    """
     rows = ids - first_id
     is_ours = (rows >= 0) & (rows < num_rows)
     return torch.where(is_ours, rows, 0), is_ours
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """Converts a tensor to float32, unless its type is finer."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,9 +19,10 @@ from services.compute.torch_internals import onednn_linear
 Backend = Literal["mkl", "onednn"]
 
 LEAST_GAIN = 1.1
-"""Speed-up over MKL from which oneDNN is chosen; above 1, so that near ties are decided alike at every start."""
+"""oneDNN is chosen if it is faster than MKL by more than this factor; above 1, so that near ties are decided alike at
+every start."""
 _ROWS = (64, 1024)
-"""Rows of the measured products: those of a decoding step and of a micro-batch."""
+"""Numbers of rows of the measured products, typical of a decoding step and of a micro-batch."""
 _INPUTS, _OUTPUTS = 256, 768
 _REPEATS = 9
 
@@ -40,21 +41,25 @@ def use(backend: Backend) -> None:
 
 
 def backend() -> Backend:
-    """The library in use: the one set by `use`, or else the faster one as measured by this process."""
+    """Returns the library in use. If `use` was not called, measures both, and uses the faster one from then on."""
     if not _in_use:
         use(faster(*measure()))
     return _in_use[0]
 
 
 def faster(mkl: float, onednn: float) -> Backend:
-    """The library to choose, given the relative times of `measure`."""
+    """Returns the library to choose, given the times of MKL and oneDNN, from `measure` or summed over ranks."""
     return "onednn" if onednn * LEAST_GAIN < mkl else "mkl"
 
 
 def measure() -> tuple[float, float]:
-    """Relative times of MKL and oneDNN: each library's share of their joint time, added up over a forward pass and a
-    weight gradient of a linear layer at each number of rows. Runs on torch's current threads for about 0.1 s. The time
-    of oneDNN is infinite in a build of torch without it."""
+    """Measures MKL and oneDNN on the products of a linear layer's forward pass and weight gradient, at two numbers of
+    rows, with torch's current number of threads, for about 0.1 s.
+
+    Returns:
+        (MKL, oneDNN): for each library, the sum over the products of its fraction of both libraries' time; without
+        unit. (0, inf) in a build of torch without oneDNN.
+    """
     if onednn_linear is None:
         return 0.0, float("inf")
     mkl = onednn = 0.0
@@ -74,13 +79,13 @@ def measure() -> tuple[float, float]:
 
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in] @ weight.T, weight [out, in], by oneDNN."""
+    """Returns x [..., in] @ weight.T, with weight [out, in], computed by oneDNN."""
     return onednn_linear(x, weight, None, "none", [], "")
 
 
 def _take_turns(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[float, float]:
-    """Times two functions called alternately, after one warm-up call each; returns the minimum seconds per call,
-    since other processes on the cores only make calls longer."""
+    """Calls two functions alternately, and returns the least seconds that a call of each took, without the first. The
+    minimum, since other processes on the same cores can only make a call longer."""
     times: tuple[list[float], list[float]] = [], []
     for repeat in range(_REPEATS + 1):
         for function, taken in zip((first, second), times, strict=True):

@@ -1,4 +1,4 @@
-"""Micro-batches, padded or packed, and per-token values between jagged rows and padded grids.
+"""Micro-batches, padded or packed, and conversion of values per token between jagged columns and padded grids.
 
 Sequences, prompt then response, lie in a grid `[B, T]`. A padded grid has one sequence per row, padded on the right; a
 causal model needs no attention mask for it, since no token attends to later ones. A packed grid has one row with all
@@ -28,17 +28,18 @@ class MicroBatch:
     """B sequences that are computed together.
 
     Args:
-        rows: row numbers on this rank, [B] int64.
-        response_lengths: response tokens per row, [B] int64.
-        input_ids_BT: prompts and responses, padded on the right; if packed [1, T], without the last token of each
-            response.
-        response_ids_N: response tokens, concatenated.
-        predicting_BR: flat index of the output that predicts each response token; any index in the padding.
-        response_mask_BR: True on response tokens. R is at least 1, even where all responses are empty.
-        num_scored: outputs that predict a response token are within this many last columns.
-        packing: layout of packed sequences; None for a padded micro-batch.
-        read_N: sorted positions of the packed row that predict a response token, for which alone the last layer
-            computes outputs; None where it computes all.
+        rows: index of each sequence's row among this rank's rows, [B] int64.
+        response_lengths: response tokens of each sequence, [B] int64.
+        input_ids_BT: token ids of prompts and responses, padded on the right. If packed, [1, T], without the last
+            token of each response.
+        response_ids_N: token ids of all responses, concatenated in the order of `rows`.
+        predicting_BR: flat index of the model output that predicts each response token; any valid index in the
+            padding.
+        response_mask_BR: True on response tokens. R is at least 1, even if all responses are empty.
+        num_scored: number of last columns of the model output that contain all outputs that predict response tokens.
+        packing: layout of the packed sequences; None for a padded micro-batch.
+        read_N: sorted positions of the packed row that predict a response token. The last layer computes outputs for
+            these alone. None for a padded micro-batch, for which it computes all.
     """
 
     rows: np.ndarray
@@ -53,10 +54,12 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it has no rows, and only keeps a rank in step with others that have."""
+        """Whether the micro-batch has no rows. A rank computes such dummies to take part in the collectives of ranks
+        with more micro-batches."""
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
+        """Returns the micro-batch with its tensors on a device."""
         return replace(
             self,
             input_ids_BT=self.input_ids_BT.to(device),
@@ -68,20 +71,31 @@ class MicroBatch:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the model besides `input_ids_BT`."""
+        """Returns the keyword arguments of the model besides the token ids; none for a padded micro-batch."""
         return {**self.packing.arguments(), "read_N": self.read_N} if self.packing else {}
 
     def read(self, output_BK: Tensor, which: Tensor) -> Tensor:
-        """Gathers model outputs [B, K], the last K columns, at the flat token indices `which` of `predicting_BR`."""
+        """Selects model outputs by flat index.
+
+        Args:
+            output_BK: model outputs [B, K, ...] of the last K columns.
+            which: flat indices as in `predicting_BR`, of any shape.
+
+        Returns:
+            The outputs at these indices, in the shape of `which` and further dimensions of the output.
+        """
         num_columns = self.input_ids_BT.shape[1] if self.read_N is None else len(self.read_N)
         skipped = num_columns - output_BK.shape[1]
         return output_BK[which // num_columns, which % num_columns - skipped]
 
     def spread(self, column: Jagged[Tensor]) -> Tensor:
-        """A column with one value per response token as a grid [B, R], 0 in the padding.
+        """Returns the values of this micro-batch's rows as a grid [B, R], 0 in the padding.
+
+        Args:
+            column: column of all rows of this rank, with one value per response token.
 
         Raises:
-            ValueError: a row of the column differs in length from its response.
+            ValueError: a row of the column has not as many values as its response has tokens.
         """
         differs = np.flatnonzero(column.lengths[self.rows] != self.response_lengths)
         if len(differs):
@@ -93,12 +107,13 @@ class MicroBatch:
         return x_BR
 
     def collect(self, x_BR: Tensor) -> Tensor:
-        """The inverse of `spread`: values of all response tokens, concatenated in the order of `rows`."""
+        """Returns the values of a grid [B, R] at all response tokens, concatenated in the order of `rows`; the
+        inverse of `spread`."""
         return x_BR[self.response_mask_BR]
 
 
 def dummy_micro_batch() -> MicroBatch:
-    """A micro-batch of one token and no response, computed by a rank that has fewer micro-batches than others."""
+    """Returns a micro-batch of one token without a response, for a rank that has fewer micro-batches than others."""
     return MicroBatch(
         rows=np.empty(0, dtype=np.int64),
         response_lengths=np.zeros(1, dtype=np.int64),
@@ -111,7 +126,12 @@ def dummy_micro_batch() -> MicroBatch:
 
 
 def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pad_id: int) -> MicroBatch:
-    """A padded micro-batch of the sequences of `rows`, on the device of the prompts.
+    """Builds a padded micro-batch, on the device of the prompts.
+
+    Args:
+        prompts, responses: token ids of all rows of this rank.
+        rows: indices of the rows to take, [B] int64.
+        pad_id: token id of the padding.
 
     Raises:
         ValueError: a prompt is empty, so nothing predicts the first token of its response.
@@ -145,8 +165,12 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
 
 
 def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -> MicroBatch:
-    """A packed micro-batch of the sequences of `rows`, on the device of the prompts: each distinct prompt once, and all
-    but the last token of each response, which predicts nothing.
+    """Builds a packed micro-batch, on the device of the prompts. It contains each distinct prompt once, and all
+    tokens of each response but the last, which predicts nothing.
+
+    Args:
+        prompts, responses: token ids of all rows of this rank.
+        rows: indices of the rows to take, [B] int64.
 
     Raises:
         ValueError: a prompt is empty.

@@ -18,12 +18,13 @@ from services.compute.linear import is_cpu_float32
 _NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 _TOGETHER = 1 << 16
-"""Elements of each tensor that a backward pass processes at a time, so that they stay in a core's cache."""
+"""Elements of each tensor that the backward pass processes at a time, so that they stay in a core's cache."""
 
 
 def speed_up_norms(model: nn.Module) -> None:
-    """Makes the RMS norms of a Llama, Mistral, Qwen2 or Qwen3 model compute as `RMSNorm` does. Weights, names and hooks
-    stay; other models in the process are unchanged. Assigns the class for the reasons given in `linear.speed_up`."""
+    """Makes the RMS norms of a Llama, Mistral, Qwen2 or Qwen3 model compute as `RMSNorm` does; changes no other
+    model. Weights, names and hooks are not changed, since the class of each module is assigned, as in
+    `linear.speed_up`."""
     for module in model.modules():
         # Exactly these classes: subclasses may compute something else.
         if type(module).__name__ in _NORMS:
@@ -31,7 +32,8 @@ def speed_up_norms(model: nn.Module) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization")."""
+    """RMS norm, x / rms(x) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"), with a fused
+    implementation for float32 on CPUs. Not constructed, but assigned as the class of transformers' modules."""
 
     weight: Tensor
     variance_epsilon: float
@@ -46,7 +48,8 @@ class RMSNorm(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """With s = 1 / rms(x) and n = s x: y = w n, and d y_i / d x_j = s w_i ([i = j] - n_i n_j / H)."""
+    """Autograd function of `RMSNorm` on CPUs. With s = 1 / rms(x) and n = s x: y = w n, and
+    d y_i / d x_j = s w_i ([i = j] - n_i n_j / H)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -74,7 +77,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of x, and 1 / rms(x)."""
+    """Returns the normalized and weighted x, and 1 / rms(x)."""
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
     return (x * scale).mul_(weight_H), scale

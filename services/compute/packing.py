@@ -24,13 +24,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "sdpa_by_sequence"
-"""Name under which transformers knows the attention of this module: its sdpa, also for packed rows."""
+"""Name under which the attention of this module is registered with transformers: its "sdpa", extended to packed
+rows."""
 
 MAX_LENGTH_RATIO = 1.5
-"""Most times that the longest sequence of a group is as long as the shortest."""
+"""Largest ratio of the longest to the shortest sequence in a group."""
 
 TILE = 16
-"""Tokens that CPU kernels compute together. A remainder of more than half a tile takes longer than a whole tile."""
+"""Tokens that CPU attention kernels compute together. A remainder of more than half a tile takes longer than a whole
+tile, so it is padded to one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +55,26 @@ class Places:
     def of(
         cls, lengths: np.ndarray, owners: np.ndarray | None = None, common: np.ndarray | int = 0
     ) -> Places:
-        """Concatenated sequences, with shared prefixes where owners are given; `common` of owners is ignored."""
+        """Returns the positions of sequences that are concatenated in order, without those tokens of shared prefixes
+        that belong to other sequences.
+
+        Args:
+            lengths: tokens of each sequence, prefix included, [S] int64.
+            owners: for each sequence, the sequence whose prefix it shares, [S] int64. Default: itself.
+            common: tokens of the shared prefix of each sequence; ignored where the owner is the sequence itself.
+        """
         own = np.arange(len(lengths))
         owners = own if owners is None else owners
         common = np.where(owners == own, 0, common)
         return cls(lengths, owners, common, np.cumsum(lengths - common) - (lengths - common))
 
     def cells(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Positions in the row of tokens of sequences, both by number; the arguments are broadcast."""
+        """Returns the positions in the row of given tokens; the arguments are broadcast.
+
+        Args:
+            sequences: numbers of sequences.
+            tokens: index of each token in its sequence.
+        """
         common = self.common[sequences]
         in_common = self.starts[self.owners[sequences]] + tokens
         return np.where(tokens < common, in_common, self.starts[sequences] - common + tokens)
@@ -71,15 +85,16 @@ class SequenceGroup:
     """S consecutive sequences of a packed row as a padded grid.
 
     Args:
-        positions_ST: position of each token in the row; in the padding, that of the sequence's first token.
-        own_N: flat indices of [S, T], in order, of tokens that are not in a shared prefix.
+        positions_ST: position in the row of each token; in the padding, that of the sequence's first token.
+        own_N: flat indices into [S, T], ascending, of the tokens that belong to the sequence itself and not to the
+            prefix that it shares with its owner.
     """
 
     positions_ST: Tensor
     own_N: Tensor
 
     def unpack(self, x_HTD: Tensor) -> Tensor:
-        """The grid [S, H, T, D] of a packed tensor [H, T, D]."""
+        """Converts a packed tensor [H, T, D] of the whole row to this group's grid [S, H, T, D]."""
         x_THD = x_HTD.transpose(0, 1)
         if x_THD.is_cuda:  # the gradient of index_select adds up in no fixed order there
             return x_THD[self.positions_ST].transpose(1, 2)
@@ -87,7 +102,8 @@ class SequenceGroup:
         return x_NHD.unflatten(0, self.positions_ST.shape).transpose(1, 2)
 
     def pack(self, x_STHD: Tensor) -> Tensor:
-        """The inverse of `unpack`, each token of the row once: [N, H, D]."""
+        """Converts a grid [S, T, H, D] to packed form [N, H, D], which has the tokens `own_N`, and so each token of
+        the row once over all groups."""
         return x_STHD.flatten(0, 1).index_select(0, self.own_N)
 
 
@@ -97,7 +113,7 @@ class Packing:
 
     Args:
         position_ids_1T: position of each token in its sequence.
-        groups: groups of sequences, in order.
+        groups: groups of consecutive sequences, in order, which are computed together in attention.
     """
 
     position_ids_1T: Tensor
@@ -105,18 +121,19 @@ class Packing:
 
     @classmethod
     def of(cls, places: Places) -> Packing:
-        """The layout for these places."""
+        """Returns the layout of a row, given the positions of its sequences; on the CPU."""
         own = places.lengths - places.common
         positions = np.arange(own.sum()) - np.repeat(places.starts - places.common, own)
         groups = tuple(_group(places, run) for run in _runs_of_like_length(places.lengths))
         return cls(torch.from_numpy(positions)[None], groups)
 
     def to(self, device: torch.device) -> Packing:
+        """Returns the layout with its tensors on a device."""
         groups = (SequenceGroup(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
         return Packing(self.position_ids_1T.to(device), tuple(groups))
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a model whose attention is `ATTENTION`, besides the token ids."""
+        """Returns the keyword arguments, besides the token ids, of a model whose attention is `ATTENTION`."""
         # transformers passes a mask of four dimensions on, and without one would make its own from the positions.
         no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=self.position_ids_1T.device)
         return {
@@ -127,8 +144,8 @@ class Packing:
 
 
 def skip_unread_positions_in_last_layer(layer: Any) -> None:
-    """Makes the last layer of a Llama-like model accept `read_N`, positions [N] of a packed row, and compute its
-    outputs at these positions alone, in this order; keys and values are computed for all.
+    """Makes the last layer of a Llama-like model accept an argument `read_N`, positions [N] of a packed row, and
+    compute its outputs at these positions alone, in this order. Keys and values are computed at all positions.
 
     The layer's `forward` is replaced, not the layer: its name, weights and hooks stay, FSDP gathers its
     weights as before, and a subclass would be needed for each model family.
@@ -166,8 +183,19 @@ def attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: queries [1, H, T, D] to outputs [1, T, H, D]. Without `sequence_groups` rows
-    are not packed, and their number is arbitrary."""
+    """Attention with transformers' interface for attention functions.
+
+    Args:
+        module: attention module of the layer.
+        query, key, value: [1, heads, T, D] of a packed row; [B, heads, T, D] of rows that are not packed.
+        attention_mask: mask of rows that are not packed; ignored for a packed row.
+        sequence_groups: groups of the sequences of a packed row; None if rows are not packed.
+        sliding_window: number of last tokens that a token attends to, itself included; None for all.
+        options: further arguments of transformers' sdpa attention.
+
+    Returns:
+        Outputs [B, T, heads, D], and None in place of attention weights.
+    """
     if sequence_groups is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
         return _attend_with_one_token(query, key, value, attention_mask, options["scaling"]), None
     if sequence_groups is None:
@@ -186,10 +214,11 @@ def attend(
 def _attend_with_one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attention of one token per row to all before it: queries [B, H, 1, D] to outputs [B, 1, H, D].
+    """Computes attention of one new token per row to all tokens before it, with grouped queries: queries [B, H, 1, D]
+    to outputs [B, 1, H, D].
 
-    The query heads of a key head take the place of its query tokens, so keys and values are read once and not repeated
-    per query head. On CPUs plain products are faster than torch's fused kernel.
+    Query heads that share a key head are treated as tokens of one head, so keys and values are read once instead of
+    once per query head. On CPUs, plain products are faster than torch's fused kernel.
     """
     own_query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     if key.is_cpu and key.dtype in (torch.float32, torch.float64):
@@ -203,7 +232,8 @@ def _attend_with_one_token(
 
 
 def _window_mask(positions_ST: Tensor, sliding_window: int | None) -> Tensor | None:
-    """Mask [1, 1, T, T] of the last `sliding_window` tokens, itself included, for each token; None if that is all."""
+    """Returns the mask [1, 1, T, T] by which each token attends to the last `sliding_window` tokens, itself included;
+    None if these are all tokens, so that causal attention needs no mask."""
     length = positions_ST.shape[1]
     if sliding_window is None or sliding_window >= length:
         return None

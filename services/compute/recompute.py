@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
-    """Makes each layer's forward pass save its input alone; the backward pass runs it again, bit for bit.
+    """Enables activation checkpointing for each layer: its forward pass saves only its input, and the backward pass
+    runs it again, bit for bit.
 
     The layer's `forward` is replaced, not the layer wrapped, so that hooks around it, such as FSDP's gather of weights,
     do not run again.

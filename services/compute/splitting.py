@@ -1,4 +1,4 @@
-"""Splits rows into micro-batches of a bounded number of tokens."""
+"""Splits rows into micro-batches of limited numbers of tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def cut(
     Args:
         lengths: tokens per row, prompt and response, [rows] int64.
         token_budget: most tokens of a micro-batch.
-        rows: rows to assign, default all.
-        padded: a micro-batch has rows * longest row tokens; otherwise the sum of its rows.
-        alike: for unpadded rows, `first_equal_rows` of their prompts: rows with the same prompt stay together.
+        rows: indices of the rows to assign, [n] int64. Default: all.
+        padded: whether rows are padded to the longest of their micro-batch, and the padding counts as tokens.
+        alike: result of `first_equal_rows` for the prompts of `rows`, if rows with the same prompt should follow each
+            other, for packing. Default: none.
 
     Returns:
-        The rows of each micro-batch, longest first; every row is in exactly one.
+        The rows of each micro-batch, longest row first; every row is in exactly one micro-batch.
 
     Raises:
         ValueError: a row is longer than the budget.
@@ -61,7 +62,7 @@ def cut(
 
 
 def _filled(lengths: np.ndarray, rows: np.ndarray, token_budget: int, padded: bool) -> Iterator[np.ndarray]:
-    """Consecutive runs of rows, each as long as the budget allows."""
+    """Yields consecutive runs of `rows`, each with as many rows as the token budget allows."""
     while len(rows):
         sizes = np.full(len(rows), lengths[rows[0]]) if padded else lengths[rows]
         num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))
@@ -78,7 +79,14 @@ def split(
     rows: np.ndarray | None = None,
     packed: bool = False,
 ) -> list[MicroBatch]:
-    """Micro-batches of the sequences of `rows` (default all), each padded or packed.
+    """Splits sequences into micro-batches.
+
+    Args:
+        prompts, responses: token ids of all rows of this rank.
+        token_budget: most tokens of a micro-batch.
+        pad_id: token id of the padding.
+        rows: indices of the rows to take, [n] int64. Default: all.
+        packed: whether micro-batches are packed instead of padded.
 
     Raises:
         ValueError: a row is longer than the budget, or its prompt is empty.

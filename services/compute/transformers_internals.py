@@ -10,15 +10,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 
 def converts_weights(model: PreTrainedModel) -> bool:
-    """Whether transformers converts a model's tensors when it reads and writes files."""
+    """Returns whether transformers converts a model's tensors when it reads and writes files."""
     return bool(get_model_conversion_mapping(model, add_legacy=False) or model._get_dtype_plan(model.dtype))
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
-    """Initializes a module as its model does after construction; computes buffers such as rotary frequencies."""
+    """Initializes the weights of a module as its model does after construction, and computes its buffers, such as
+    rotary frequencies."""
     model._init_weights(module)
 
 
 def block_class_names(model: PreTrainedModel) -> set[str]:
-    """Class names of a model's blocks, which transformers does not split over devices."""
+    """Returns the class names of a model's transformer blocks: the modules that transformers does not split over
+    devices."""
     return set(model._no_split_modules or ())

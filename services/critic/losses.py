@@ -20,12 +20,14 @@ def value_loss(
     *,
     clip: float | None = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped squared error per token: max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2.
-
-    The clip of OpenAI Baselines' PPO: moving V further than `clip` from the values of the advantages never lowers the
-    loss.
+    """Returns the clipped squared error per token, max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2, as in OpenAI
+    Baselines' PPO: moving V further than `clip` from V_old never lowers the loss.
 
     Args:
+        values_BT: V, values under the weights that are trained.
+        old_values_BT: V_old, values before the update, from which the advantages were computed.
+        returns_BT: R, the targets.
+        mask_BT: 1 on response tokens.
         clip: in units of the value, above 0; None for the plain squared error, without old values.
 
     Returns:

@@ -7,7 +7,7 @@ from settings.critic import CriticTable
 
 
 def worker_class(table: CriticTable) -> type[Worker]:
-    """The critic's worker."""
+    """Returns the worker class of a critic, `CriticWorker`."""
     # Imports torch, which takes seconds, so the configuration is checked first.
     from services.critic.worker import CriticWorker
 

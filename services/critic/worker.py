@@ -1,4 +1,4 @@
-"""The critic: a value for the state in which each response token was chosen."""
+"""Worker of the critic role, which computes the value of the state in which each response token was chosen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from settings.critic import CriticTable
 
 
 class CriticWorker(ModelWorker):
-    """The critic, a value model; a cost critic is another service of this role."""
+    """Worker of the critic, a value model: computes values and trains them. A cost critic is a second service with
+    this role.
+
+    Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
+    """
 
     role = "critic"
 

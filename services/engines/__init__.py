@@ -1,1 +1,1 @@
-"""Training engines behind one interface."""
+"""Training engines, which share the interface `services.engines.base.TrainEngine`."""

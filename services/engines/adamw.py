@@ -1,4 +1,4 @@
-"""AdamW with state of a fixed layout, and the clipping of its gradients over all ranks."""
+"""Creates torch's AdamW with all state tensors in place from the start, and clips gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from services.runtime.ranks import known_to_all
 
 
 def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
-    """torch's AdamW, fused, with the moments of every parameter."""
+    """Returns torch's fused AdamW for the parameters, with zero moments for each, which torch would create in the
+    first step only."""
     parameters = list(parameters)
     adamw = torch.optim.AdamW(
         parameters,
@@ -30,7 +31,7 @@ def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch
 
 
 def add_moments(adamw: torch.optim.AdamW, parameter: Tensor) -> None:
-    """Sets the state of a parameter that has made no step."""
+    """Sets a parameter's optimizer state to that before the first step: step 0 and zero moments."""
     adamw.state[parameter] = {
         "step": torch.zeros((), device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
@@ -49,12 +50,14 @@ def clip_gradients(
     Collective.
 
     Args:
-        gradients: This rank's gradients, by name.
-        primary: Names whose gradients this rank adds to the norm; other ranks add the rest.
-        num_steps: Optimizer steps done, for the error message.
+        gradients: This rank's gradients, by name; scaled in place.
+        primary: Names of the gradients that this rank counts in the norm. Replicas are counted on one rank alone.
+        max_norm: Largest norm; inf for no clipping.
+        device: Device of this rank, on which the norm is reduced.
+        num_steps: Number of optimizer steps done, for the error message.
 
     Raises:
-        NonFiniteGradient: On every rank, since all see the same sum.
+        NonFiniteGradient: The norm is inf or nan; raised on every rank alike.
     """
     # A gradient may be in host memory: DeepSpeed's offloaded optimizer keeps it there.
     norms = [torch.linalg.vector_norm(gradients[name], dtype=torch.float64).to(device) for name in primary]

@@ -1,7 +1,7 @@
-"""Actions that all ranks of the default process group complete together or not at all.
+"""Context managers whose blocks fail on all ranks of the default process group if they fail on one.
 
-A rank that fails while others go on would leave them waiting in their next collective. So ranks exchange whether they
-failed before any of them goes on.
+A rank that fails while the others continue would leave them waiting in their next collective. So the ranks exchange
+whether they failed before any of them continues.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ T = TypeVar("T")
 
 
 class PeerRankFailed(RuntimeError):
-    """Another rank failed in an action of all ranks; the error on that rank has the cause."""
+    """Raised on a rank that did not fail itself in an action that failed on another rank; that rank's error has the
+    cause."""
 
 
 class RunToEnd(Iterator[T]):
-    """A collective iterator that every rank must run to its end. `finish` runs the rest of it for a rank that stopped.
+    """Iterator around a collective one that every rank must run to its end. `finish` runs what is left of it, for a
+    rank that stopped early.
 
     Args:
+        collective: iterable whose steps are collective.
         progressed: called after each item.
 
     Raises:
-        FailedAlone: the iterator itself failed.
+        FailedAlone: `collective` failed on this rank; raised by every later step too.
     """
 
     def __init__(self, collective: Iterable[T], progressed: Callable[[], None] = lambda: None) -> None:
@@ -56,7 +59,7 @@ class RunToEnd(Iterator[T]):
         raise FailedAlone(f"{type(failure).__name__}: {failure}") from failure
 
     def finish(self) -> None:
-        """Runs the iterator to its end."""
+        """Runs the iterator to its end and drops the items."""
         deque(self, maxlen=0)
 
 
@@ -67,13 +70,15 @@ NO_COLLECTIVE: RunToEnd[object] = RunToEnd(())
 def all_or_none(
     action: str, device: torch.device, collective: RunToEnd[Any] = NO_COLLECTIVE
 ) -> Iterator[None]:
-    """A block that fails on every rank if it fails on one. Collective. The block contains no collective but the
-    iterator `collective`.
+    """Context manager of a block that fails on every rank if it fails on one. Collective: ranks all-reduce after the
+    block whether they failed. The block must contain no collective besides the iterator `collective`.
 
     Args:
         action: name of the block, for the message on ranks that did not fail.
-        device: device of tensors that the process group can reduce.
-        collective: iterator that all ranks run to its end.
+        device: device of the all-reduce's tensor.
+        collective: iterator that the block may run, and that is run to its end on every rank, even if the block
+            failed.
+            Default: none.
 
     Raises:
         PeerRankFailed: the block failed on another rank only.
@@ -95,14 +100,14 @@ def all_or_none(
 
 @contextmanager
 def takes_effect(action: str) -> Iterator[None]:
-    """A block that follows an agreement of all ranks and changes this rank's state. Its failure on one rank cannot be
-    undone on the others.
+    """Context manager of a block that changes this rank's state after all ranks have agreed to. A failure in it on
+    one rank cannot be undone on the others, so it becomes OutOfStep, upon which the rank exits.
 
     Args:
         action: name of the block, for the message.
 
     Raises:
-        OutOfStep: the block failed; the rank must exit.
+        OutOfStep: the block failed.
     """
     try:
         yield
@@ -120,14 +125,17 @@ def new_directory(
     progressed: Callable[[], None] = lambda: None,
     collective: RunToEnd[Any] = NO_COLLECTIVE,
 ) -> Iterator[Path]:
-    """A directory for all ranks to write to, published as `directory` once every rank has written. Collective.
+    """Context manager that yields a temporary directory for all ranks to write to. After the block, rank 0 publishes
+    it as `directory`, which replaces an earlier one. Collective.
 
-    A reader of `directory` sees the old one or the new one, never a part, also after a crash. A failure leaves no
-    files.
+    A reader of `directory` finds the old contents or the new ones, never a part of them, even after a crash. If any
+    rank fails, the temporary directory is removed.
 
     Args:
-        progressed: called after each synced file.
-        collective: iterator of `all_or_none` that ranks run while they write.
+        directory: final path; on a file system that all ranks share.
+        device: device of the tensors by which ranks agree.
+        progressed: called after each file that is synced to disk.
+        collective: iterator that ranks run while they write, as for `all_or_none`.
 
     Raises:
         ValueError: `directory` holds files other than those of an earlier checkpoint or model.

@@ -1,4 +1,4 @@
-"""The interface of a training engine, which holds the model of an actor, critic, reference or reward.
+"""The interface of a training engine, which keeps the model of an actor, critic, reference or reward service.
 
 Every method that computes or moves tensors is collective: all ranks of the service call it, in the same order. A
 loss is this rank's share of the loss of the whole mini-batch, already divided by global counts. So gradients are
@@ -24,6 +24,8 @@ from services.storage.checkpoint import NO_SCALARS, Scalars
 
 Output = TypeVar("Output")
 LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""Function of a head's output and its micro-batch. Returns the micro-batch's share of the loss, a scalar with a
+graph, and statistics by name, detached scalars that are summed over micro-batches."""
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -31,22 +33,23 @@ class NonFiniteGradient(ArithmeticError):
 
 
 class InferenceStopped(RuntimeError):
-    """`should_stop` returned True on some rank. Raised on every rank alike."""
+    """Raised by `infer` on every rank after `should_stop` has returned True on any."""
 
 
 class EngineOffloaded(RuntimeError):
-    """The engine is offloaded; call `onload` first. Raised before any collective."""
+    """Raised by methods of an engine that is offloaded (or of a rollout engine that is asleep), before any
+    collective."""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter 2019) on all parameters, and its learning rate: linear warm-up, then a schedule.
+    """Options of AdamW (Loshchilov and Hutter 2019) and of its learning rate: linear warm-up, then a schedule.
 
     Args:
         lr: learning rate after warm-up.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, per unit of learning rate.
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay; a step multiplies weights by 1 - lr * weight_decay.
         max_grad_norm: 2-norm to which a larger gradient is scaled down; inf for no clipping.
         warmup_steps: steps of warm-up; step i of them, from 1, runs at lr * i / warmup_steps.
         schedule: after warm-up "constant", or from lr to lr * min_ratio by "linear" or "cosine" (Loshchilov and Hutter
@@ -66,13 +69,13 @@ class OptimizerOptions:
     min_ratio: float = 0.0
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
+        """Returns the learning rate of a step; the first step is number 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return self.lr * (self.min_ratio + (1 - self.min_ratio) * self._left(step))
 
     def _left(self, step: int) -> float:
-        """Position between the lowest learning rate (0) and the highest (1), after warm-up."""
+        """Returns where the learning rate of a step after warm-up is between the lowest (0) and the highest (1)."""
         if self.schedule == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -98,29 +101,34 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A copy of this rank's shards of weights and optimizer state, in host memory."""
+    """A copy of this rank's shards of weights and optimizer state, in host memory.
+
+    Attributes:
+        num_steps: optimizer steps done.
+        tensors: shards by name.
+    """
 
     num_steps: int
     tensors: dict[str, Tensor]
 
 
 class TrainEngine(ABC):
-    """A model spread over the ranks of a service, and its optimizer.
+    """Interface of a model that is distributed over the ranks of a service, and of its optimizer.
 
-    Between `offload` and `onload` all other methods raise EngineOffloaded.
+    Between `offload` and `onload`, the methods that use weights raise EngineOffloaded.
 
     Attributes:
         device: device of this rank.
-        data_rank: number of this rank's share of the rows.
-        data_size: number of shares.
+        data_rank: index of this rank's data-parallel share of the rows. Ranks with the same index have the same rows.
+        data_size: number of data-parallel shares.
         config: configuration of the whole model.
-        num_parameters: parameters of the whole model.
-        step_is_atomic: whether a `step` that fails on any rank has moved no weight on any rank.
-        sees_outputs: whether this rank has the model's outputs: in a pipeline, the last stage alone. Other ranks return
-            no outputs and no statistics.
-        packs: whether the engine computes packed micro-batches, and not padded ones alone.
-        cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it never does.
-        progressed: called after each micro-batch, tensor and file, to show that work goes on.
+        num_parameters: number of parameters of the whole model.
+        step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
+        sees_outputs: whether this rank has the model's outputs; in a pipeline, only the last stage has. Other ranks
+            return no outputs and no statistics.
+        packs: whether the engine can compute packed micro-batches, besides padded ones.
+        cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
+        progressed: called after each micro-batch, tensor and file, so that the service can tell work from a hang.
     """
 
     device: torch.device
@@ -135,7 +143,12 @@ class TrainEngine(ABC):
     progressed: Callable[[], None] = staticmethod(lambda: None)
 
     def token_budget_for(self, most: int, longest: int) -> int:
-        """Token budget for rows up to `longest` tokens, where memory has room for `most`."""
+        """Returns the token budget of micro-batches that is fastest on this engine.
+
+        Args:
+            most: configured token budget, which the result does not exceed.
+            longest: tokens of the longest row.
+        """
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
     @abstractmethod
@@ -147,14 +160,18 @@ class TrainEngine(ABC):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int], None] = lambda num_done: None,
     ) -> list[Output]:
-        """Run the model without gradients and return the output of `head` for each micro-batch; on ranks that do not
-        see outputs, an empty list.
+        """Runs the model without gradients.
 
         Ranks may have different numbers of micro-batches, of different shapes.
 
         Args:
-            should_stop: called before every micro-batch; all ranks stop if it returns True on any.
-            progress: called with the number of micro-batches done.
+            micro_batches: micro-batches of this rank.
+            head: computes the output for a micro-batch.
+            should_stop: called before micro-batches; all ranks stop if it returns True on any.
+            progress: called with the number of micro-batches done so far.
+
+        Returns:
+            The output of `head` for each micro-batch, in order; an empty list if not `sees_outputs`.
 
         Raises:
             InferenceStopped: `should_stop` returned True, here or on another rank.
@@ -169,13 +186,14 @@ class TrainEngine(ABC):
         *,
         confirm: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """One AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
+        """Makes one AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
 
         Args:
-            loss_fn: from the output of `head` to the micro-batch's share of the loss, a scalar with a graph, and
-                statistics, detached scalars that are summed. Called once per micro-batch, in order.
-            confirm: called once the gradient is known to be finite on all ranks, before any weight moves. If it raises,
-                on every rank or on none, weights and optimizer state are as before.
+            micro_batches: micro-batches of this rank.
+            head: computes the output that the loss function takes.
+            loss_fn: loss function. Called once per micro-batch, in order.
+            confirm: called after the gradient is known to be finite on all ranks and before any weight changes. It
+                must raise on every rank or on none; if it raises, weights and optimizer state are as before.
 
         Raises:
             NonFiniteGradient: the gradient is not finite; weights and optimizer state are as before.
@@ -184,15 +202,15 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Copy weights and optimizer state, for `restore`."""
+        """Copies weights and optimizer state to host memory, for `restore`."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore a snapshot of this engine, bit for bit; any number of times."""
+        """Restores a snapshot of this engine, bit for bit. A snapshot may be restored several times."""
 
     @abstractmethod
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights whole, on every rank, one at a time in the order of their names.
+        """Yields the name and the whole tensor of every weight, on every rank, one at a time in the order of names.
 
         Names are those of the Hugging Face checkpoint; tied weights appear under every name. The iterator is
         collective: run it to its end on every rank, and change no weight meanwhile. A tensor may share its memory
@@ -200,8 +218,9 @@ class TrainEngine(ABC):
         """
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that this rank generates with, by name, one at a time: whole, as `full_tensors`, or with a
-        generation mesh this rank's shards. Collective, as `full_tensors`."""
+        """Yields the name and the tensor of each weight that this rank generates with, one at a time: whole tensors
+        as `full_tensors`, or, with a generation mesh, this rank's shards. The iterator is collective, as that of
+        `full_tensors`."""
         return self.full_tensors()
 
     @abstractmethod
@@ -211,14 +230,19 @@ class TrainEngine(ABC):
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | None = None,
     ) -> str:
-        """Write a Hugging Face directory and return its sha256, as `services.models.export.tensors_sha256`.
+        """Writes the model as a Hugging Face directory.
 
         Trained weights are exported in the optimizer's precision, not as the coarser copies that the model computes
         with, so the same weights have the same sha256 in every engine. The directory appears whole or not at all, and
         replaces one of the same name.
 
         Args:
-            dtype: type of all floating-point tensors; default the type that the engine keeps each of them in.
+            directory: path of the directory.
+            tokenizer: tokenizer to write beside the model; None for none.
+            dtype: type of all floating-point tensors. Default: the type that the engine keeps each of them in.
+
+        Returns:
+            sha256 (hex) over all weights, as `services.models.export.tensors_sha256`.
 
         Raises:
             OSError: the directory could not be written (rank 0; `agreement.PeerRankFailed` on the others).
@@ -226,13 +250,14 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
-        """Write weights and optimizer state as a sharded checkpoint that any number of ranks can load.
+        """Writes weights and optimizer state as a sharded checkpoint that any number of ranks can load.
 
-        The directory must be shared by all ranks. It appears whole or not at all, and replaces one of the same
-        name.
+        The directory must be on a file system that all ranks share. It appears whole or not at all, and replaces one
+        of the same name.
 
         Args:
-            scalars: further scalars of the checkpoint; the same on every rank.
+            directory: path of the checkpoint.
+            scalars: further numbers to store in the checkpoint, by name; the same on every rank.
 
         Raises:
             OSError: the directory could not be written (`agreement.PeerRankFailed` on ranks that could).
@@ -240,23 +265,24 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> Scalars:
-        """Load a checkpoint of `save`, bit for bit, and return its scalars. If any rank fails, every rank keeps its
-        state.
+        """Loads a checkpoint of `save`, bit for bit; returns the scalars that were given to `save`. If any rank fails
+        to read it, every rank keeps its state.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: the checkpoint is of another model or incomplete (`agreement.PeerRankFailed` on other ranks).
+            FileNotFoundError: there is no checkpoint in the directory.
+            ValueError: the checkpoint is of a different model or incomplete (`agreement.PeerRankFailed` on ranks that
+                could read their part).
         """
 
     @abstractmethod
     def check_onloaded(self) -> None:
-        """Raises EngineOffloaded between `offload` and `onload`."""
+        """Raises EngineOffloaded if the engine is offloaded."""
 
     @abstractmethod
     def start_over(self) -> None:
-        """Reset to the state of a new engine, bit for bit: weights of the model directory, zero moments, first learning
-        rate. An offloaded engine is brought back to the device. If any rank fails, every rank keeps its weights and
-        optimizer state.
+        """Resets the engine to its state after construction, bit for bit: weights of the model directory, zero
+        moments, first learning rate. An offloaded engine is brought back to the device. If any rank fails, every rank
+        keeps its weights and optimizer state.
 
         Raises:
             ValueError: the directory can no longer be read (`agreement.PeerRankFailed` on ranks that could).
@@ -264,7 +290,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self) -> int:
-        """Move weights and optimizer state to host memory; returns the bytes moved, 0 if they are there already.
+        """Moves weights and optimizer state to host memory; returns the bytes moved, 0 if they are there already.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still on
@@ -273,7 +299,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self) -> int:
-        """Move weights and optimizer state back to the device; returns the bytes moved.
+        """Moves weights and optimizer state back to the device; returns the bytes moved, 0 if they are there already.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in

@@ -12,7 +12,12 @@ _SHA256_BYTES = 32
 
 
 def stop_together(stop: bool, device: torch.device) -> None:
-    """Raises InferenceStopped on every rank where any rank passes True."""
+    """Raises InferenceStopped on every rank if any rank passes True. Collective.
+
+    Args:
+        stop: Whether this rank wants to stop.
+        device: Device of this rank.
+    """
     stopping = torch.tensor(stop, dtype=torch.int64, device=device)
     dist.all_reduce(stopping)
     if stopping:
@@ -20,14 +25,20 @@ def stop_together(stop: bool, device: torch.device) -> None:
 
 
 def max_over_ranks(count: int, device: torch.device) -> int:
-    """The largest count of any rank."""
+    """Returns the largest `count` that any rank passes. Collective.
+
+    Args:
+        count: This rank's number.
+        device: Device of this rank.
+    """
     most = torch.tensor(count, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def digest_of_rank_0(sha256: str, device: torch.device) -> str:
-    """The sha256 (hex) that rank 0 passes; the argument of other ranks is ignored."""
+    """Returns the sha256 (hex) that rank 0 passes, on every rank; the argument of other ranks is ignored.
+    Collective."""
     digest = bytes.fromhex(sha256) if dist.get_rank() == 0 else bytes(_SHA256_BYTES)
     shared = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     dist.broadcast(shared, src=0)

@@ -1,5 +1,5 @@
-"""Base of the data-parallel engines: each rank computes the whole model on its own rows, keeps a shard of the weights,
-and gathers the other shards only to compute."""
+"""Base class of the data-parallel engines, in which each rank computes the whole model on its own rows, keeps a shard
+of the weights, and gathers the other shards only to compute."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Output = TypeVar("Output")
 
 
 class DataParallelEngine(ShardedEngine):
-    """An engine on all ranks of the default process group, each of which computes the whole model.
+    """Base class of engines in which each rank of the default process group computes the whole model.
 
     Args:
-        model: the model.
+        model: the model, whose weights may be partitioned over the ranks.
         device, kept, trained, optimizer: as in `ShardedEngine`.
     """
 
@@ -52,37 +52,42 @@ class DataParallelEngine(ShardedEngine):
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
-        """Context of forward and backward passes with the current weights. Its end frees gathered weights, so that no
-        later pass computes with outdated ones. Collective."""
+        """Returns a context manager around forward and backward passes, which compute with the current weights. Its
+        end frees gathered weights, so that no later pass computes with outdated ones. Collective."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
-        """Forward pass of the model; returns the output of `head`."""
+        """Runs the forward pass of a micro-batch; returns the output of `head`. Collective."""
 
     def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
-        """Forward pass of a dummy micro-batch; returns a scalar with a graph."""
+        """Runs the forward pass of a dummy micro-batch, so that this rank takes part in its collectives; returns a
+        scalar whose graph includes the model."""
         return self._read(micro_batch, dummy_head)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a micro-batch to those before it.
+        """Runs the backward pass of a micro-batch and adds its gradient to those of earlier micro-batches.
+        Collective.
 
         Args:
-            is_last: whether it is the last micro-batch of the step.
+            loss: loss of the micro-batch.
+            is_last: whether this is the last micro-batch of the optimizer step.
         """
         loss.backward()
 
     @abstractmethod
     def _store_gradients(self) -> None:
-        """Store the accumulated gradients in `.grad` of the shards."""
+        """Stores the accumulated gradients in `.grad` of this rank's shards."""
 
     @abstractmethod
     def _gather(
         self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, whole on every rank, one at a time. Collective.
+        """Yields the name and the whole tensor of each of the given tensors, on every rank, one at a time.
+        Collective.
 
         Args:
-            dtype: type of floating-point tensors; default their own.
+            tensors: tensors of the model, possibly partitioned, by name.
+            dtype: type of floating-point tensors. Default: their own.
         """
 
     @torch.no_grad()
@@ -131,15 +136,17 @@ class DataParallelEngine(ShardedEngine):
         return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers of the model, by name, in the order of names."""
+        """Returns parameters and persistent buffers of the model, possibly partitioned, by name in the order of
+        names."""
         return dict(sorted(self._model.state_dict(keep_vars=True).items()))
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
+        """Returns the shape of the whole tensor of which `tensor` is this rank's part."""
         return tuple(tensor.shape)
 
     def _gather_companions(self) -> Callable[[Path], None]:
-        """Gathers further contents of an export; returns the function that writes them to a directory. Collective."""
+        """Gathers what an export contains besides the model; returns a function that writes it to a given directory.
+        Collective. Default: nothing."""
         return lambda directory: None
 
     def _write(
@@ -150,7 +157,15 @@ class DataParallelEngine(ShardedEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype | None,
     ) -> str:
-        """Write tensors while they are gathered, as a Hugging Face directory; returns their sha256."""
+        """Writes tensors as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
+
+        Args:
+            directory: existing directory.
+            tensors: the tensors that `gathered` yields, possibly partitioned, by name.
+            gathered: name and whole tensor of each, in the same order.
+            tokenizer: tokenizer to write; None for none.
+            dtype: type of the weights in the files. Default: their own.
+        """
         if stored_as_computed(self._model):
             sizes = {
                 name: math.prod(self._shape(name, x)) * cast(x.new_empty(0), dtype).element_size()
@@ -166,10 +181,11 @@ class DataParallelEngine(ShardedEngine):
         return sha256
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches on the device, padded with dummies to the largest number on any rank, at least 1.
+        """Moves micro-batches to the device and appends dummies, up to the largest number on any rank and at least 1.
+        Collective.
 
-        Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks run the same
-        number of them.
+        Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run the
+        same number of passes.
         """
         missing = max(max_over_ranks(len(micro_batches), self.device), 1) - len(micro_batches)
         return [

@@ -1,4 +1,4 @@
-"""Deterministic kernels."""
+"""Selects deterministic kernels of torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils import deterministic
 
 @contextmanager
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
-    """A block that runs deterministic kernels on CUDA where they exist. CPU kernels are deterministic for a fixed
-    number of threads."""
+    """Context manager in which torch runs deterministic CUDA kernels where they exist. Does nothing for a CPU, whose
+    kernels are deterministic for a fixed number of threads."""
     if device.type == "cpu":
         yield
         return

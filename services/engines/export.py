@@ -1,4 +1,4 @@
-"""Export of an engine's weights while they are gathered."""
+"""Exports an engine's weights while they are gathered from the ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ def export_gathered(
     device: torch.device,
     progressed: Callable[[], None],
 ) -> str:
-    """Writes a directory on rank 0 from tensors that all ranks gather; returns the sha256 of the weights. Collective.
+    """Writes a model directory on rank 0 from tensors that all ranks gather together. Collective.
 
     Args:
-        gathered: Whole tensors, one at a time; a collective iterator.
-        write: Writes the tensors into a directory and returns their sha256.
-        device: Device of tensors that the process group can reduce.
+        directory: Path of the directory; replaces an earlier one.
+        gathered: Name and whole tensor of each weight, one at a time; a collective iterable.
+        write: Writes the tensors into a directory and returns one sha256 (hex) over all; called on rank 0.
+        device: Device of this rank.
+        progressed: Called after each tensor and each file.
+
+    Returns:
+        The sha256 that `write` returned, on every rank.
 
     Raises:
         OSError: The directory could not be written (rank 0; `PeerRankFailed` on the others).

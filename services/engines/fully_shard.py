@@ -1,4 +1,4 @@
-"""Weights sharded with FSDP2 (torch's `fully_shard`)."""
+"""Shards weights with FSDP2 (torch's `fully_shard`), and reads and gathers the shards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def shard_modules(
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shards each module with FSDP2, inner modules before the modules that contain them; gradients are summed.
+    """Applies FSDP2 to each module, with gradients summed over ranks instead of averaged.
 
     Args:
+        modules: modules to shard; inner modules must come before the modules that contain them.
+        mesh: one-dimensional mesh of the ranks to shard over.
         dtype: type of weights and gradients. Gradients are reduced in this type or float32, whichever is finer.
-        compute_dtype: type of forward and backward passes, default `dtype`.
+        compute_dtype: type of forward and backward passes. Default: `dtype`.
+        reshard_after_forward: whether gathered weights are freed between forward and backward pass.
     """
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
@@ -42,17 +45,18 @@ def shard_modules(
 
 
 def whole(x: Tensor) -> Tensor:
-    """The whole tensor without its graph; a DTensor is gathered from its ranks. Collective."""
+    """Returns a whole tensor, detached; gathers it from its ranks if `x` is a DTensor. Collective."""
     return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's shard of a tensor, in the same memory, without its graph."""
+    """Returns this rank's shard of a DTensor, or a plain tensor itself, detached and in the same memory."""
     return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def box(local: Tensor, parameter: Tensor) -> WeightShard:
-    """The local shard of a parameter, or a tensor of its shape, as a box of the whole parameter."""
+    """Returns `local` as a box of a whole parameter. `local` is this rank's shard of the parameter, or a tensor with
+    the shard's shape, such as a moment."""
     offsets: Sequence[int] = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         offsets = global_offset(parameter)

@@ -1,4 +1,4 @@
-"""Sums of a step over its micro-batches."""
+"""Sums the loss and the statistics of an optimizer step over its micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class LossAccumulator:
-    """Adds up loss and statistics, in float64 on the device where they are computed."""
+    """Sums the loss and the statistics of micro-batches, in float64 on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -20,16 +20,16 @@ class LossAccumulator:
         )
 
     def add(self, loss: Tensor, stats: Mapping[str, Tensor]) -> None:
-        """Adds the loss and the statistics of a micro-batch."""
+        """Adds the loss and the statistics of a micro-batch, which are scalar tensors."""
         self._loss += loss.detach()
         for name, value in stats.items():
             self._stats[name] += value
 
     def total(self, *, is_primary: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """The loss summed over ranks, and this rank's statistics. Collective.
+        """Returns the loss summed over all ranks, and the statistics of this rank alone. Collective.
 
         Args:
-            is_primary: whether this rank's loss enters the sum; False for a replica of another rank's.
+            is_primary: whether this rank's loss is added to the sum. False if it replicates that of another rank.
         """
         total = self._loss.clone() if is_primary else torch.zeros_like(self._loss)
         dist.all_reduce(total)

@@ -1,4 +1,5 @@
-"""Moves the storage of tensors to host memory and back; the tensors and their views stay valid objects.
+"""Moves the storages of tensors to host memory and back. The tensor objects and their views remain, and can be used
+again afterwards.
 
 Memory may run out at any allocation. So each direction first allocates everything, then copies everything, and frees
 the source last: a failure before that changes nothing.
@@ -15,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class OffloadedStorage:
-    """A storage on the device, and a copy of its bytes in host memory."""
+    """A storage on the device (`storage`), and a copy of its bytes in host memory (`host`)."""
 
     storage: torch.UntypedStorage
     host: torch.UntypedStorage
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
-    """Copy the storages of tensors, each once, to host memory. The tensors keep their storage until `free`.
+    """Copies the storages of tensors to host memory, shared ones once. The tensors keep their storage until `free`.
 
     Raises:
         RuntimeError: memory ran out.
@@ -35,13 +36,13 @@ def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
 
 
 def free(offloaded: Iterable[OffloadedStorage]) -> None:
-    """Free the storages on the device; the tensors must not be read until `bring_back`."""
+    """Frees the storages on the device. Their tensors must not be read until `bring_back`."""
     for item in offloaded:
         item.storage.resize_(0)
 
 
 def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
-    """Allocate the storages again and copy their bytes back. The copies in host memory stay.
+    """Allocates the storages on the device again and copies their bytes back. The copies in host memory remain.
 
     Raises:
         RuntimeError: memory ran out; the storages are still freed.
@@ -57,6 +58,7 @@ def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
 
 
 def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
+    """Returns the total size of the storages in bytes."""
     return sum(item.host.nbytes() for item in offloaded)
 
 

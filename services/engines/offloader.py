@@ -1,4 +1,4 @@
-"""Offloads an engine to host memory, on all ranks or on none."""
+"""Moves an engine's tensors to host memory and back, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from services.engines.base import EngineOffloaded
 from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
 
 _HOST = torch.device("cpu")
-"""Device of the agreement, which must not fail for want of device memory."""
+"""Device of the tensor by which ranks agree. The CPU, since device memory may have run out."""
 
 
 class Offloader:
-    """Copies of an engine's tensors in host memory, while it is offloaded."""
+    """Moves an engine's tensors to host memory and back, and keeps the copies while the engine is offloaded."""
 
     def __init__(self) -> None:
         self._offloaded: list[OffloadedStorage] = []
 
     @property
     def is_offloaded(self) -> bool:
+        """Whether the tensors are in host memory."""
         return bool(self._offloaded)
 
     def check_onloaded(self) -> None:
-        """Raises EngineOffloaded where the engine is offloaded."""
+        """Raises EngineOffloaded if the tensors are in host memory."""
         if self._offloaded:
             raise EngineOffloaded("the engine is offloaded; bring it back first")
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Moves tensors to host memory; returns the bytes moved, 0 where they are there. Collective.
+        """Moves tensors to host memory; returns the bytes moved, 0 if they are there already. Collective.
 
         Raises:
             RuntimeError: Memory ran out (`PeerRankFailed` on other ranks); the tensors are still on the device.
@@ -46,7 +47,7 @@ class Offloader:
         return num_bytes(offloaded)
 
     def onload(self) -> int:
-        """Moves the tensors back; returns the bytes moved, 0 where they are on the device. Collective.
+        """Moves the tensors back to the device; returns the bytes moved, 0 if they are there already. Collective.
 
         Raises:
             RuntimeError: Memory ran out (`PeerRankFailed` on other ranks); the tensors are still in host memory.

@@ -1,4 +1,5 @@
-"""Base of engines whose ranks keep shards of the weights as plain tensors: steps, snapshots, checkpoints, offload."""
+"""Base class of all engines: steps, snapshots, checkpoints and offload, for weights that each rank keeps as shards in
+plain tensors."""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ from services.storage.publish import readable_path
 Output = TypeVar("Output")
 
 NUM_STEPS = "engine.num_steps"
-"""Scalar of a checkpoint: optimizer steps done."""
+"""Name of the scalar in a checkpoint that is the number of optimizer steps done."""
 
 
 class ShardedEngine(TrainEngine):
-    """An engine on all ranks of the default process group.
+    """Base class of engines on all ranks of the default process group.
 
     Args:
         device: Device of this rank.
-        kept: This rank's shards of the weights, by name; updated in place. Their gradients are in `.grad`.
-        trained: Names of the weights that are trained.
+        kept: This rank's shards of the weights, by name. They are updated in place, from gradients in their `.grad`.
+        trained: Names of those that are trained.
         optimizer: Options of AdamW; None for a model that is not trained and has no optimizer state.
     """
 
@@ -66,33 +67,37 @@ class ShardedEngine(TrainEngine):
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> tuple[float, dict[str, Tensor]]:
-        """Stores the gradient of the whole mini-batch in `.grad` of the shards; returns its loss and this rank's
-        statistics."""
+        """Computes the gradient of the whole mini-batch and stores it in `.grad` of this rank's shards; returns the
+        loss over all ranks and this rank's statistics. Collective."""
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
-        """The shard of a weight, or a tensor with its layout, as a box of the checkpoint's tensor."""
+        """Returns this rank's shard of a weight, or another tensor of its layout such as a moment, as a box of the
+        checkpoint's tensor."""
 
     @abstractmethod
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
-        """Fills shards of this rank, by name, with the values of a new engine. Not collective.
+        """Fills this rank's shards of weights, given by name, with the values of a newly built engine. Not
+        collective.
 
         Raises:
             ValueError: The model directory can no longer be read.
         """
 
     def _take_step(self, lr: float) -> None:
-        """Updates the shards with the gradients in their `.grad`."""
+        """Updates the shards with the gradients in their `.grad`, at learning rate `lr`."""
         assert self._adamw is not None
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
 
     def _is_primary(self, name: str) -> bool:
-        """Whether this rank, of those with a replica of the same shard, counts it in norms and writes it."""
+        """Returns whether this rank counts a shard in norms and writes it to checkpoints. True on one of the ranks
+        that have replicas of the shard."""
         return True
 
     def _weights_changed(self) -> None:
-        """Updates copies of the shards after they have changed."""
+        """Updates the engine's copies of the shards, such as those in a coarser type, after the shards have changed.
+        Default: does nothing."""
 
     def step(
         self,
@@ -182,7 +187,7 @@ class ShardedEngine(TrainEngine):
         self._offloader.check_onloaded()
 
     def _leave_device(self) -> int:
-        """Offloads, also where the device is the CPU."""
+        """Offloads the engine, even if the device is the CPU; returns the bytes moved. Collective."""
         return self._offloader.offload(self._resident())
 
     def _clip_gradients(self, max_norm: float) -> float:
@@ -200,7 +205,8 @@ class ShardedEngine(TrainEngine):
         return make_adamw([self._kept[name] for name in self._trained_names], options)
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's shards of weights and of first and second moments, by name."""
+        """Returns this rank's shards of the weights and of the first and second moments, by name: "weight.NAME",
+        "exp_avg.NAME" and "exp_avg_sq.NAME"."""
         state = {f"weight.{name}": x.detach() for name, x in self._kept.items()}
         if self._adamw is not None:
             for name in self._trained_names:
@@ -210,7 +216,7 @@ class ShardedEngine(TrainEngine):
         return state
 
     def _resident(self) -> list[Tensor]:
-        """Tensors that stay on the device between calls."""
+        """Returns the tensors that stay on the device between calls, which `offload` moves."""
         return list(self._state().values())
 
     def _set_num_steps(self, num_steps: int) -> None:
@@ -228,5 +234,6 @@ def _weight_name(state_name: str) -> str:
 
 
 def _in_host_memory(x: Tensor) -> Tensor:
-    """A copy in host memory, from a GPU in pinned memory, which torch caches for the next copy."""
+    """Returns a copy of a tensor in host memory; pinned if `x` is on a GPU, since torch caches pinned memory for the
+    next copy."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach())

@@ -1,15 +1,15 @@
-"""Hugging Face model directories on the local file system."""
+"""Checks Hugging Face model directories on the local file system."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-"""Weights of a value head, in the directory of its backbone."""
+"""Name of the file with a value head's weights, in the directory of its backbone."""
 
 
 def require_model_directory(directory: Path) -> None:
-    """Raises FileNotFoundError where `directory` is missing or has no config.json."""
+    """Raises FileNotFoundError if `directory` does not exist or has no config.json."""
     if not directory.is_dir():
         raise FileNotFoundError(f"model directory {directory} does not exist")
     if not (directory / "config.json").is_file():
@@ -17,5 +17,5 @@ def require_model_directory(directory: Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error message: transformers appends advice."""
+    """Returns the first line of an error's message, without the advice that transformers appends."""
     return str(error).partition("\n")[0]

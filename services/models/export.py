@@ -1,4 +1,4 @@
-"""Writes models as Hugging Face directories, and hashes weights."""
+"""Writes models as Hugging Face directories, and computes hashes of weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from services.models.value_model import ValueModel, transformer_of
 
 
 def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
-    """Whether files hold a model's tensors as they are in memory. transformers converts those of other models (most
-    mixtures of experts, quantized models) when it reads and writes files."""
+    """Returns whether files contain a model's tensors as they are in memory. False for most mixtures of experts and
+    for quantized models, whose tensors transformers converts when it reads and writes files."""
     transformer = transformer_of(model)
     return not (converts_weights(transformer) or getattr(transformer.config, "quantization_config", None))
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 (hex) over name, dtype, shape and bytes of tensors, in the order given: sort them by name.
+    """Returns one sha256 (hex) over name, dtype, shape and bytes of all tensors, in the given order; callers sort
+    them by name.
 
     The hash depends on the weights alone, not on files, their number or their metadata.
     """
@@ -43,13 +44,15 @@ def write_model(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write weights as a Hugging Face directory with the configuration of `model`.
+    """Writes weights as a Hugging Face directory with the configuration of `model`.
 
     A value model is written as its backbone, which AutoModel loads, with `VALUE_HEAD_FILE` beside it.
 
     Args:
-        model: configuration and architecture; its own weights are not read.
-        weights: whole tensors under the names of `model.state_dict()`, tied weights once.
+        model: model with the configuration and architecture; its own weights are not read.
+        weights: whole tensors by their names in `model.state_dict()`, tied weights once.
+        directory: path of the directory.
+        tokenizer: tokenizer to write beside the model; None for none.
 
     Raises:
         OSError: a file could not be written.
@@ -72,10 +75,13 @@ def write_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the configuration and tokenizer files of a Hugging Face directory.
+    """Writes the configuration and tokenizer files of a Hugging Face directory.
 
     Args:
-        dtype: type of the weights; default that of the model.
+        model: model with the configuration.
+        directory: existing directory.
+        tokenizer: tokenizer to write; None for none.
+        dtype: type of the weights, which the configuration names. Default: that of the model.
 
     Raises:
         OSError: a file could not be written.
@@ -90,7 +96,8 @@ def write_config(
 
 
 def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:
-    """Write a model's configuration with `dtype` as the type of its weights; `config` is unchanged.
+    """Writes a model's configuration to config.json, with `dtype` as the type of its weights; `config` is not
+    changed.
 
     Raises:
         OSError: a file could not be written.

@@ -1,7 +1,7 @@
-"""Models from Hugging Face directories.
+"""Loads models from Hugging Face directories.
 
 Everything is read from local directories; nothing is downloaded, and no code that comes with a model is run. Models are
-in eval mode: with dropout, the trained policy would have other log-probabilities than the one that sampled. A model
+in eval mode, since dropout would make the log-probabilities in training differ from those in sampling. A model
 loaded with `on_meta` has its weights on the meta device; buffers that are computed from the configuration and new heads
 have values. `services.models.weights` reads the weights, part by part.
 """
@@ -32,14 +32,19 @@ from services.models.tokenizers import load_tokenizer
 from services.models.value_model import ValueModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose transformer is an embedding, equal layers and a norm, and nothing between. Other types may scale
-the embedding's output, which every pipeline stage would repeat."""
+"""Values of `model_type` whose transformer consists of an embedding, equal layers and a norm, and nothing else.
+Models of other types may, for example, scale the embedding's output, which every pipeline stage would repeat."""
 
 
 def load_causal_lm(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> PreTrainedModel:
-    """Any causal language model.
+    """Loads a causal language model.
+
+    Args:
+        directory: Hugging Face directory.
+        dtype: type of the weights.
+        on_meta: whether the weights are on the meta device, without values.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -51,7 +56,12 @@ def load_causal_lm(
 def load_value_model(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> ValueModel:
-    """A value model from a directory that `write_model` wrote, or a new one on the backbone of a causal language model.
+    """Loads a value model, or adds a new value head to the backbone of a causal language model.
+
+    Args:
+        directory: Hugging Face directory of a value model that `write_model` wrote, or of a causal language model.
+        dtype: type of the weights.
+        on_meta: whether the weights of the backbone are on the meta device, without values.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -64,7 +74,11 @@ def load_value_model(
 
 
 def load_scoring_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A sequence-classification model with all of its weights.
+    """Loads a sequence-classification model, all of whose weights must be in the directory.
+
+    Args:
+        directory: Hugging Face directory.
+        dtype: type of the weights.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -76,8 +90,13 @@ def load_scoring_model(directory: Path, dtype: torch.dtype = torch.float32) -> P
 def load_classifier(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> PreTrainedModel:
-    """A sequence-classification model with one label, or a new one on the backbone of a causal language model. A new
-    head is zero, so that all scores are 0 and the first update moves the head alone.
+    """Loads a sequence-classification model, or adds a new head with one label to the backbone of a causal language
+    model. A new head is zero, so that all scores are 0 and the first update changes the head alone.
+
+    Args:
+        directory: Hugging Face directory of a sequence-classification model or of a causal language model.
+        dtype: type of the weights.
+        on_meta: whether the weights, except those of a new head, are on the meta device, without values.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -106,7 +125,15 @@ def _load(
     on_meta: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Loads a model; raises ValueError where a weight is missing that is not in `new`."""
+    """Loads a model with one of transformers' auto classes.
+
+    Args:
+        new: names of weights that may be missing in the directory.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: the directory cannot be loaded, or a weight is missing that is not in `new`.
+    """
     require_model_directory(directory)
     try:
         if on_meta:

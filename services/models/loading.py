@@ -1,4 +1,4 @@
-"""Loads models on the meta device, and reads the shards of weights that a rank keeps."""
+"""Loads models on the meta device, and reads those shards of the weights that this rank keeps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ Model = PreTrainedModel | ValueModel
 
 
 class Load(Protocol):
-    """One of the `load_` functions of `services.models.families`."""
+    """Type of a function that loads a model from a directory in a dtype, such as `families.load_causal_lm`."""
 
     def __call__(self, directory: Path, dtype: torch.dtype, /, *, on_meta: bool = False) -> Model: ...
 
 
 def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
-    """A model on the meta device, all of whose weights `read_parts` can read from the directory. A model whose files
-    only transformers can convert is loaded whole.
+    """Loads a model on the meta device if `read_parts` can read all of its weights from the directory; otherwise,
+    such as for files that only transformers can convert, loads it whole in host memory.
+
+    Args:
+        load: loads the model.
+        directory: Hugging Face directory.
+        dtype: type of the weights.
 
     Raises:
-        FileNotFoundError, ValueError: as `load`, the same on every rank.
+        FileNotFoundError, ValueError: raised by `load`, on every rank alike.
     """
     model = load(directory, dtype, on_meta=True)
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if x.is_meta}
@@ -44,8 +49,8 @@ def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
 
 
 def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Replaces tensors on the meta device by tensors with memory and without values, one at a time, as far as the
-    iterator is run.
+    """Replaces a model's tensors on the meta device by tensors with memory on `device` but without values. Lazy: each
+    tensor is replaced when the iterator reaches it.
 
     Yields:
         Name and new tensor; a tied tensor once, under its first name.
@@ -65,10 +70,14 @@ def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
-    """Fills boxes of a model's weights, by name; a value head without weights is filled with zeros.
+    """Fills boxes of a model's weights from a directory. A value head that the directory lacks is filled with zeros.
+
+    Args:
+        directory: Hugging Face directory.
+        shards: name in the model and box of each weight; the tensors of the boxes are overwritten.
 
     Raises:
-        ValueError: the directory lacks a weight, or has it in another shape.
+        ValueError: the directory lacks a weight, or has it in a different shape.
     """
     with WeightsReader(directory) as reader:
         for name, shard in shards:
@@ -79,11 +88,17 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> No
 def read_first_values(
     load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters, by name, with the values of a newly loaded model: those of `load` for
-    parameters that the files lack, such as a new head, and for models loaded whole; otherwise those of the files.
+    """Fills boxes of a model's parameters with the values of a newly loaded model. They are read from the files,
+    except those of parameters that `load_on_meta` returns with values, such as a new head.
+
+    Args:
+        load: loads the model.
+        directory: Hugging Face directory.
+        dtype: type of the weights.
+        shards: name in the model and box of each parameter; the tensors of the boxes are overwritten.
 
     Raises:
-        FileNotFoundError, ValueError: as `load` and `read_parts`.
+        FileNotFoundError, ValueError: raised by `load` or `read_parts`.
     """
     model = load_on_meta(load, directory, dtype)
     given = {name: x for name, x in model.named_parameters() if not x.is_meta}
@@ -97,7 +112,7 @@ def read_first_values(
 
 
 def repeated_names(model: nn.Module) -> set[str]:
-    """Further names of tied weights: a checkpoint holds a weight once, under its first name."""
+    """Returns all names of tied weights but the first of each, under which a checkpoint contains the weight."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 

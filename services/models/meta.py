@@ -1,4 +1,4 @@
-"""Models without memory: weights on the meta device, computed buffers with values."""
+"""Builds models whose weights are on the meta device, while buffers that are computed have values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from services.compute.transformers_internals import initialize_module
 def model_on_meta(
     auto_class: Any, directory: Path, dtype: torch.dtype, config: Any = None
 ) -> PreTrainedModel:
-    """A model whose weights are on the meta device; computed buffers have values."""
+    """Builds a model whose weights are on the meta device and whose computed buffers have values.
+
+    Args:
+        auto_class: transformers' auto class of the model, such as AutoModelForCausalLM.
+        directory: Hugging Face directory of the model.
+        dtype: type of the weights.
+        config: configuration of the model. Default: that of the directory.
+
+    Raises:
+        ValueError: the model does not compute one of its buffers.
+    """
     config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -28,11 +38,17 @@ def model_on_meta(
 
 
 def compute_buffers(module: nn.Module, model: Any) -> None:
-    """Compute the buffers of a module and its children that are computed from the configuration and not in files. As in
-    transformers' `smart_apply`, the innermost model that contains a module computes them.
+    """Computes the non-persistent buffers of a module and its children, which are not in files but follow from the
+    configuration, such as rotary frequencies. As in transformers' `smart_apply`, the innermost model that contains a
+    module computes them.
+
+    Args:
+        module: the module.
+        model: the innermost transformers model that contains it.
 
     Raises:
-        ValueError: the model does not compute a buffer; detected for floats, which are nan before.
+        ValueError: the model does not compute a buffer. Detected for floating-point buffers alone, which are nan
+            before.
     """
     for child in module.children():
         compute_buffers(child, child if isinstance(child, PreTrainedModel) else model)
@@ -48,7 +64,7 @@ def compute_buffers(module: nn.Module, model: Any) -> None:
 
 
 def _without_values(on_meta: Tensor) -> Tensor:
-    """A tensor in host memory; nan for floats, undefined for others."""
+    """Returns a tensor in host memory like one on the meta device; nan if floating-point, otherwise undefined."""
     if on_meta.is_floating_point():
         return torch.full_like(on_meta, float("nan"), device="cpu")
     return torch.empty_like(on_meta, device="cpu")

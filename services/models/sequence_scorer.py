@@ -16,18 +16,19 @@ from services.models.tokenizers import check_tokenizer, load_tokenizer
 
 
 class SequenceScorer:
-    """A sequence-classification model with one score per sequence, unsharded on this rank. It scores token ids; its
-    tokenizer is loaded for the caller.
+    """A sequence-classification model that gives each sequence of token ids one score; whole on this rank.
 
     Args:
         directory: Hugging Face directory of model and tokenizer.
-        token_budget: most tokens computed at a time, padding included.
+        token_budget: most tokens of a micro-batch, padding included.
         dtype: type of weights and computation; scores are float32.
         device: device of the model.
-        load: loads the model; default `load_scoring_model`.
+        load: loads the model from a directory in a dtype. Default: `load_scoring_model`.
 
     Attributes:
-        max_tokens: most tokens of a row, by the budget and the positions of the model.
+        tokenizer: tokenizer of the directory, for callers that have texts.
+        model: the model.
+        max_tokens: most tokens of a row: the token budget, or the positions of the model if those are fewer.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -59,11 +60,14 @@ class SequenceScorer:
         nn.Module.to(self.model, device)
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of whole tensors under the names of the checkpoint, for `load_weights`.
+        """Copies weights, so that `load_weights` can later replace the model's without failing; returns the copies.
+
+        Args:
+            weights: name in the checkpoint and whole tensor of each weight.
 
         Raises:
             RuntimeError: memory ran out.
-            KeyError: the model has no tensor of a name.
+            KeyError: a name is not one of the model's tensors.
         """
         own = self.model.state_dict()
         return {name: torch.empty_like(own[name]).copy_(tensor) for name, tensor in weights}
@@ -79,10 +83,12 @@ class SequenceScorer:
     def score_tokens(
         self, rows: Sequence[Sequence[int]], scored: Callable[[int], None] = lambda _: None
     ) -> Tensor:
-        """Scores [rows], float32, on the device of the model.
+        """Returns the score of each row, [rows] float32, on the device of the model.
 
         Args:
-            scored: called after each micro-batch with the number of rows scored so far; ends the work by raising.
+            rows: token ids of each row.
+            scored: called after each micro-batch with the number of rows scored so far. An error that it raises ends
+                the computation.
 
         Raises:
             ValueError: a row is longer than the token budget.

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories."""
+"""Loads tokenizers of Hugging Face directories, and compares their vocabularies with models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.models.value_model import ValueModel, transformer_of
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory.
+    """Loads the tokenizer of a Hugging Face directory.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -32,7 +32,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
-    """Raises ValueError where the tokenizer has token ids without an embedding in the model."""
+    """Raises ValueError if the tokenizer has token ids for which the model has no embedding."""
     backbone = transformer_of(model)
     embedding: Any = backbone.get_input_embeddings()
     check_vocabulary(tokenizer, embedding.num_embeddings, backbone.name_or_path)
@@ -41,7 +41,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel |
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None
 ) -> None:
-    """Raises ValueError where the tokenizer has token ids without one of the `num_embeddings` of `model`."""
+    """Raises ValueError if the tokenizer has token ids that are not below `num_embeddings`, the number of embeddings
+    of the model; `model` is its name in the message."""
     num_ids = max(tokenizer.get_vocab().values()) + 1
     if num_ids > num_embeddings:
         raise ValueError(
@@ -51,6 +52,7 @@ def check_vocabulary(
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 (hex) of the map from token to id: equal for services whose token ids have the same meaning."""
+    """Returns the sha256 (hex) of the map from token to id, which is equal for services whose token ids have the same
+    meaning."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary, ensure_ascii=True).encode()).hexdigest()

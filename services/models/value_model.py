@@ -9,9 +9,12 @@ from transformers import PreTrainedModel
 
 
 class ValueModel(nn.Module):
-    """A transformer with a scalar head: the value of the state at each position.
+    """A transformer with a head of one output, the value of the state at each position.
 
-    A new head is zero, so a new critic's values are 0 and its first update moves the head alone.
+    A new head is zero, so the values of a new critic are 0, and its first update changes the head alone.
+
+    Args:
+        backbone: the transformer, without an output layer.
     """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
@@ -22,12 +25,17 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: Tensor, *, logits_to_keep: int = 0, **arguments: Any) -> Tensor:
-        """Values [B, K] at the last K = `logits_to_keep` positions of `input_ids` [B, T]; 0 means all T. Further
-        arguments are those of the backbone."""
+        """Returns the values [B, K] at the last K positions.
+
+        Args:
+            input_ids: token ids [B, T].
+            logits_to_keep: K; 0 for all T positions.
+            arguments: further keyword arguments of the backbone.
+        """
         hidden_BTH = self.backbone(input_ids=input_ids, **arguments).last_hidden_state
         return self.value_head(hidden_BTH[:, -logits_to_keep:])[..., 0]
 
 
 def transformer_of(model: PreTrainedModel | ValueModel) -> PreTrainedModel:
-    """The transformers model within a model: the backbone of a value model, or the model itself."""
+    """Returns the transformers model in a model: the backbone of a value model, or the model itself."""
     return model.backbone if isinstance(model, ValueModel) else model

@@ -1,4 +1,4 @@
-"""Reads boxes of tensors from Hugging Face directories, and writes tensors to them file by file."""
+"""Reads boxes (hyperrectangles) of tensors from Hugging Face directories, and writes tensors to them file by file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ _BACKBONE = "backbone."
 
 
 class WeightsReader:
-    """The tensors of a Hugging Face directory, by their names in the model. A context manager.
+    """Context manager that opens the safetensors files of a Hugging Face directory and reads tensors by their names
+    in the model.
 
-    The backbone of a value model is read from a directory of a value model or of a causal language model; a missing
+    A value model can be read from the directory of a value model or of a causal language model; in the latter case
+    its
     value head is zero.
 
     Raises:
-        ValueError: There are no safetensors files, or they are damaged.
+        ValueError: On entry: there are no safetensors files, or they are damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,16 +54,20 @@ class WeightsReader:
         self._open_files.close()
 
     def holds(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the directory has a tensor of this name and shape."""
+        """Returns whether the directory has a tensor of this name and shape."""
         stored = self._stored(name)
         return stored is not None and tuple(stored.get_shape()) == shape
 
     @torch.no_grad()
     def fill(self, name: str, shard: WeightShard) -> None:
-        """Read a box of a tensor into `shard`, converted to its type.
+        """Reads a box of a tensor into `shard.tensor`, converted to the type of that.
+
+        Args:
+            name: Name of the tensor in the model.
+            shard: The box to read; its tensor is overwritten.
 
         Raises:
-            ValueError: The directory lacks the tensor, or has it in another shape.
+            ValueError: The directory lacks the tensor, or has it in a different shape.
         """
         stored = self._stored(name)
         if stored is None and name.startswith(_VALUE_HEAD):
@@ -94,7 +100,7 @@ class WeightsReader:
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A floating-point tensor converted to `dtype`; other tensors, and all if `dtype` is None, unchanged."""
+    """Converts a floating-point tensor to `dtype`; returns other tensors, and all if `dtype` is None, unchanged."""
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
@@ -102,9 +108,10 @@ class WeightsWriter:
     """Writes tensors, added one at a time, as the safetensors files of a Hugging Face directory.
 
     Args:
-        sizes: Bytes of every tensor that will be added, by name, in order; of a value model, backbone and value head.
-        max_file_bytes: Most bytes of a file, or one tensor if it is larger. A file is held in memory until its tensors
-            are complete.
+        directory: Existing directory.
+        sizes: Bytes of every tensor that will be added, by its name in the model, in the order of the files.
+        max_file_bytes: Most bytes of a file, unless a single tensor is larger. Tensors are kept in memory until all
+            those of their file have been added.
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class WeightsWriter:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor; writes its file if it is complete.
+        """Adds a tensor, and writes its file if all tensors of the file have been added.
 
         Raises:
             OSError: The file could not be written.
@@ -131,10 +138,10 @@ class WeightsWriter:
                 raise OSError(f"{self._directory / file} could not be written: {error}") from error
 
     def finish(self) -> None:
-        """Write the index of several files.
+        """Writes the index file if there are several files. Every tensor must have been added.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The index could not be written.
         """
         assert not self._waiting, "every tensor was added"
         weight_map = {_file_key(name): file for name, file in self._files.items() if file != VALUE_HEAD_FILE}
@@ -144,12 +151,14 @@ class WeightsWriter:
 
 
 def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
-    """Writes whole tensors as the safetensors files of a Hugging Face directory; returns one sha256 over all, as
+    """Writes whole tensors as the safetensors files of a Hugging Face directory; returns one sha256 (hex) over all,
+    as
     `services.models.export.tensors_sha256`.
 
     Args:
-        sizes: As in `WeightsWriter`.
-        gathered: Name and tensor, in the order of `sizes`.
+        directory: Existing directory.
+        sizes: Bytes of every tensor, by its name in the model.
+        gathered: Name and whole tensor of each, in the order of `sizes`.
 
     Raises:
         OSError: A file could not be written.
@@ -167,7 +176,8 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
 
 
 def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
-    """The file of each tensor: consecutive tensors fill a file up to its size; the value head has its own file."""
+    """Returns the file name of each tensor, by name. Consecutive tensors share a file up to `max_file_bytes`; a value
+    head has its own file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -189,7 +199,7 @@ def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """Names under which a file may hold a tensor of the model."""
+    """Returns the names that a tensor of the model may have in a file."""
     if not name.startswith(_BACKBONE):
         return (name,)
     path = name.removeprefix(_BACKBONE)

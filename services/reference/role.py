@@ -7,7 +7,7 @@ from settings.reference import ReferenceTable
 
 
 def worker_class(table: ReferenceTable) -> type[Worker]:
-    """The reference's worker."""
+    """Returns the worker class of a reference, `ReferenceWorker`."""
     # Imports torch, which takes seconds, so the configuration is checked first.
     from services.reference.worker import ReferenceWorker
 

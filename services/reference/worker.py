@@ -1,4 +1,4 @@
-"""The reference: log-probabilities under weights that never change."""
+"""Worker of the reference role, which computes log-probabilities with weights that are never trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from settings.reference import ReferenceTable
 
 
 class ReferenceWorker(ModelWorker):
-    """The frozen policy."""
+    """Worker of the reference, a causal language model that is not trained: computes log-probabilities of responses.
+
+    Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
+    """
 
     role = "reference"
 

@@ -1,1 +1,1 @@
-"""The worker that roles with a model share."""
+"""What the roles with a model (actor, critic, reference, reward) share: `ModelWorker` and its parts."""

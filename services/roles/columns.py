@@ -1,4 +1,4 @@
-"""Columns of a call's rows as torch tensors."""
+"""Converts columns of a call's rows to torch tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlhf.errors import InvalidRequest
 from services.runtime.worker import CallRows
 
 Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
-"""Token ids of prompts and responses, int64, one of each per row."""
+"""(prompts, responses): token ids, int64, as two jagged columns with one prompt and one response per row."""
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """A jagged column; its values share memory with those of `rows`.
+    """Returns a jagged column as tensors, which share memory with the values in `rows`.
 
     Raises:
         InvalidRequest: The column is missing or not jagged.
@@ -28,7 +28,8 @@ def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
 
 
 def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """A column with one number per response token; a column with one number per row is repeated over its tokens.
+    """Returns a column with one number per response token. A column with one number per row is expanded: each number
+    is repeated for every token of the row's response ("response_ids").
 
     Raises:
         InvalidRequest: The column is missing, or its rows are neither jagged nor single numbers.
@@ -43,12 +44,16 @@ def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
 
 
 def sequence_columns(rows: CallRows) -> Sequences:
-    """Columns "prompt_ids" and "response_ids", converted to int64."""
+    """Returns the columns "prompt_ids" and "response_ids", converted to int64.
+
+    Raises:
+        InvalidRequest: A column is missing or not jagged.
+    """
     prompts, responses = jagged_column(rows, "prompt_ids"), jagged_column(rows, "response_ids")
     return Jagged(prompts.values.long(), prompts.lengths), Jagged(responses.values.long(), responses.lengths)
 
 
 def jagged_ids(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[Tensor]:
-    """Lists of token ids as one jagged column."""
+    """Converts one list of token ids per row to a jagged column of type `dtype`."""
     lengths = np.asarray([len(row) for row in rows], np.int64)
     return Jagged(torch.tensor([token for row in rows for token in row], dtype=dtype), lengths)

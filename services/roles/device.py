@@ -12,11 +12,11 @@ from rlhf.errors import ConfigError
 
 
 def rank_device() -> torch.device:
-    """The GPU of this process's local rank, which becomes the current device of the thread; the CPU on a host without
-    GPUs.
+    """Returns this rank's device: the GPU whose index is LOCAL_RANK, or the CPU on a host without GPUs. Makes the GPU
+    torch's current device of this thread.
 
     Raises:
-        ConfigError: The host has fewer GPUs than the service has ranks there.
+        ConfigError: The host has no GPU with that index.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -32,28 +32,31 @@ def rank_device() -> torch.device:
 
 
 def device_identity(device: torch.device) -> dict[str, str]:
-    """Fields `device` and `device_uuid` of RankInfo."""
+    """Returns the fields `device` and `device_uuid` of RankInfo, by name."""
     if device.type != "cuda":
         return {"device": "cpu", "device_uuid": ""}
     return {"device": str(device), "device_uuid": f"GPU-{torch.cuda.get_device_properties(device).uuid}"}
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes allocated on a GPU; 0 on a CPU."""
+    """Returns the bytes that this process has allocated on a GPU; 0 for a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Most bytes allocated on a GPU at a time since the last `peak_memory_measured`; 0 on a CPU."""
+    """Returns the most bytes that this process had allocated on a GPU at a time, since the last
+    `peak_memory_measured` block began; 0 for a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 @contextmanager
 def peak_memory_measured(device: torch.device, *, releases_cache: bool) -> Iterator[None]:
-    """A block whose peak of allocated memory is measured.
+    """Context manager that resets the peak that `peak_allocated_bytes` returns, so that it is that of the block.
 
     Args:
-        releases_cache: Return cached memory to the device after the block, for other processes that take turns on it.
+        device: Device to measure; nothing happens on a CPU.
+        releases_cache: Whether torch returns its cached memory to the device after the block, for other processes
+            that share the device.
     """
     if device.type == "cpu":
         yield

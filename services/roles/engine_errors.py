@@ -1,4 +1,4 @@
-"""Errors of engines as errors of the contract."""
+"""Translates errors of engines to the errors (`rlhf.errors`) that clients of the service receive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from services.rollout.base import GenerationStopped
 
 @contextmanager
 def as_contract_errors(policy_version: int) -> Iterator[None]:
-    """A block whose engine errors are raised as errors of the contract.
+    """Context manager that re-raises errors of engines as the errors (`rlhf.errors`) that clients receive.
 
     Args:
-        policy_version: Version that the weights keep if an update fails.
+        policy_version: Current policy version, for the message of an update that is rejected.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Builds the training engine that a table names."""
+"""Builds the training engine that a service's table of the configuration names."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def make_engine(
     load: Load,
     optimizer: OptimizerTable | None,
 ) -> TrainEngine:
-    """The engine of `table.engine` with the model of `table.model`. Collective.
+    """Builds the engine named by `table.engine` with the model of directory `table.model`. Collective.
 
-    Trained weights are kept in float32, whatever type `table.dtype` says they are computed in.
+    `table.dtype` is the type of computation. Weights of a trained model are kept in float32 whatever it is.
 
     Args:
+        table: Table of the service.
+        mesh: Training mesh of the service.
+        device: Device of this rank.
+        tokenizer: Tokenizer of the model, whose vocabulary must fit the model.
         load: Loads the model from a directory.
-        optimizer: None for a model that is not trained.
+        optimizer: Table of the optimizer; None for a model that is not trained.
 
     Raises:
         ConfigError: The engine's libraries are not installed.
@@ -53,7 +57,7 @@ def make_engine(
 
 
 def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
-    """An optimizer table as the options of an engine."""
+    """Converts an optimizer's table of the configuration to the options of an engine."""
     return OptimizerOptions(
         lr=table.learning_rate,
         betas=table.betas,
@@ -68,7 +72,11 @@ def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
 
 
 def zero_engine_class() -> type[ZeROEngine]:
-    """Raises ConfigError where DeepSpeed is not installed."""
+    """Imports and returns the class `ZeROEngine`.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
     try:
         # Imported here: DeepSpeed is an install of its own, and its import configures the process.
         from services.engines.zero.engine import ZeROEngine

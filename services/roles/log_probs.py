@@ -1,4 +1,4 @@
-"""Log-probabilities of response tokens: the head that actor and reference share, and ComputeRefLogProb."""
+"""Computes log-probabilities of response tokens, for the actor and the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from services.runtime.worker import CallContext, CallResult, CallRows
 
 
 def policy_head(temperature: float, *, entropy_gradient: bool = False) -> PolicyHead:
-    """The head for a request's temperature.
+    """Returns the head that computes log-probabilities and entropies of response tokens.
+
+    Args:
+        temperature: Divisor of the logits, from the request.
+        entropy_gradient: Whether gradients flow through the entropy.
 
     Raises:
         InvalidRequest: The temperature is not above 0 and finite.
@@ -27,7 +31,8 @@ def policy_head(temperature: float, *, entropy_gradient: bool = False) -> Policy
 def ref_log_probs(
     worker: ModelWorker, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
 ) -> CallResult:
-    """Log-probabilities of the response tokens under the weights of the worker's engine."""
+    """Implements ComputeRefLogProb: returns column "ref_log_probs", the log-probabilities of the response tokens
+    under the current weights of the worker's engine, in nats. Collective."""
     head = policy_head(request.temperature)
     sequences = sequence_columns(rows)
     computed = worker.forward(sequences, head, call)

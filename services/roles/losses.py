@@ -17,12 +17,12 @@ KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
 def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`x_BT` with 0 in the padding."""
+    """Returns `x_BT` with 0 where the mask is 0."""
     return torch.where(mask_BT.bool(), x_BT, 0)
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Sum over the tokens of the mask, a scalar."""
+    """Returns the sum of `x_BT` over the tokens where the mask is 1, a scalar tensor."""
     return masked(x_BT, mask_BT).sum()
 
 
@@ -35,7 +35,7 @@ def aggregate(
     num_sequences: int,
     max_length: int | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the loss of the whole mini-batch, a scalar.
+    """Returns this micro-batch's share of the loss of the whole mini-batch, a scalar tensor.
 
     The shares of all micro-batches on all data ranks add up to the loss, however rows are distributed; so gradients
     are summed over data ranks.
@@ -51,7 +51,7 @@ def aggregate(
     Args:
         mode: one of `AGGREGATIONS`.
         num_tokens: N, response tokens of the whole mini-batch, over all micro-batches and data ranks.
-        num_sequences: S, likewise.
+        num_sequences: S, sequences of the whole mini-batch, likewise.
         max_length: the longest response that generation allows, in tokens; for seq-mean-token-sum-norm only.
 
     Raises:
@@ -80,7 +80,7 @@ def check_aggregation(mode: str, max_length: int | None) -> None:
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimate KL(policy || reference) at every sampled token, in the shape of the inputs.
+    """Returns an estimate of KL(policy || reference), in nats, at every sampled token, in the shape of the inputs.
 
     With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020,
     "Approximating KL Divergence"); k3 clamps d to +-20 and its result to +-10. On the policy's own samples

@@ -1,4 +1,5 @@
-"""The matmul library of a service: the configured one, or the one that all ranks together measured as faster."""
+"""Chooses the library that a service multiplies matrices with on CPUs: the configured one, or the faster one by
+measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from services.compute import matmul
 from services.runtime.ranks import Ranks
 
 TIMEOUT_S = 60.0
-"""Longest wait at start for the measurements of the other ranks."""
+"""Most seconds that a rank waits at start for the measurements of the other ranks."""
 
 
 def choose_matmul(setting: Literal["auto", "mkl", "onednn"], ranks: Ranks) -> None:
-    """Sets the library of this process, the same on every rank. Collective where the setting is "auto".
+    """Sets the library of this process, the same one on every rank. Collective if `setting` is "auto".
+
+    Args:
+        setting: Library to use; "auto" measures both on all ranks and takes the faster one.
+        ranks: Ranks of the service.
 
     Raises:
         ConfigError: This build of torch does not have the configured library.

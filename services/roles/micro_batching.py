@@ -1,4 +1,4 @@
-"""Rows of a call to micro-batches of the engine, and outputs per token back to rows."""
+"""Splits a call's rows into micro-batches for an engine, and joins outputs per token to a column in row order."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from services.roles.columns import Sequences
 
 Output = TypeVar("Output")
 Computed = tuple[MicroBatch, Output]
+"""A micro-batch and the output of a head for it."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class MicroBatcher:
     """Splits sequences into micro-batches that an engine computes.
 
     Args:
-        engine: Sets the tokens that are worth computing together, and whether micro-batches can be packed.
+        engine: Engine that computes the micro-batches; it may lower the token budget, and says whether it can pack.
         token_budget: Most tokens of a micro-batch.
-        packs: Pack sequences where the engine can.
-        pad_id: Token id of the padding; its outputs are never read.
-        vocab_size: Token ids that the model has.
+        packs: Whether sequences are packed (concatenated without padding), if the engine supports it.
+        pad_id: Token id of the padding. Any valid id will do, since outputs of the padding are never read.
+        vocab_size: Number of token ids of the model.
     """
 
     engine: TrainEngine
@@ -41,10 +42,17 @@ class MicroBatcher:
     vocab_size: int
 
     def split(self, sequences: Sequences, rows: np.ndarray | None = None) -> list[MicroBatch]:
-        """Micro-batches of the given rows of `sequences`, by default of all; an empty list for no rows.
+        """Splits sequences into micro-batches.
+
+        Args:
+            sequences: Prompts and responses.
+            rows: Indices of the rows to take. Default: all.
+
+        Returns:
+            The micro-batches; an empty list for no rows.
 
         Raises:
-            InvalidRequest: A token id that the model does not have.
+            InvalidRequest: The model does not have one of the token ids.
             ValueError: A row is longer than the budget, or its prompt is empty.
         """
         for ids in sequences:
@@ -65,7 +73,7 @@ class MicroBatcher:
 
 
 def check_token_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raises InvalidRequest where an id is negative or not below `vocab_size`."""
+    """Raises InvalidRequest if a token id is negative or not below `vocab_size`."""
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise InvalidRequest(f"token ids reach from {ids.min()} to {ids.max()}; the model has {vocab_size}")
 
@@ -73,12 +81,15 @@ def check_token_ids(ids: Tensor, vocab_size: int) -> None:
 def per_token(
     computed: list[Computed[Output]], read: Callable[[Output], Tensor], lengths: np.ndarray
 ) -> Jagged[Tensor]:
-    """Outputs of all micro-batches as one float32 column in the order of the rows; nan on pipeline stages without
-    outputs, where `computed` is empty.
+    """Joins outputs of micro-batches to one column with a number per response token, in the order of the rows.
 
     Args:
-        read: Returns the grid [B, R] of an output that the column is made from.
+        computed: Micro-batches and outputs of a head; empty on pipeline stages that have no outputs.
+        read: Extracts from an output the grid [B, R] of the numbers to join.
         lengths: Response tokens per row, [rows] int64.
+
+    Returns:
+        The column, in host memory; all nan if `computed` is empty.
     """
     if not computed:
         return Jagged(torch.full((int(lengths.sum()),), torch.nan), lengths)

@@ -1,4 +1,4 @@
-"""Assigns rows to mini-batches: a function of row numbers and a key, independent of the number of ranks."""
+"""Assigns rows to mini-batches by their numbers and a random key, independently of the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MAX_STEPS = 1 << 16
 
 
 def check_schedule(epochs: int, mini_batches: int) -> None:
-    """Raises InvalidRequest where an update has no optimizer steps, or more than `MAX_STEPS`."""
+    """Raises InvalidRequest if the optimizer steps of an update, epochs times mini-batches, are not from 1 to
+    `MAX_STEPS`."""
     if not 1 <= epochs * mini_batches <= MAX_STEPS:
         raise InvalidRequest(
             f"epochs and mini_batches must be at least 1, and {epochs} times {mini_batches} at most {MAX_STEPS}"
@@ -21,19 +22,19 @@ def check_schedule(epochs: int, mini_batches: int) -> None:
 
 
 def deal(numbers: np.ndarray, parts: int, key: tuple[int, ...]) -> list[np.ndarray]:
-    """This rank's rows of each of `parts` mini-batches.
+    """Deals this rank's rows out to `parts` mini-batches.
 
-    Row numbers are taken in blocks of `parts`; each block gives one row to every mini-batch, in an order drawn
-    from `key`. So a mini-batch has the same rows however rows are distributed over ranks, and a rank with whole blocks
-    has the same number of rows of each.
+    The rows of the whole batch are taken in blocks of `parts` consecutive row numbers. Each block gives one row to
+    every mini-batch, in an order drawn from `key`. So each mini-batch consists of the same rows however rows are
+    distributed over ranks, and a rank that has whole blocks has equally many rows in each mini-batch.
 
     Args:
-        numbers: Numbers of the rank's rows in the whole batch, [rows] int64.
+        numbers: Number of each of this rank's rows in the whole batch, [rows] int64.
         parts: Number of mini-batches.
-        key: Key of the shuffle: (seed, step, call, epoch).
+        key: Key of the shuffle, the same on every rank: (seed, step, call, epoch).
 
     Returns:
-        Indices into `numbers` for each mini-batch, in row order.
+        For each mini-batch, this rank's rows as ascending indices into `numbers`.
     """
     if parts == 1 or not len(numbers):
         return [np.arange(len(numbers))] + [np.arange(0)] * (parts - 1)

@@ -1,4 +1,5 @@
-"""Base of the roles with a model: RPC methods over an engine, a tokenizer, inference and atomic updates."""
+"""Base class of the roles with a model: RPC methods that use a training engine and a tokenizer, inference, and
+updates that take effect on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -45,18 +46,20 @@ Output = TypeVar("Output")
 
 
 class ModelWorker(Worker):
-    """A role whose model is held by a training engine.
+    """Worker of a role whose model is in a training engine.
 
     Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
         load: Loads the role's model from a directory in a dtype.
-        optimizer: Optimizer of the model; None for a model that is not trained.
+        optimizer: Table of the optimizer; None for a model that is not trained.
 
     Raises:
         ConfigError: The model directory cannot be used; the message says why.
     """
 
     copies_weights = False
-    """Whether `copy_weights` does anything."""
+    """Whether the role keeps a further copy of the weights, which `copy_weights` updates."""
     writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
 
     def __init__(
@@ -93,11 +96,11 @@ class ModelWorker(Worker):
         self._profiler = CallProfiler()
 
     def make_engine(self, load: Load, optimizer: OptimizerTable | None) -> TrainEngine:
-        """The engine that holds the model; a role may override it."""
+        """Builds and returns the engine of the role's model. A role may override it."""
         return make_engine(self.table, self.ranks.mesh, self.torch_device, self.tokenizer, load, optimizer)
 
     def engine_name(self) -> str:
-        """Name of the engine in Describe."""
+        """Returns the name of the engine that Describe reports."""
         table = self.table
         return f"zero, stage {table.zero.stage}" if table.engine == "zero" else table.engine
 
@@ -133,7 +136,8 @@ class ModelWorker(Worker):
         )
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
-        """Runs a method, profiled where the profiler is armed; errors of engines become errors of the contract."""
+        """Calls `run`, which runs a method, and returns its result. Profiles it if `profile` asked for it, measures
+        its peak memory, and translates errors of engines to those that clients receive."""
         with (
             as_contract_errors(self.policy_version),
             peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
@@ -142,7 +146,8 @@ class ModelWorker(Worker):
             return run()
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
-        """Token ids of each text; `services.roles.tokenization.tokenize_texts` with the role's tokenizer."""
+        """Returns the token ids of each text; calls `services.roles.tokenization.tokenize_texts` with the role's
+        tokenizer, and `options` for it."""
         return tokenize_texts(
             self.tokenizer,
             texts,
@@ -153,8 +158,11 @@ class ModelWorker(Worker):
         )
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
-        """Outputs of `head` for every micro-batch of `sequences`, without gradients; empty on pipeline stages without
-        outputs. Collective."""
+        """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
+
+        Returns:
+            Each micro-batch with the output of `head` for it; an empty list on pipeline stages before the last.
+        """
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
             micro_batches = self._micro_batcher.split(sequences)
@@ -178,13 +186,18 @@ class ModelWorker(Worker):
         *columns: Jagged[Tensor],
         term: LossTerm[Any] | None = None,
     ) -> CallResult:
-        """All epochs and mini-batches of a schedule, or nothing: if anything fails, weights and optimizer state are as
-        before. Collective.
+        """Trains on the rows of a call for all epochs and mini-batches of a schedule. If anything fails, weights and
+        optimizer state are restored on every rank. Collective.
 
         Args:
-            loss_for: Loss function for the response tokens and rows of a mini-batch over all ranks.
-            columns: Columns that the loss reads, with one value per response token.
-            term: Additional loss over sequences of its own.
+            rows: Rows of the call, with columns "prompt_ids" and "response_ids".
+            schedule: Numbers of epochs and of mini-batches per epoch.
+            call: The call.
+            head: Head whose output the loss takes.
+            loss_for: Returns the loss function of a mini-batch, given its numbers of response tokens and of rows over
+                all ranks.
+            columns: Columns that the loss reads, which must have one value per response token.
+            term: Additional loss over sequences of its own; None for none.
         """
         with self.ranks.together(call.peers_deadline):
             mini_batches = plan_mini_batches(rows, schedule, call, self._micro_batcher, columns, term)
@@ -199,10 +212,11 @@ class ModelWorker(Worker):
         loss_for: Callable[[int, int], LossFn[Output]],
         term: LossTerm[Any] | None = None,
     ) -> CallResult:
-        """One optimizer step per mini-batch, as `Updater.run`, and a new policy version. Collective.
+        """Makes one optimizer step per mini-batch (see `Updater.run`) and increments the policy version. Collective.
 
         Args:
-            mini_batches: The same number on every rank.
+            mini_batches: This rank's part of each mini-batch; equally many on every rank.
+            rows, call, head, loss_for, term: As for `update`.
         """
         metrics = self._updater.run(
             mini_batches,
@@ -215,12 +229,12 @@ class ModelWorker(Worker):
         return CallResult(metrics=metrics, verified=True)
 
     def copy_weights(self) -> None:
-        """Copies new weights to the role's own copy of the model, on every rank or on none. Collective. A role with a
-        copy sets `copies_weights`."""
+        """Copies new weights to the role's further copy of the model, on every rank or on none. Collective. Default:
+        does nothing; a role that overrides it also sets `copies_weights`."""
 
     def start_over(self) -> None:
-        """Resets to the weights of the model directory, a new optimizer and policy version 0. Collective; if any rank
-        fails, every rank keeps its state.
+        """Resets the worker to the weights of the model directory, a new optimizer and policy version 0. Collective;
+        if any rank fails, every rank keeps its weights and optimizer state.
 
         Raises:
             ValueError: The directory can no longer be read (`PeerRankFailed` on ranks that could).
@@ -229,7 +243,8 @@ class ModelWorker(Worker):
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
-        """Loads a sharded checkpoint. Collective; if any rank fails, every rank keeps its state."""
+        """Loads weights, optimizer state and policy version from a sharded checkpoint. Collective; if any rank fails,
+        every rank keeps its state."""
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")

@@ -1,4 +1,4 @@
-"""Profiles of calls by torch's profiler."""
+"""Profiles calls with torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CALLS = 100
 
 
 class CallProfiler:
-    """Writes a Chrome trace of a number of calls, once it is armed."""
+    """Profiles a number of calls after `arm`, and writes them to a file as one Chrome trace."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -21,14 +21,15 @@ class CallProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def arm(self, path: Path, calls: int) -> None:
-        """Profiles the next `calls` calls into the file `path`, whose directory is created."""
+        """Requests a profile of the `calls` calls after the current one, which is written to the file `path`. Creates
+        the file's directory."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._left = calls + 1
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """A call, profiled where the profiler is armed; the call that arms it is not."""
+        """Context manager around each call, which profiles it if a profile was requested before the call."""
         if self._left and self._profiler is None:
             self._profiler = torch.profiler.profile()
             self._profiler.start()

@@ -1,4 +1,4 @@
-"""Tokenizes texts in groups of bounded size, so that a call can be stopped between them."""
+"""Tokenizes texts in groups, so that a call can be stopped between two groups."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.runtime.worker import CallContext
 
 MAX_CHARACTERS = 1 << 18
 CHARACTERS_PER_TOKEN = 16
-"""Longest text, whatever the model, and per token that the model can read. A tokenizer takes seconds for a text of this
-length without spaces, and cannot be interrupted."""
+"""A text may have MAX_CHARACTERS, or CHARACTERS_PER_TOKEN times the tokens that the model can read if that is more. A
+tokenizer takes seconds for a text of MAX_CHARACTERS without spaces, and cannot be interrupted."""
 
 LONG_CHARACTERS = 1 << 14
-"""Texts from this length on are tokenized one by one."""
+"""If a text of a call has at least this many characters, the call's texts are tokenized one by one."""
 
 TEXTS_PER_GROUP = 64
 
@@ -30,16 +30,19 @@ def tokenize_texts(
     progressed: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[list[int]]:
-    """Token ids of each text.
+    """Returns the token ids of each text.
 
     Args:
-        max_tokens: Tokens of the longest row that the model can read; bounds the characters of a text.
+        tokenizer: Tokenizer of the model.
+        texts: Texts to tokenize.
+        call: The call, which may be stopped between two groups of texts.
+        max_tokens: Most tokens of a row that the model can read. Limits the characters of a text.
         progressed: Called after each group of texts.
-        options: Passed on to the tokenizer.
+        options: Keyword arguments of the tokenizer's `__call__`.
 
     Raises:
-        InvalidRequest: A text has more characters than the bound.
-        CallCancelled, DeadlineExceeded: The call stopped between two groups.
+        InvalidRequest: A text has more characters than the limit.
+        CallCancelled, DeadlineExceeded: The call was stopped between two groups.
     """
     longest = max(map(len, texts), default=0)
     most = max(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)

@@ -1,4 +1,4 @@
-"""An update: one optimizer step per mini-batch, applied on all ranks or on none."""
+"""Runs an update: one optimizer step per mini-batch, which together take effect on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from services.runtime.ranks import Ranks, known_to_all
 from services.runtime.worker import CallContext
 
 Metrics = dict[str, tuple[float, float]]
-"""(sum, count) by name."""
+"""(sum, count) of each metric, by name."""
 
 STEP_METRICS = ("loss", "grad_norm", "lr")
 
 
 class Updater:
-    """Runs the optimizer steps of updates."""
+    """Runs the optimizer steps of updates.
+
+    Args:
+        engine: Engine that is trained.
+        ranks: Ranks of the service.
+    """
 
     def __init__(self, engine: TrainEngine, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
@@ -33,15 +38,24 @@ class Updater:
         verify: Callable[[], None],
         copy_weights: Callable[[], None] | None = None,
     ) -> Metrics:
-        """One optimizer step per mini-batch; if anything fails, weights and optimizer state are as before. Collective.
+        """Makes one optimizer step per mini-batch. If anything fails, weights and optimizer state are as before on
+        every rank. Collective.
 
-        A single step of an engine whose step is atomic is verified before it moves the weights. Any other update is
-        undone from a snapshot, which takes as much host memory as weights and optimizer state.
+        If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
+        other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone
+        from it if it fails.
 
         Args:
-            mini_batches: The same number on every rank.
-            verify: Raises where the rows are no longer valid.
-            copy_weights: Copies the new weights; a part of the update, on every rank or on none.
+            mini_batches: This rank's part of each mini-batch; equally many on every rank.
+            update_loss: Loss to minimize.
+            call: The call.
+            verify: Raises if input rows that were read in place have been released since the fetch.
+            copy_weights: Copies the new weights to a further copy, on every rank or on none, as a part of the update;
+                None for no copy.
+
+        Returns:
+            Sums and counts of the loss's statistics over tokens, and of loss, gradient norm and learning rate over
+            steps.
         """
 
         def verify_together() -> None:
@@ -85,10 +99,11 @@ class Updater:
         return {name: (value, counts.get(name, tokens)) for name, value in sums.items()}
 
     def _totals(self, mine: MiniBatch, num_mini_batches: int, call: CallContext) -> tuple[int, int, int]:
-        """Response tokens, rows and term tokens of a mini-batch over all ranks. Collective.
+        """Returns the response tokens, the rows and the tokens of the loss term of a mini-batch, summed over all
+        ranks. Collective.
 
         Raises:
-            CallCancelled: A rank is to stop.
+            CallCancelled: The call should stop on some rank.
             InvalidRequest: The mini-batch has no rows on any rank.
         """
         is_owner = self._ranks.is_row_owner

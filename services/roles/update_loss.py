@@ -1,4 +1,5 @@
-"""The loss that an update minimizes: of the call's rows, and optionally of further sequences in the same steps."""
+"""The loss that an update minimizes: that of the call's rows, and optionally that of further sequences, in the same
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ class LossTerm(Generic[Other]):
     """An additional loss over sequences of its own, such as the pre-training loss of PPO-ptx.
 
     Attributes:
-        sequences: One per row of the update. A sequence with an empty response is skipped.
-        head: Head whose output the loss takes.
-        loss_for: Loss function for the response tokens of a mini-batch over all ranks.
-        metrics: Names of the sums that the loss function returns; their counts are those tokens.
+        sequences: One sequence per row of the update. A sequence with an empty response is skipped.
+        head: Head whose output the loss function takes.
+        loss_for: Returns the loss function of a mini-batch, given the response tokens of its `sequences` over all
+            ranks.
+        metrics: Names of the statistics that the loss function returns: sums over these response tokens.
     """
 
     sequences: Sequences
@@ -44,8 +46,9 @@ class UpdateLoss(Generic[Output]):
     """A loss over the rows of a mini-batch, plus an optional term.
 
     Attributes:
-        head: Head whose output the loss takes.
-        loss_for: Loss function for the response tokens and rows of a mini-batch over all ranks.
+        head: Head whose output the loss function takes.
+        loss_for: Returns the loss function of a mini-batch, given its numbers of response tokens and of rows over all
+            ranks.
         term: Additional loss; None for none.
     """
 
@@ -56,7 +59,13 @@ class UpdateLoss(Generic[Output]):
     def for_mini_batch(
         self, num_tokens: int, num_rows: int, term_tokens: int
     ) -> tuple[Head[Any], LossFn[Any]]:
-        """Head and loss function for all micro-batches of a mini-batch with these counts over all ranks."""
+        """Returns the head and the loss function for all micro-batches of a mini-batch, those of the term included.
+
+        Args:
+            num_tokens: Response tokens of the mini-batch's rows, over all ranks.
+            num_rows: Rows of the mini-batch, over all ranks.
+            term_tokens: Response tokens of the term's sequences, over all ranks; ignored without a term.
+        """
         head, loss = self.head, self.loss_for(num_tokens, num_rows)
         if self.term is None:
             return head, loss

@@ -1,4 +1,4 @@
-"""This rank's part of every mini-batch of an update."""
+"""Plans the mini-batches of an update: which rows of this rank are in which, split into micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from services.runtime.worker import CallContext, CallRows
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's micro-batches of a mini-batch, with their response tokens, rows and tokens of a loss term."""
+    """This rank's part of a mini-batch.
+
+    Attributes:
+        micro_batches: Micro-batches of the rows, followed by those of the loss term's sequences.
+        tokens: Response tokens of the rows.
+        rows: Number of rows.
+        term_tokens: Response tokens of the loss term's sequences; 0 without a term.
+    """
 
     micro_batches: list[MicroBatch]
     tokens: int
@@ -38,14 +45,19 @@ def plan_mini_batches(
     columns: Sequence[Jagged[Tensor]],
     term: LossTerm[Any] | None,
 ) -> list[MiniBatch]:
-    """This rank's part of every mini-batch of every epoch, in the order of the optimizer steps.
+    """Plans this rank's part of every mini-batch of every epoch, in the order of the optimizer steps.
 
     Args:
-        columns: Columns that the loss reads, with one value per response token.
-        term: Additional loss; its micro-batches follow those of the rows.
+        rows: Rows of the call.
+        schedule: Numbers of epochs and of mini-batches per epoch.
+        call: The call, whose seed shuffles the rows, and which may be stopped between two mini-batches.
+        micro_batcher: Splits the rows of a mini-batch into micro-batches.
+        columns: Columns that the loss reads, which must have one value per response token.
+        term: Additional loss, whose sequences are in the mini-batches of their rows; None for none.
 
     Raises:
-        InvalidRequest: A schedule out of range, or a column with another number of values.
+        InvalidRequest: The schedule is out of range, or a column does not have one value per response token.
+        CallCancelled, DeadlineExceeded: The call was stopped.
     """
     check_schedule(schedule.epochs, schedule.mini_batches)
     sequences = sequence_columns(rows)
@@ -68,7 +80,8 @@ def plan_mini_batches(
 def _term_batches(
     micro_batcher: MicroBatcher, term: LossTerm[Any], rows: np.ndarray
 ) -> tuple[list[LossTermBatch], int]:
-    """Micro-batches of a term's sequences at these rows, and their response tokens."""
+    """Returns the micro-batches of a loss term's sequences at the given rows, and the number of their response
+    tokens."""
     lengths = term.sequences[1].lengths
     filled = rows[lengths[rows] > 0]
     micro_batches = micro_batcher.split(term.sequences, filled)

@@ -17,10 +17,11 @@ from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
 
 FinishReason = Literal["stop", "length"]
+"""Why a response ended: "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`."""
 
 
 class GenerationStopped(RuntimeError):
-    """`should_stop` returned True; unfinished responses are lost."""
+    """Raised by `generate` after `should_stop` has returned True; all responses of the call are lost."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class SamplingOptions:
         greedy: take the most probable token; temperature, top_k and top_p do not apply.
         temperature: divisor of the logits.
         top_k: keep the k most probable tokens, and those as probable as the k-th; 0 keeps all.
-        top_p: of these keep the smallest set of most probable tokens whose probability reaches top_p.
+        top_p: of the tokens that top_k keeps, keep the smallest set of most probable ones whose probability reaches
+            top_p; 1 keeps all.
         stop: strings that also end a response; None for none.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
     """
 
     max_new_tokens: int
@@ -64,14 +66,14 @@ class SamplingOptions:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """Responses in the order of the prompts, on the device of the engine.
+    """Generated responses in the order of the prompts. Tensors are on the engine's device.
 
     Args:
-        responses: token ids, int64, all that were sampled; a response within `max_new_tokens` ends with its
+        responses: all token ids that were sampled, int64. A response with finish reason "stop" ends with its
             end-of-sequence token, or with the token that completed a stop string.
         log_probs: log-probability of each token under the distribution it was drawn from, after temperature, top-k and
-            top-p, in nats, float32. Log-probabilities of greedy tokens are under the model's own distribution.
-        finish_reasons: per row, "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`.
+            top-p, in nats, float32. For greedy tokens, under softmax of the logits.
+        finish_reasons: why each response ended.
     """
 
     responses: Jagged[Tensor]
@@ -80,14 +82,14 @@ class Generation:
 
 
 class RolloutEngine(ABC):
-    """A model that generates, with weights loaded from the training engine.
+    """Base class of engines that generate responses, with weights loaded from the training engine.
 
     Attributes:
-        name: name in configurations and Describe.
-        limits: limits on this host, a sentence each, for Describe.
-        keeps_weights: whether weights survive `sleep`; otherwise they must be loaded again before generation.
-        ranks_together: ranks that generate the same rows, each with a part of the model.
-        max_positions: most tokens of a prompt and its response; None for no limit.
+        name: name of the engine in configurations and in Describe.
+        limits: what the engine cannot do on this host, one sentence each, for Describe.
+        keeps_weights: whether `sleep` keeps the weights. If not, they must be loaded again before generation.
+        ranks_together: number of ranks that generate the same rows together, each with a part of the model.
+        max_positions: most tokens of a prompt and its response together; None for no limit.
     """
 
     name: str
@@ -99,11 +101,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights by whole tensors under their names in the checkpoint. Runs the iterable to its end, even
-        if it fails.
+        """Replaces all weights.
+
+        Args:
+            weights: name in the checkpoint and tensor of each weight, in the form of `TrainEngine.rollout_weights`.
+                The iterable may be collective, so engines of several ranks run it to its end even if they fail.
 
         Raises:
-            ValueError: a name that the model does not have, or a weight of the model is missing.
+            ValueError: a name is not one of the model's, or a weight of the model is missing.
         """
 
     def generate(
@@ -115,26 +120,27 @@ class RolloutEngine(ABC):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda num_finished_rows, num_new_tokens: None,
     ) -> Generation:
-        """Generate one response per prompt.
+        """Generates one response per prompt.
 
         The random numbers of a row depend on its seed alone. (Its logits are computed in batches, so their last bits
         may depend on the other rows.)
 
         Args:
-            prompts: token ids, at least one per row and at least one row.
-            row_seeds: seeds of `services.rollout.sampling.row_seeds`, [rows] int64. Rows of one seed draw the same
-                numbers.
-            should_stop: called at every decoding step.
-            progress: called with finished rows and new tokens so far, at every decoding step. An engine may count the
-                tokens of a row when it is finished.
+            prompts: token ids of each row, at least one; at least one row.
+            sampling: options of sampling, for all rows.
+            row_seeds: seed of each row, from `services.rollout.sampling.row_seeds`, [rows] int64. Rows with the same
+                seed draw the same numbers.
+            should_stop: called at every decoding step; generation ends if it returns True.
+            progress: called at every decoding step with the numbers of finished rows and of new tokens so far. An
+                engine may count the tokens of a row only when the row is finished.
 
         Raises:
             GenerationStopped: `should_stop` returned True.
             ValueError: a prompt is empty, or too long for the model or the memory together with its response.
             FloatingPointError: the model's output is not finite.
             EngineOffloaded: the engine is asleep.
-            FailedAlone: this rank failed in another way, and other ranks with the same rows wait for it; the errors
-                above are raised on all of them.
+            FailedAlone: this rank failed in a way not listed above, while other ranks with the same rows wait for it.
+                The errors above are raised on all of these ranks alike.
         """
         self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
@@ -150,10 +156,10 @@ class RolloutEngine(ABC):
             raise FailedAlone(f"{type(error).__name__}: {error}") from error
 
     def _check_sampling(self, sampling: SamplingOptions) -> None:  # noqa: B027 - most engines support all options
-        """Raises ValueError for options that the engine does not support."""
+        """Raises ValueError if the engine does not support one of the options. Default: supports all."""
 
     def check_awake(self) -> None:
-        """Raises EngineOffloaded where the engine is asleep: it can neither generate nor load weights."""
+        """Raises EngineOffloaded if the engine is asleep, and so can neither generate nor load weights."""
         if self._is_asleep:
             raise EngineOffloaded("the rollout engine is asleep; wake it first")
 
@@ -161,14 +167,20 @@ class RolloutEngine(ABC):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
-        """As `generate`, for prompts and options that were checked."""
+        """Implements `generate`, for prompts and options that have been checked.
+
+        Args:
+            prompts, sampling, row_seeds: as for `generate`.
+            meter: must be advanced at every decoding step.
+        """
 
     @abstractmethod
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """`should_stop` agreed over the ranks that generate the same rows, which step together."""
+        """Returns a function that returns True on all ranks that generate the same rows if `should_stop` returns True
+        on any of them. Its calls are collective over these ranks."""
 
     def sleep(self) -> int:
-        """Free the device memory of the engine until `wake`; returns the bytes freed."""
+        """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already."""
         if self._is_asleep:
             return 0
         freed = self._free_memory()
@@ -176,7 +188,8 @@ class RolloutEngine(ABC):
         return freed
 
     def wake(self) -> int:
-        """Allocate the memory again; returns the bytes allocated. Kept weights are as before `sleep`."""
+        """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if the engine is awake. The weights
+        are as before `sleep` if `keeps_weights`, otherwise undefined until they are loaded."""
         if not self._is_asleep:
             return 0
         taken = self._take_memory()
@@ -185,15 +198,20 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _free_memory(self) -> int:
-        """As `sleep`."""
+        """Implements `sleep`, on an engine that is awake; returns the bytes freed."""
 
     @abstractmethod
     def _take_memory(self) -> int:
-        """As `wake`."""
+        """Implements `wake`, on an engine that is asleep; returns the bytes allocated."""
 
 
 class Meter:
-    """Counts rows and tokens of a `generate` call, reports progress, and checks whether to stop."""
+    """Counts the finished rows and new tokens of a `generate` call, reports progress, and checks whether to stop.
+
+    Args:
+        should_stop: returns whether to stop, the same on all ranks that generate the same rows.
+        progress: called with the numbers of finished rows and of new tokens so far.
+    """
 
     def __init__(self, should_stop: Callable[[], bool], progress: Callable[[int, int], None]) -> None:
         self._should_stop = should_stop
@@ -202,7 +220,7 @@ class Meter:
         self._tokens = 0
 
     def advance(self, rows: int, tokens: int) -> None:
-        """Adds finished rows and new tokens.
+        """Adds numbers of finished rows and of new tokens, and reports the progress.
 
         Raises:
             GenerationStopped: `should_stop` returned True.
@@ -217,14 +235,15 @@ class Meter:
 
 
 def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -> None:
-    """Checks the lengths of prompts.
+    """Checks that prompts and their responses fit into the model's positions.
 
     Args:
         lengths: tokens of each prompt, [rows] int64.
-        limit: positions of the model; None for no limit.
+        max_new_tokens: most tokens of a response.
+        limit: most tokens of a prompt and its response; None for no limit.
 
     Raises:
-        ValueError: there are no prompts, or one is empty, or too long together with its response.
+        ValueError: there are no prompts, one is empty, or one is too long together with its response.
     """
     if not len(lengths):
         raise ValueError("there are no prompts to respond to")
@@ -239,7 +258,8 @@ def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -
 
 
 def check_names(came: Set[str], own: Set[str]) -> None:
-    """Raises ValueError where the names of the loaded weights are not those of the rollout model."""
+    """Raises ValueError if the names of the weights that were loaded (`came`) are not those of the rollout model
+    (`own`)."""
     if came != own:
         raise ValueError(
             f"weights do not match the rollout model: {sorted(own - came)[:3]} did not come, "

@@ -1,4 +1,4 @@
-"""The interface of a decoding loop's model, which runs one step at a time; and a model that is whole on this rank."""
+"""`Decoder`, the interface of a model that decodes one step at a time, and `WholeDecoder` for an unsharded model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from services.rollout.sampling import choose
 
 
 class Decoder(ABC):
-    """A causal language model with a KV cache. Ranks that share one model call its methods together.
+    """Interface of a causal language model with a KV cache, whole on this rank or sharded over several. Ranks that
+    share a sharded model must make the same calls in the same order.
 
     Attributes:
-        device: device of the model.
+        device: device of the model on this rank.
         max_positions: most tokens of a sequence; None for no limit.
         keeps_weights, ranks_together: as in `RolloutEngine`.
     """
@@ -30,41 +31,49 @@ class Decoder(ABC):
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:
-        """An empty KV cache for this rank's layers."""
+        """Returns an empty KV cache for the layers that are on this rank."""
 
     @abstractmethod
     def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """Append `ids_BT` to the cache; returns the logits [B, V] of the token after.
+        """Runs the model on further tokens and appends their keys and values to the cache.
 
         Args:
-            padding: attention mask and position ids of padded rows.
+            ids_BT: T further token ids of each row.
+            cache: KV cache, which is changed.
+            padding: keyword arguments `attention_mask` and `position_ids` if rows are padded, otherwise empty.
+
+        Returns:
+            Logits [B, V] of the next token of each row.
         """
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `RolloutEngine.load_weights`."""
+        """Replaces all weights; see `RolloutEngine.load_weights`."""
 
     @abstractmethod
     def sleep(self) -> int:
-        """As `RolloutEngine.sleep`."""
+        """Frees device memory until `wake`; returns the bytes freed. See `RolloutEngine.sleep`."""
 
     @abstractmethod
     def wake(self) -> int:
-        """As `RolloutEngine.wake`."""
+        """Allocates the memory that `sleep` freed; returns the bytes allocated. See `RolloutEngine.wake`."""
 
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As `sampling.choose`, the same on all ranks."""
+        """Chooses the next token of each row, the same one on all ranks of the model; see `sampling.choose`."""
         return choose(logits_BV, sampling, uniforms_B)
 
     def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """`should_stop` agreed over the ranks of the model, which step together."""
+        """Returns a function that returns True on all ranks of the model if `should_stop` returns True on any of
+        them.
+        Default: `should_stop` itself, for a model on one rank."""
         return should_stop
 
 
 class WholeDecoder(Decoder):
-    """A transformers model that is whole on this rank."""
+    """Decoder on a transformers model that is whole on this rank. Puts the model into eval mode and disables its
+    gradients."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
@@ -100,7 +109,8 @@ class WholeDecoder(Decoder):
         return taken
 
     def _leave_device(self) -> int:
-        """Sleeps, also where the device is the CPU."""
+        """Moves the weights from the device to host memory, even if the device is the CPU; returns the bytes
+        moved."""
         offloaded = copy_to_host([*self._model.parameters(), *self._model.buffers()])
         free(offloaded)
         self._offloaded = offloaded

@@ -1,4 +1,4 @@
-"""Builds the rollout engine that an actor's table names."""
+"""Builds the rollout engine that an actor's table of the configuration names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from settings.actor import ActorTable
 
 
 def make_rollout(table: ActorTable, engine: TrainEngine, mesh: Mesh, device: torch.device) -> RolloutEngine:
-    """The engine of `table.rollout_engine`; it has no weights before `load_weights`. Collective.
+    """Builds the rollout engine named by `table.rollout_engine`. Its weights must be loaded (`load_weights`) before
+    it generates. Collective.
+
+    Args:
+        table: Table of the actor's service.
+        engine: Training engine of this rank.
+        mesh: Training and generation mesh of the service.
+        device: Device of this rank.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot run the model.

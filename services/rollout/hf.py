@@ -1,7 +1,8 @@
-"""The embedded rollout engine: a transformers model with its own KV cache and decoding loop.
+"""The rollout engine `hf`: a transformers model in the actor's process, with this project's KV cache and decoding
+loop.
 
-`generate` of transformers draws all rows from one generator, so a row's text would depend on its neighbours; here
-each row draws from a stream of its own.
+transformers' own `generate` draws the tokens of all rows from one random generator, so a row's text would depend on
+the other rows; here each row has its own stream of random numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FINISHED_SHARE_TO_DROP = 0.125
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a causal language model, on its device and in its dtype.
+    """Rollout engine on a causal language model, on the model's device and in its dtype.
 
     Args:
-        model: a model that is whole on this rank, or the decoder of a sharded one.
-        token_budget: most positions of the KV cache, rows * (prompt + max_new_tokens), padding included; rows
-            beyond it form later batches.
+        model: a model that is whole on this rank, or a decoder, such as that of a sharded model.
+        token_budget: most tokens of the KV cache, that is rows * (longest prompt + max_new_tokens) of a batch.
+            Further rows are generated in later batches.
     """
 
     name = "hf"
@@ -83,7 +84,8 @@ class HFRollout(RolloutEngine):
         row_seeds: np.ndarray,
         meter: Meter,
     ) -> _Responses:
-        """Generate for R rows at once. The batch holds B of them: unfinished rows and a few finished ones."""
+        """Generates the responses of R rows in one batch. Finished rows are removed from the batch from time to time,
+        so it holds B <= R rows: all unfinished ones and a few finished ones."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
         uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
         eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
@@ -118,8 +120,12 @@ class HFRollout(RolloutEngine):
         return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy(), stopped_R.cpu().numpy())
 
     def _prefill(self, prompts: Sequence[Sequence[int]], num_steps: int) -> tuple[_Context, Tensor]:
-        """Compute each distinct prompt once; returns the context of every row, with room for `num_steps` more tokens,
-        and its next-token logits [R, V]."""
+        """Runs the model on each distinct prompt once.
+
+        Returns:
+            The context of the R rows, with room for `num_steps` more tokens each, and the logits [R, V] of each row's
+            next token.
+        """
         index: dict[tuple[int, ...], int] = {}
         distinct_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
         longest = max(map(len, index))
@@ -137,24 +143,30 @@ class HFRollout(RolloutEngine):
         return context, logits_UV[selected]
 
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
-        """Append `ids_BT` to the context; returns the logits [B, V] of the token after."""
+        """Appends `ids_BT` to the context; returns the logits [B, V] of the next token."""
         return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
 
 
 @dataclass(eq=False)
 class _Context:
-    """Context of B rows, whose prompts are padded on the left by `num_pads_B` tokens; None for no padding."""
+    """KV cache of B rows whose prompts are padded on the left.
+
+    Attributes:
+        cache: keys and values of the tokens so far.
+        num_pads_B: padding tokens of each row; None if no row has any.
+    """
 
     cache: DynamicCache
     num_pads_B: Tensor | None
 
     def select(self, rows: Tensor) -> None:
-        """Select rows of the batch; a row may be repeated."""
+        """Replaces the rows of the context by those of the given indices, of which some may be equal."""
         self.cache.batch_select_indices(rows)
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
     def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
-        """Attention mask and position ids of a forward pass over `num_new` more positions; empty without padding."""
+        """Returns the model's arguments `attention_mask` and `position_ids` for `num_new` further tokens per row; an
+        empty dictionary without padding."""
         if self.num_pads_B is None:
             return {}
         num_read = self.cache.get_seq_length()
@@ -165,8 +177,14 @@ class _Context:
 
 @dataclass(frozen=True, eq=False)
 class _Responses:
-    """Responses of R rows, padded to N = max_new_tokens: tokens without padding per row, and whether the row ended
-    before `max_new_tokens`."""
+    """Responses of R rows, padded on the right to N = max_new_tokens.
+
+    Attributes:
+        tokens_RN: token ids.
+        log_probs_RN: log-probabilities of the tokens.
+        lengths_R: tokens of each response, without padding.
+        stopped_R: whether each response ended with an end-of-sequence token or a stop string.
+    """
 
     tokens_RN: Tensor
     log_probs_RN: Tensor
@@ -175,7 +193,15 @@ class _Responses:
 
 
 def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> Generation:
-    """The responses of all parts, in the order of the prompts."""
+    """Joins the responses of several batches, in the order of the prompts.
+
+    Args:
+        parts: row numbers of each batch.
+        responses: responses of each batch.
+
+    Raises:
+        FloatingPointError: a log-probability is not finite.
+    """
     lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
     stopped = np.empty(len(lengths), dtype=bool)
     tokens, log_probs = [], []

@@ -1,4 +1,4 @@
-"""A KV cache for transformers that appends tokens without copying earlier ones."""
+"""A KV cache for transformers models that appends tokens without copying those before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.cache_utils import DynamicLayer
 
 
 def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
-    """Replaces the layers of an empty cache by layers with memory for `num_positions` tokens per row, into which new
-    tokens are written; layers of transformers copy all earlier tokens too.
+    """Gives an empty cache memory for `num_positions` tokens per row, and returns it. New tokens are then written in
+    place, while transformers' own layers copy all earlier tokens at each step.
 
-    Layers that do not keep all tokens, such as those with a sliding window, are not replaced.
+    Layers that do not keep all tokens, such as those with a sliding window, are left as they are.
     """
     # Exactly this class: subclasses keep other tokens.
     cache.layers = [
@@ -24,7 +24,8 @@ def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values of one layer, each [B, heads, n, head_dim]: views of memory for more than n tokens.
+    """Keys and values of one layer, each [B, heads, n, head_dim] for the n tokens so far, as views of memory that is
+    allocated for all tokens at the first update.
 
     Args:
         num_positions: tokens per row that the memory has room for.
@@ -61,7 +62,7 @@ class ReservedLayer(DynamicLayer):
         self._hold(keys, values, self.get_seq_length())
 
     def _selected(self, states: Tensor, indices: Tensor) -> Tensor:
-        """Memory with the keys or values of the rows of `indices`."""
+        """Returns newly allocated memory that begins with the keys or values of the rows `indices`."""
         memory = self._memory_like(states, num_rows=len(indices))
         torch.index_select(states, 0, indices, out=memory[:, :, : states.shape[2]])
         return memory

@@ -1,4 +1,4 @@
-"""Sampling of tokens: pure functions of logits and (seed, step, call, row), without a generator's state."""
+"""Sampling of tokens by pure functions of logits and (seed, step, call, row), without a generator that has state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHIFT_32 = np.uint64(32)
 
 
 def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
-    """One seed per row, [rows] non-negative int64: the start of a stream of random numbers for each row of a call.
+    """Returns one seed per row of a call, [rows] non-negative int64, for the row's own stream of random numbers.
 
     Args:
-        seed: seed of the run.
-        step: step of the run.
-        call: name of the call within the step; different names give different numbers.
-        rows: row numbers within the whole batch over all ranks, [rows] int64.
+        seed: seed of the training run.
+        step: number of the training step.
+        call: name of the call within the step; different names give different seeds.
+        rows: number of each row in the call's whole batch over all ranks, [rows] int64.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{call}".encode()).digest()
     key = np.frombuffer(digest[:8], dtype="<u8").astype(np.uint64)
@@ -31,7 +31,8 @@ def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
 
 
 def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
-    """The first `n` numbers of each row's stream, [rows, n] float64, uniform in the open interval (0, 1).
+    """Returns the first `n` random numbers of each row's stream, [rows, n] float64, uniform in the open interval (0,
+    1).
 
     Number i of a row is the same for every `n` and independent of other rows.
     """
@@ -43,9 +44,9 @@ def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
 
 
 def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
-    """Log-probabilities [B, V] that tokens are drawn with, float32; -inf for excluded tokens.
+    """Returns the log-probabilities that tokens are drawn with, [B, V] float32; -inf for excluded tokens.
 
-    Temperature first, then top-k, then top-p of the rest, then normalization (the order of Hugging Face and vLLM).
+    Applies temperature, then top-k, then top-p to the rest, and normalizes (the order of Hugging Face and vLLM).
     """
     log_probs_BV = (logits_BV.float() / sampling.temperature).log_softmax(dim=-1)
     if 0 < sampling.top_k < log_probs_BV.shape[-1]:
@@ -63,9 +64,15 @@ def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
 
 
 def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Token ids [B] int64 by inversion of the cumulative distribution, which is summed in float64.
+    """Draws one token per row by inversion of the cumulative distribution, which is summed in float64. A token of
+    probability 0 is never drawn.
 
-    A token of probability 0 is never drawn.
+    Args:
+        log_probs_BV: log-probabilities of all tokens.
+        uniforms_B: one number from (0, 1) per row.
+
+    Returns:
+        Token ids, [B] int64.
     """
     cumulative_BV = log_probs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     targets_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
@@ -75,7 +82,16 @@ def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def choose(logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of each row, [B] int64, and its log-probability, [B] float32, as `Generation` defines it."""
+    """Chooses the next token of each row, greedily or by sampling.
+
+    Args:
+        logits_BV: logits of all tokens.
+        sampling: options of sampling.
+        uniforms_B: one number from (0, 1) per row; ignored if greedy.
+
+    Returns:
+        Token ids, [B] int64, and their log-probabilities as `Generation` defines them, [B] float32.
+    """
     if sampling.greedy:
         log_probs_BV = logits_BV.float().log_softmax(dim=-1)
         tokens_B = logits_BV.argmax(dim=-1)

@@ -1,4 +1,5 @@
-"""Decoding on the generation mesh pg-tg-dg-d, on ranks that train on p-t-d (HybridFlow section 5, 3D-HybridEngine)."""
+"""Decoding with a model that is sharded over the generation mesh pg-tg-dg-d, on ranks that train on the mesh p-t-d
+(HybridFlow paper, section 5, 3D-HybridEngine)."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ from services.runtime.process_groups import own_group
 
 
 class ShardedDecoder(Decoder):
-    """A model sharded over the ranks of a generation replica, which have the same rows and make all calls together.
-    Constructed by all ranks of the default process group together.
+    """Decoder on a model that is sharded over the ranks of a generation replica by pipeline and tensor parallelism.
+    These ranks decode the same rows and must make the same calls. Construction is collective over all ranks of the
+    default process group.
 
     Args:
         directory: Hugging Face directory of the model.
         mesh: Training and generation mesh.
-        transition: Gathers the weights; its permanent buffers, if any, are the memory of this model.
+        transition: Gathers the generation weights. If it has permanent buffers, this model's weights are views of
+            them.
+        dtype: Type of weights and activations.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -63,7 +68,8 @@ class ShardedDecoder(Decoder):
         return self._stage.new_cache()
 
     def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """As `Decoder.forward`; on stages before the last an empty tensor [B, 0]."""
+        """Runs the model as `Decoder.forward`; returns the logits [B, V] on the last pipeline stage, and an empty
+        tensor [B, 0] on earlier stages. Collective over the replica."""
         groups, incoming = self._groups, ids_BT
         if not groups.is_first_stage:
             shape = (*ids_BT.shape, self._stage.config.hidden_size)
@@ -101,7 +107,8 @@ class ShardedDecoder(Decoder):
         return agreed
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads this rank's shards; a tensor becomes the memory of its parameter."""
+        """Replaces this rank's shards of the weights. Tensors are not copied: each becomes the memory of its
+        parameter."""
         if not self.keeps_weights:
             self._drop_weights()
         came = set()
@@ -112,7 +119,8 @@ class ShardedDecoder(Decoder):
         check_names(came, self._stage.parameters.keys())
 
     def sleep(self) -> int:
-        """Frees gathered weights; permanent buffers belong to the training engine."""
+        """Frees the gathered weights and returns their bytes; does nothing if the weights are views of permanent
+        buffers, which belong to the training engine."""
         if self.keeps_weights:
             return 0
         held = self._held_bytes()
@@ -121,11 +129,11 @@ class ShardedDecoder(Decoder):
         return held - self._held_bytes()
 
     def wake(self) -> int:
-        """Nothing to allocate: `load_weights` brings the memory."""
+        """Does nothing and returns 0, since `load_weights` brings the memory of the weights."""
         return 0
 
     def _drop_weights(self) -> None:
-        """Replace gathered weights by placeholders."""
+        """Replaces gathered weights by placeholders of the same shape, which take no memory."""
         memory = self._transition.generation_memory()
         for name, parameter in self._stage.parameters.items():
             parameter.data = memory(name)

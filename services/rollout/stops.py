@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a response, matched in the same way for every rollout engine."""
+"""Stop strings, which end a response when its text contains one; matched in the same way for every rollout engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class StopStrings:
-    """Strings of which any ends a response, at the first token with which its text contains the string.
+    """Stop strings of a request. A response ends at the first token with which its text contains one of them.
 
     Args:
-        texts: at least one string, none of them empty.
-        decode: texts of rows of token ids, without special tokens.
-        special_ids: token ids that `decode` leaves out.
+        texts: the stop strings; at least one, none of them empty.
+        decode: returns the text of each row of token ids, without special tokens.
+        special_ids: ids of the special tokens, which `decode` leaves out.
 
     Raises:
         ValueError: there are no texts, or one is empty.
@@ -29,17 +29,17 @@ class StopStrings:
             raise ValueError(f"stop strings must not be empty, got {list(self.texts)}")
 
     def cut(self, text: str) -> str:
-        """The text before the first stop string in it."""
+        """Returns the part of a text before the first stop string; the whole text if it contains none."""
         found = [position for stop in self.texts if (position := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
     def watch(self, num_rows: int) -> StopMatcher:
-        """A matcher for `num_rows` responses."""
+        """Returns a matcher for `num_rows` responses that are about to be generated."""
         return StopMatcher(self, num_rows)
 
 
 class StopMatcher:
-    """Matches stop strings in several responses while they are generated, decoding the last tokens of each alone.
+    """Matches stop strings in several responses while they are generated. It decodes only the last tokens of each.
 
     As many tokens as the longest stop string has bytes are enough, since a token that is not special stands for at
     least one byte. One more is kept because some decoders strip the space before the first token.
@@ -51,11 +51,11 @@ class StopMatcher:
         self._tails: list[deque[int]] = [deque(maxlen=longest + 1) for _ in range(num_rows)]
 
     def ended(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Whether the response of each row ends with its next token.
+        """Adds the next token of some responses; returns, for each, whether it ends the response.
 
         Args:
-            rows: row numbers, each once.
-            tokens: the next token of each row.
+            rows: numbers of the responses, from 0, each at most once.
+            tokens: the next token of each of these responses.
         """
         for row, token in zip(rows, tokens, strict=True):
             if token not in self._stops.special_ids:

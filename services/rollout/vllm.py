@@ -1,6 +1,6 @@
-"""The vLLM rollout engine: vLLM in the actor's own ranks, beside the training engine, on the same devices.
+"""The rollout engine `vllm`: vLLM in the actor's own processes, beside the training engine, on the same devices.
 
-The ranks of a tensor group have the same rows and take the same steps. Weights are replaced in place.
+The ranks of a tensor-parallel group generate the same rows and make the same steps. Weights are replaced in place.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from settings.actor import VllmTable
 
 
 class VLLMRollout(RolloutEngine):
-    """Generates with vLLM on the device of this rank, in an initialized torch.distributed. Construction is collective.
+    """Rollout engine on vLLM, on the device of this rank. torch.distributed must be initialized. Construction is
+    collective.
 
     Args:
-        layouts: layouts of the weight shards that `load_weights` takes; None for whole weights.
+        layouts: layouts on the generation mesh of the weight shards that are given to `load_weights`; None if whole
+            weights are.
         directory, dtype, table, identity, tensor_parallel: as in `start_engine`.
 
     Raises:
-        ValueError: vLLM cannot run the model, or not in the memory it is given.
+        ValueError: vLLM cannot run the model, or not in the memory that it is given.
     """
 
     name = "vllm"
@@ -106,7 +108,8 @@ class VLLMRollout(RolloutEngine):
         check_temperature(sampling)
 
     def _run(self, num_rows: int, watch: StopMatcher | None, meter: Meter) -> list[Any]:
-        """Steps the engine until every row is complete; returns vLLM's outputs, in the order of the rows."""
+        """Steps vLLM until every row is complete; returns its completions (`CompletionOutput`) in the order of the
+        rows. Aborts the remaining requests if this fails."""
         completions: dict[int, Any] = {}
         try:
             while len(completions) < num_rows:
@@ -123,7 +126,12 @@ class VLLMRollout(RolloutEngine):
         return [completions[row] for row in range(num_rows)]
 
     def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopMatcher) -> None:
-        """Marks completions that end with a stop string as finished, and aborts their requests."""
+        """Marks the completions that now end with a stop string as finished, and aborts their requests.
+
+        Args:
+            stepped: completions that the last step extended, by row; changed.
+            watch: matcher of the stop strings.
+        """
         rows = list(stepped)
         ended = watch.ended(rows, [stepped[row].token_ids[-1] for row in rows])
         stopped = [row for row, ends in zip(rows, ended, strict=True) if ends]
@@ -149,7 +157,8 @@ class VLLMRollout(RolloutEngine):
         return self._changed(self._engine.wake_up)
 
     def _changed(self, change: Callable[[], object]) -> int:
-        """Bytes of device memory that `change` frees or takes; on a CPU, where vLLM does not sleep, 0."""
+        """Calls `change`; returns the bytes of device memory that it freed or allocated. On a CPU, where vLLM cannot
+        sleep, does nothing and returns 0."""
         if not self._on_gpu:
             return 0
         free, _ = torch.cuda.mem_get_info()
@@ -163,7 +172,7 @@ def _zero_kv_cache(worker: Any) -> None:
 
 
 def _weight_names(directory: Path) -> set[str]:
-    """Names of all weights of the checkpoint, tied ones under every name."""
+    """Returns the names of all weights of the directory's model; tied weights are under every one of their names."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))
     return set(model.state_dict())

@@ -1,7 +1,8 @@
-"""vLLM's engine in this process, as one of the ranks of torch.distributed.
+"""Starts vLLM's engine in this process, as one of the ranks of torch.distributed.
 
-No other module imports vLLM, since this one first sets the environment that its import reads. vLLM starts no processes:
-each rank builds an engine for itself, which vLLM calls an external launcher.
+No other module imports vLLM, since this one first sets the environment variables that its import reads. vLLM starts
+no
+processes: each rank builds its own engine (vLLM's "external launcher" mode).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _SHARE_THAT_MUST_BE_FREE = 0.01
 
 
 class _OwnRanks(ExecutorWithExternalLauncher):
-    """Runs the model in this process, as one of the ranks of torch.distributed."""
+    """vLLM executor that runs the model in this process, as one of the ranks of torch.distributed."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         # vLLM names the shared memory of its tensor groups after the text behind the last colon.
@@ -61,15 +62,18 @@ class _OwnRanks(ExecutorWithExternalLauncher):
 def start_engine(
     directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str, tensor_parallel: int
 ) -> LLMEngine:
-    """A running engine. Its shared memory has no names any more, so it is freed when its last process ends. Collective.
+    """Starts vLLM's engine and returns it. Unlinks the names of its shared memory, so that the memory is freed when
+    the last process that uses it ends. Collective.
 
     Args:
         directory: Hugging Face directory of the model.
+        dtype: type of weights and activations.
+        table: vLLM's options in the actor's table.
         identity: prefix of the names of shared memory; unique among the services of a host.
-        tensor_parallel: ranks that generate together, tg.
+        tensor_parallel: number of ranks that share a model by tensor parallelism, tg of the generation mesh.
 
     Raises:
-        ValueError: vLLM cannot run the model, or not in the memory it is given.
+        ValueError: vLLM cannot run the model, or not in the memory that it is given.
     """
     # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
     dtype_name: Any = str(dtype).removeprefix("torch.")
@@ -108,7 +112,8 @@ def start_engine(
 
 
 def _unlink_shared_memory(identity: str) -> None:
-    """Removes the names of shared memory, between two barriers, so that no rank is creating or opening any."""
+    """Unlinks the names of vLLM's shared memory of this service, between two barriers, so that no rank is creating or
+    opening such memory meanwhile. Collective."""
     dist.barrier()
     for path in _SHARED_MEMORY.glob(f"*{identity}-*cpushm*"):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Requests to vLLM and its completions."""
+"""Converts sampling options to vLLM's, and vLLM's completions to a `Generation`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings.actor import VLLM_TEMPERATURES
 
 
 def check_temperature(sampling: SamplingOptions) -> None:
-    """Raises ValueError for a temperature that vLLM replaces by another."""
+    """Raises ValueError if the temperature is one that vLLM would silently replace by a different one."""
     lowest, highest = VLLM_TEMPERATURES
     if not (sampling.greedy or lowest <= sampling.temperature <= highest):
         raise ValueError(
@@ -24,7 +24,7 @@ def check_temperature(sampling: SamplingOptions) -> None:
 
 
 def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """vLLM's sampling parameters of one row."""
+    """Returns vLLM's sampling parameters for one row with the given seed."""
     greedy: dict[str, Any] = {"temperature": 0.0}
     drawn: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -47,7 +47,7 @@ def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
 
 
 def generation_of(completions: Sequence[Any]) -> Generation:
-    """Responses from vLLM's completions, in the order of the rows.
+    """Converts vLLM's completions, one per row, to a generation in the same order.
 
     Raises:
         FloatingPointError: a log-probability is not finite.

@@ -22,7 +22,12 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of vLLM, and the names of the weights that each of its parameters is made of."""
+    """A module of vLLM, and the checkpoint's weights that its parameters consist of.
+
+    Attributes:
+        module: The module.
+        sources: For each parameter, by name, the names of the weights that are concatenated to it, in order.
+    """
 
     module: nn.Module
     sources: Mapping[str, tuple[str, ...]]
@@ -34,14 +39,16 @@ class _Module:
 
 @torch.no_grad()
 def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights of this rank's vLLM model.
+    """Replaces all weights of this rank's vLLM model.
 
     Args:
-        layouts: Layouts of the checkpoint's tensors on the generation mesh.
-        parts: This rank's shards, by name; always run to its end. The shards of one module are held at a time.
+        model: vLLM's model.
+        layouts: Layouts of the checkpoint's tensors on the generation mesh, by name.
+        parts: Name and tensor of each of this rank's shards. Always run to its end, since it may be collective.
+            Shards are kept only until all shards of their module are there.
 
     Raises:
-        ValueError: A shard belongs to no parameter, or one is missing.
+        ValueError: A shard belongs to no parameter, or a parameter's shard is missing.
     """
     modules = [
         _Module(module, sources)
@@ -67,7 +74,8 @@ def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[
 
 
 def _sources(path: str, module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
-    """Names of the checkpoint's weights for each parameter of a module itself."""
+    """Returns, for each parameter of a module (not of its children), the names of the checkpoint's weights that it
+    consists of."""
     parent, _, last = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     sources = {
@@ -80,7 +88,7 @@ def _sources(path: str, module: nn.Module, layouts: Mapping[str, Layout]) -> dic
 
 
 def _fill(module: _Module, parts: Mapping[str, Tensor]) -> None:
-    """Set a module's parameters, and have vLLM repack them."""
+    """Sets a module's parameters to the concatenation of their shards, and lets vLLM repack them."""
     for kind, names in module.sources.items():
         fused = torch.cat([parts[name] for name in names])
         parameter = getattr(module.module, kind)

@@ -1,1 +1,1 @@
-"""Checkpoints and layouts of sharded weights."""
+"""Checkpoints and layouts of sharded weights, and directories that are published atomically."""

@@ -1,8 +1,8 @@
 """Sharded checkpoints: one safetensors file per rank, scalars in JSON, nothing pickled.
 
-A shard is a box of a global tensor. The header of each file has the offsets of its boxes, so a reader copies the
-overlaps with the boxes it needs, and the number of ranks may change between writing and reading. Further boxes of the
-same tensor on a rank are named NAME#1, NAME#2 and so on.
+A shard is a box (hyperrectangle) of a global tensor. The header of each file has the offsets of its boxes, so a
+reader copies the overlaps with the boxes that it needs, and the number of ranks may change between writing and
+reading. If a rank has several boxes of one tensor, they are named NAME, NAME#1, NAME#2 and so on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _BOXES = "boxes"
 PART = "#"
-"""Separates the name of a tensor from the number of a further box."""
+"""Separates the name of a tensor from the number of a further box in the names of shards."""
 
 Scalars = Mapping[str, int | float]
 NO_SCALARS: Scalars = MappingProxyType({})
@@ -33,7 +33,13 @@ NO_SCALARS: Scalars = MappingProxyType({})
 
 @dataclass(frozen=True, eq=False)
 class WeightShard:
-    """A box of a global tensor of shape `whole`: `tensor` begins at `offsets`, one per dimension."""
+    """A box (hyperrectangle) of a global tensor.
+
+    Attributes:
+        tensor: Values of the box.
+        offsets: Index in the global tensor of the box's first element, per dimension.
+        whole: Shape of the global tensor.
+    """
 
     tensor: Tensor
     offsets: tuple[int, ...]
@@ -41,17 +47,17 @@ class WeightShard:
 
     @classmethod
     def of_whole(cls, tensor: Tensor) -> Self:
-        """The box that is the whole tensor."""
+        """Returns the box that covers a whole tensor; `tensor` is not copied."""
         return cls(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Slices of the global tensor."""
+        """Slices by which the global tensor is indexed to get this box."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
 def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) -> None:
-    """Write the shards of one rank into an existing directory.
+    """Writes the shards of one rank, given by name, to a file in an existing directory, and syncs it to disk.
 
     Raises:
         OSError: the file could not be written.
@@ -67,13 +73,14 @@ def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) 
 
 
 def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
-    """Write the scalars of a checkpoint beside the shards of `num_ranks` ranks; on one rank."""
+    """Writes the manifest of a checkpoint: the number of ranks whose shards it contains, and scalars by name. Called
+    on one rank."""
     manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def read_manifest(directory: Path) -> tuple[int, Scalars]:
-    """The number of ranks that wrote a checkpoint, and its scalars.
+    """Returns the number of ranks that wrote a checkpoint, and its scalars by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the directory.
@@ -94,10 +101,13 @@ def read_shards(
     shards: Mapping[str, WeightShard],
     progressed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill `shards` from the overlapping boxes of a checkpoint.
+    """Fills shards from the overlapping boxes of a checkpoint.
 
     Args:
-        progressed: called after each box.
+        directory: directory of the checkpoint.
+        num_ranks: number of ranks that wrote the checkpoint.
+        shards: boxes to fill, by name; their tensors are overwritten.
+        progressed: called after each box that is copied.
 
     Raises:
         FileNotFoundError: the file of a rank is missing.
@@ -132,7 +142,7 @@ def _file_name(rank: int) -> str:
 
 
 def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a shard's name and a stored name that are boxes of the same tensor."""
+    """Yields all pairs of a shard's name and a stored box's name that belong to the same tensor."""
     stored: dict[str, list[str]] = {}
     for stored_name in stored_names:
         stored.setdefault(stored_name.partition(PART)[0], []).append(stored_name)
@@ -141,7 +151,7 @@ def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[
 
 
 def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: str) -> int:
-    """Copy the overlap of a stored box and `shard`; returns its number of elements."""
+    """Copies the overlap of a stored box with `shard` into the shard; returns the number of elements copied."""
     begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
     ends = [
         min(mine + size, theirs + stored_size)

@@ -1,4 +1,5 @@
-"""Layouts of a model's tensors on the ranks of a mesh: pipeline stage, tensor shard and shape."""
+"""Layouts of a model's tensors on the ranks of a mesh: which pipeline stage keeps a tensor, and how it is cut over
+tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, as in vLLM, so that training shards nest in vLLM's."""
 
 STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""Styles by which a tensor-parallel plan may cut the modules of a layer."""
+"""Supported styles of transformers' tensor-parallel plans, by which modules of a layer are cut."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a checkpoint's tensor on the ranks of a mesh.
+    """How a checkpoint's tensor is kept on the ranks of a mesh.
 
     Each rank of the stage keeps the whole tensor or one of several equal parts, cut along the first dimension of the
     kept tensor, so that gathering the parts is one contiguous copy.
@@ -28,11 +29,12 @@ class Layout:
     Args:
         shape: Shape in the checkpoint.
         stage: Pipeline stage that keeps the tensor.
-        parts: Number of parts; 0 for a tensor that every rank of the stage keeps whole.
-        transposed: Ranks keep the transpose.
-        padding: Rows of zeros at the end that the checkpoint does not have.
-        partial_gradient: Each rank of the tensor group computes only a part of the whole tensor's gradient.
-        tied: The last stage keeps a replica, as output weights.
+        parts: Number of parts that the tensor is cut into; 0 for a tensor that every rank of the stage keeps whole.
+        transposed: Whether ranks keep the transpose.
+        padding: Rows at the end of the kept tensor that the checkpoint's tensor does not have.
+        partial_gradient: Whether the gradient of the tensor, which is not cut, must be summed over the
+            tensor-parallel ranks.
+        tied: Whether the last stage has a replica of the tensor as output weights.
 
     Raises:
         ValueError: The tensor cannot be cut into equal parts.
@@ -54,34 +56,38 @@ class Layout:
 
     @property
     def is_cut(self) -> bool:
+        """Whether ranks keep parts of the tensor and not the whole."""
         return self.parts > 0
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """Shape of all parts, concatenated."""
+        """Shape of the concatenation of all parts, padding included."""
         first, *rest = reversed(self.shape) if self.transposed else self.shape
         return (first + self.padding, *rest)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Shape of one rank's tensor."""
+        """Shape of the tensor that one rank keeps."""
         first, *rest = self.gathered_shape
         return (first // max(self.parts, 1), *rest)
 
     def merged(self, stages: int, parts: int) -> Self:
-        """This layout after merging `stages` pipeline stages and `parts` tensor shards."""
+        """Returns the layout on a mesh in which each stage consists of `stages` of this mesh's stages, and each part
+        of `parts` of its parts."""
         return replace(self, stage=self.stage // stages, parts=self.parts // parts)
 
     def whole(self, gathered: Tensor) -> Tensor:
-        """The checkpoint's tensor as a view of all parts, concatenated."""
+        """Returns the checkpoint's tensor as a view of `gathered`, the concatenation of all parts."""
         real = gathered[: len(gathered) - self.padding]
         return real.t() if self.transposed else real
 
     def shard(self, kept: Tensor, part: int, first_row: int = 0) -> WeightShard:
-        """A rank's part as a box of the checkpoint's tensor; a view.
+        """Returns a rank's part as a box of the checkpoint's tensor, without padding. The box's tensor is a view of
+        `kept`.
 
         Args:
-            part: Number of the rank's part.
+            kept: The tensor that the rank keeps, or consecutive rows of it.
+            part: Number of the rank's part; ignored for a tensor that is not cut.
             first_row: Row of the part with which `kept` begins.
         """
         num_real = self.gathered_shape[0] - self.padding
@@ -95,14 +101,17 @@ class Layout:
 def layouts_of(
     model: nn.Module, backbone: Any, *, tied: bool, pipeline: int, tensor: int
 ) -> dict[str, Layout]:
-    """The layout of every tensor of a model, by name in `model.state_dict()`; a tied tensor under its first name alone.
+    """Returns the layout of every tensor of a model, by its name in `model.state_dict()`; a tied tensor is under its
+    first name alone.
 
     Layers are cut by the model's own `base_model_tp_plan`, embedding and output layer by tokens.
 
     Args:
         model: The whole model; its weights may be on the meta device.
         backbone: Its transformer, with `embed_tokens`, `layers` and `norm`.
-        tied: Whether the output layer is the embedding.
+        tied: Whether the output layer has the same weight as the embedding.
+        pipeline: Number of pipeline stages.
+        tensor: Number of tensor-parallel ranks.
 
     Raises:
         ValueError: The model has no plan, or a plan with unknown styles, or its sizes do not divide.
@@ -141,7 +150,8 @@ def layouts_of(
 
 
 def style_of(backbone: Any, path: str) -> str:
-    """Style by which the model's plan cuts the module at `path` of each layer; "replicated" if the plan omits it."""
+    """Returns the style by which the model's tensor-parallel plan cuts the module at `path` within each layer;
+    "replicated" if the plan does not name it."""
     return backbone.config.base_model_tp_plan.get(f"layers.*.{path}", "replicated")
 
 

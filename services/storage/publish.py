@@ -1,4 +1,4 @@
-"""Directories that are published atomically: they appear whole or not at all.
+"""Publishes directories atomically: a reader finds a directory complete or not at all.
 
 A published directory lists its files, and may be replaced by a later one. A directory with any other file is not
 replaced, since it may hold a user's work.
@@ -16,18 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 FILES = "rlhf-files.json"
-"""Lists the other files of a directory, by their paths within it."""
+"""Name of the file in a published directory that lists all its other files, by relative path."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def partial_of(directory: Path) -> Path:
-    """Path at which a directory is written before `publish` renames it: a sibling, so that one rename suffices."""
+    """Returns the path at which a directory is written before `publish` renames it: a sibling, and so on the same
+    file system."""
     return directory.with_name(f".{directory.name}.rlhf-partial")
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raises ValueError where `directory` holds files that were not published."""
+    """Raises ValueError if `directory` exists and is not a directory, or contains files that `publish` has not
+    listed. Returns if it does not exist or is empty."""
     if not os.path.lexists(directory):
         return
     if directory.is_symlink() or not directory.is_dir():
@@ -49,8 +51,8 @@ def check_replaceable(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises ValueError where `directory` could not be written now: its name is taken, or its nearest existing parent
-    is not writable. Leaves nothing behind."""
+    """Raises ValueError if `directory` could not be published now: it may not be replaced (`check_replaceable`), or
+    its nearest existing parent is not writable. Leaves no files."""
     check_replaceable(directory)
     nearest = next(parent for parent in directory.parents if os.path.lexists(parent))
     try:
@@ -62,11 +64,17 @@ def check_writable(directory: Path) -> None:
 
 
 def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lambda: None) -> None:
-    """Lists the files of `partial`, syncs them, and renames it to `directory`. A crash leaves the old directory or the
-    new one; the next `settle` removes other remains.
+    """Lists the files of the directory `partial`, syncs them to disk, and renames it to `directory`, which it
+    replaces. After a crash, `readable_path` gives the old contents or the new ones; the next `settle` removes what is
+    left over.
+
+    Args:
+        partial: Complete directory, at `partial_of(directory)`.
+        directory: Final path.
+        progressed: Called after each file that is synced.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The directory could not be written.
     """
     (partial / FILES).write_text(json.dumps({"files": sorted(_files(partial))}, indent=2) + "\n")
     for path in partial.rglob("*"):
@@ -86,15 +94,16 @@ def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lam
 
 
 def readable_path(directory: Path) -> Path:
-    """The path from which `directory` can be read: its predecessor's while `publish` is between its two renames, or was
-    interrupted there, on a file system without an atomic exchange. Renames nothing, so it disturbs no writer."""
+    """Returns the path from which the contents of `directory` can be read. This is `directory` itself, unless
+    `publish` is or was interrupted between its two renames on a file system without an atomic exchange; then it is
+    the path of the previous directory. Changes nothing, so it may be called beside a writer."""
     previous = _previous_of(directory)
     return previous if not os.path.lexists(directory) and os.path.lexists(previous) else directory
 
 
 def settle(directory: Path) -> None:
-    """Finishes an interrupted `publish` before the next one: its predecessor gets its name back, or is removed where
-    the new directory has the name. For the only writer of `directory`."""
+    """Cleans up after an interrupted `publish`: removes the previous directory if the new one is in place, otherwise
+    renames it back to `directory`. To be called by the only writer of `directory` before it publishes again."""
     previous = _previous_of(directory)
     if os.path.lexists(directory):
         shutil.rmtree(previous, ignore_errors=True)
@@ -103,7 +112,7 @@ def settle(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file, or of the entries of a directory."""
+    """Flushes a file, or the entries of a directory, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,13 +125,14 @@ def _previous_of(directory: Path) -> Path:
 
 
 def _files(directory: Path) -> set[str]:
-    """Relative paths of all files and links below a directory."""
+    """Returns the relative paths of all files and symbolic links below a directory."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(directory).as_posix() for path in paths}
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two directories atomically; False where the file system cannot."""
+    """Exchanges the names of two directories atomically; returns False if the system or file system does not support
+    it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -34,22 +34,24 @@ Output = TypeVar("Output")
 
 
 class FSDPEngine(DataParallelEngine):
-    """A model on all ranks of the default process group, which must be initialized (gloo for CPU, nccl for CUDA).
+    """Training engine on FSDP2, on all ranks of the default process group, which must be initialized (gloo for CPU,
+    nccl for CUDA). Construction is collective.
 
     Args:
-        model: in float32 if trained; whole with the same weights on every rank, or on the meta device (`load_on_meta`).
+        model: the model, in float32 if it is trained; whole with the same weights on every rank, or on the meta
+            device (`load_on_meta`).
         device: device of this rank; the current device, if CUDA.
-        optimizer: None for a model that is not trained and has no optimizer state.
-        compute_dtype: type of forward and backward passes, default that of the model; weights, gradients and moments
-            have the model's type.
-        reshard_after_forward: free a block's gathered weights after its forward pass and gather them again for its
-            backward pass. False keeps them in between: more memory, less communication.
-        activation_checkpointing: save the input of each block alone, and recompute the block in the backward pass.
-        directory: weights of a model on the meta device; each rank reads its shards.
-        load: function that loaded the model from the directory; `start_over` needs both.
+        optimizer: options of AdamW; None for a model that is not trained and has no optimizer state.
+        compute_dtype: type of forward and backward passes. Default: that of the model, which is also the type of
+            weights, gradients and moments.
+        reshard_after_forward: whether a block's gathered weights are freed after its forward pass and gathered again
+            for its backward pass. False takes more memory and less communication.
+        activation_checkpointing: whether a block saves only its input, and is recomputed in the backward pass.
+        directory: Hugging Face directory from which each rank reads its shards of a model on the meta device.
+        load: function that loaded the model from the directory. `start_over` needs `directory` and `load`.
 
     Raises:
-        ValueError: the directory lacks weights, or has them in other shapes.
+        ValueError: the directory lacks weights, or has them in different shapes.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class FSDPEngine(DataParallelEngine):
         super().__init__(model, device, shards, trained, optimizer)
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
-        """Fills this rank's tensors that have no values yet."""
+        """Reads the values of this rank's tensors that have none yet, given as boxes by name, from the directory."""
         if empty:
             assert directory is not None, "the weights of a model on the meta device are in files"
             read_parts(directory, empty.items())
@@ -138,8 +140,8 @@ class FSDPEngine(DataParallelEngine):
 
 
 class _ModelAndHead(nn.Module):
-    """A model and a head in one forward pass, so that FSDP keeps the weight of the output layer gathered while the head
-    computes logits chunk by chunk."""
+    """Module that runs a model and a head in one forward pass, so that FSDP keeps the output layer's weight gathered
+    while the head computes logits chunk by chunk."""
 
     def __init__(self, model: PreTrainedModel | ValueModel) -> None:
         super().__init__()
@@ -160,8 +162,7 @@ class _ModelAndHead(nn.Module):
 
 
 def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
-    """Sets a model up for packed micro-batches, if its family passes keyword arguments on to attention; returns whether
-    it does."""
+    """Prepares a model for packed micro-batches, if it is of one of the `FAMILIES`; returns whether it is."""
     backbone = transformer_of(model)
     if backbone.config.model_type not in FAMILIES:
         return False
@@ -171,7 +172,8 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """The output layer of a model whose logits are a plain matrix product; None for other models."""
+    """Returns the output layer of a model whose logits are a plain product of hidden states and weight; None for
+    other models, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by peft, trained on a frozen model and sharded like it."""
+"""Training engine for low-rank adapters (LoRA, Hu et al. 2021; by peft) on a frozen model, both sharded with
+FSDP2."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_m
 from services.storage.publish import readable_path
 
 ADAPTER_DIRECTORY = "adapter"
-"""Directory of an export with the adapters, for peft, beside the merged model."""
+"""Name of the subdirectory of an export that contains the adapters in peft's format, beside the merged model."""
 ALPHA = "lora.alpha"
-"""Scalar of a checkpoint: the alpha that the adapters were trained with."""
+"""Name of the scalar in a checkpoint that is the alpha of its adapters."""
 _NAME = "default"
-"""peft's name of a single adapter."""
+"""Name that peft gives to the only adapter of a model."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class AdapterOptions:
         rank: inner dimension.
         alpha: scale, above 0.
         target_modules: names of linear layers, or suffixes of them; "all-linear" for all but the output layer.
-        seed: seed of the initial A. B is initially zero, so a new adapter changes nothing.
+        seed: random seed of the initial A. B is initially zero, so a new adapter changes nothing.
     """
 
     rank: int = 16
@@ -54,11 +55,12 @@ class AdapterOptions:
 
 
 class LoRAEngine(FSDPEngine):
-    """A causal language model with frozen weights and trained adapters.
+    """Training engine for a causal language model with frozen weights and trained LoRA adapters.
 
-    Adapters, their gradients and moments are in float32 or the model's type, whichever is finer, so the model may be in
-    the type it is computed in. Snapshots and checkpoints hold adapters and moments alone. Exports and `full_tensors`
-    are of the merged model, by default in its own type, and the hash of an export is that of the merged weights.
+    Adapters, their gradients and moments are in float32 or the model's type, whichever is finer, so the frozen
+    weights may be in the type of computation. Snapshots and checkpoints contain adapters and moments alone. Exports
+    and `full_tensors` give the merged model, by default in its own type, and the sha256 of an export is over the
+    merged weights.
 
     Args:
         model: as in `FSDPEngine`; adapters are added to it.
@@ -97,7 +99,7 @@ class LoRAEngine(FSDPEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """A block in which inference is that of the model without adapters, bit for bit."""
+        """Context manager in which the engine computes without the adapters, bit for bit as the original model."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -133,7 +135,7 @@ class LoRAEngine(FSDPEngine):
             weights[name].tensor.copy_(first[weights[name].box])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Tensors without adapters, under their names in the checkpoint."""
+        """Returns the model's tensors without the adapters, under their names in the checkpoint."""
         learned = set(self._trained_names)
         return dict(
             sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
@@ -147,7 +149,7 @@ class LoRAEngine(FSDPEngine):
             yield name, cast(weight, dtype) if layer is None else _merged(weight, layer, dtype)
 
     def _state(self) -> dict[str, Tensor]:
-        """State without frozen weights."""
+        """Returns the shards of adapters and moments, without the frozen weights."""
         frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
         return {name: x for name, x in super()._state().items() if name not in frozen}
 
@@ -165,7 +167,8 @@ class LoRAEngine(FSDPEngine):
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
-    """Adds adapters without values to a model and freezes its weights; returns the layers with an adapter, by name.
+    """Adds adapters to a model, without values yet, and freezes its weights; returns the layers that have an adapter,
+    by name.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -190,7 +193,7 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
 
 @torch.no_grad()
 def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
-    """Initial values of adapters, one tensor at a time, by name; the same numbers as peft draws."""
+    """Yields the name and the initial values of each adapter's tensors; the same numbers as peft draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, layer in layers.items():
@@ -204,7 +207,7 @@ def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iter
 
 
 def _tied_names(model: nn.Module) -> set[str]:
-    """Names of weights that have several names."""
+    """Returns all names of those weights that have several names."""
     named = list(model.named_parameters(remove_duplicate=False))
     times = Counter(id(parameter) for _, parameter in named)
     return {name for name, parameter in named if times[id(parameter)] > 1}
@@ -221,21 +224,23 @@ def _config(options: AdapterOptions) -> LoraConfig:
 
 
 def _merged(weight: Tensor, layer: Linear, dtype: torch.dtype | None) -> Tensor:
-    """W + alpha / rank * B A, rounded once to `dtype`, by default the type of W [out, in]."""
+    """Returns W + alpha / rank * B A, rounded once to `dtype`. Default: the type of W [out, in]. Collective."""
     a, b = (whole(each.get_parameter(f"{_NAME}.weight")) for each in (layer.lora_A, layer.lora_B))
     return torch.addmm(weight.to(a.dtype), b, a, alpha=layer.scaling[_NAME]).to(dtype or weight.dtype)
 
 
 def _plain_name(name: str) -> str:
-    """Name in the checkpoint of a weight whose layer has an adapter."""
+    """Returns the name in the checkpoint of a weight, without the part that peft adds to names of adapted layers."""
     return name.replace(".base_layer.", ".")
 
 
 def _write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
-    """Writes adapters as `PeftModel.from_pretrained` reads them.
+    """Writes adapters to a new directory in the format of `PeftModel.from_pretrained`.
 
     Args:
-        weights: adapters by their names in the model.
+        directory: path of the directory, which must not exist.
+        weights: tensors of the adapters, by their names in the model.
+        config: peft's configuration of the adapters.
 
     Raises:
         OSError: a file could not be written.

@@ -1,4 +1,5 @@
-"""Bundles of tensors that are gathered together, layer by layer."""
+"""Groups the tensors of a model into bundles that one collective gathers, and the bundles into buckets, layer by
+layer."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Bundle:
-    """Tensors of one shape that one collective gathers: the same weight of one layer per stage, or a weight of a single
-    stage."""
+    """Tensors of equal shape that one collective gathers: the same weight of one layer of each stage, or a weight of
+    a single stage.
+
+    Attributes:
+        names: Names of the tensors.
+        layout: Layout of the first tensor on the training mesh; the others differ in stage alone.
+        stages: Training stage of each tensor.
+    """
 
     names: tuple[str, ...]
     layout: Layout
     stages: tuple[int, ...]
 
     def buffer_shape(self, num_parts: int) -> tuple[int, ...]:
-        """Shape of a buffer for `num_parts` parts of every tensor."""
+        """Returns the shape of a buffer for `num_parts` tensor-parallel parts of each tensor in the bundle."""
         rows, *rest = self.layout.kept_shape
         return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
 
@@ -30,17 +37,18 @@ class Bundle:
 def bundle_layers(
     layouts: Mapping[str, Layout], stages: Sequence[int], stages_of_tied: Sequence[int], last_stage: int
 ) -> list[list[Bundle]]:
-    """All tensors of the gathered stages, in buckets: first those outside of layers, then one layer of each stage.
+    """Groups all tensors of the gathered stages into buckets of bundles: the first bucket has the tensors outside of
+    layers, and each further one those of one layer of each stage.
 
     Args:
-        layouts: Layouts of all tensors on the training mesh.
-        stages: Stages that this rank's gather group covers.
-        stages_of_tied: Stages that its gather group of tied tensors covers.
-        last_stage: The stage that has tied tensors besides their own.
+        layouts: Layouts of all tensors on the training mesh, by name.
+        stages: Training stages whose weights this rank's gather group gathers.
+        stages_of_tied: Training stages from which its gather group of tied tensors gathers those.
+        last_stage: Number of the last stage, which has a replica of tied tensors.
     """
 
     def stage_of(name: str) -> int | None:
-        """The gathered stage that has a tensor."""
+        """Returns the first gathered stage that has a tensor; None if none has it."""
         layout = layouts[name]
         has = [layout.stage, *([last_stage] if layout.tied else [])]
         return next((stage for stage in has if stage in (stages_of_tied if layout.tied else stages)), None)

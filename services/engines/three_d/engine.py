@@ -1,4 +1,5 @@
-"""3D-parallel training (3DParallelWorker of the HybridFlow paper): pipeline stages, tensor parallelism, replicas."""
+"""Training engine with 3D parallelism: pipeline, tensor and data parallelism (3DParallelWorker of the HybridFlow
+paper)."""
 
 from __future__ import annotations
 
@@ -33,38 +34,40 @@ from services.storage.checkpoint import WeightShard
 Output = TypeVar("Output")
 
 CACHED_TOKENS = 2048
-"""Tokens up to which activations stay in a CPU's caches with oneDNN. With MKL one pass over all tokens is the fastest
-(by 5 % on an Intel Xeon)."""
+"""Tokens of a micro-batch up to which activations stay in a CPU's caches, with oneDNN. With MKL the largest possible
+micro-batch is the fastest (by 5 % on an Intel Xeon)."""
 
 ROUND_PER_STAGE = 4
-"""Micro-batches per stage between two checks of `should_stop`. The pipeline drains at each check, which costs at most a
-fifth of the time."""
+"""Micro-batches per stage between two checks of `should_stop`. The pipeline empties at each check, which costs at
+most a fifth of the time."""
 
 
 class ThreeDParallelEngine(ShardedEngine):
-    """A model on a p-t-d mesh of all ranks of the default process group (gloo for CPU, nccl for CUDA).
+    """Training engine on a mesh of p pipeline stages, t tensor-parallel and d data-parallel ranks, over the default
+    process group (gloo for CPU, nccl for CUDA). Construction is collective.
 
-    Each rank keeps a tensor shard of one stage's weights. Data ranks replicate it, and sum its gradients after all
-    micro-batches, or each keep a shard of it. Hidden states are the same on all ranks of a tensor group, and no rank
-    has the logits of the whole vocabulary.
+    Each rank keeps a tensor-parallel shard of one stage's weights. Data-parallel ranks replicate it and sum its
+    gradients after all micro-batches, or each keep a shard of it. Hidden states are the same on all ranks of a tensor
+    group, and no rank has the logits of the whole vocabulary.
 
     Args:
-        directory: Hugging Face directory; each rank reads its shards.
-        mesh: p-t-d mesh.
+        directory: Hugging Face directory of the model, from which each rank reads its shards.
+        mesh: The mesh.
         device: Device of this rank; the current device, if CUDA.
         dtype: Type of weights and activations. Trained weights of fewer than 32 bits are rounded copies of float32
             masters, which have gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
-        optimizer: None for a model that is not trained.
+        optimizer: Options of AdamW; None for a model that is not trained.
         with_value_head: Whether the model is a value model.
-        transition: Kind of the transition to generation weights; None for a model that does not generate.
-        generates_in_place: Whether training weights are a part of the generation weights' memory; otherwise
-            `rollout_weights` copies. For `hybridflow` only.
-        activation_checkpointing: Whether layers save their input alone, and recompute in the backward pass.
+        transition: How generation weights are gathered from training weights; None for a model that does not
+            generate.
+        generates_in_place: Whether training weights are views of the generation weights' memory; if not,
+            `rollout_weights` copies them. Only with a transition "hybridflow".
+        activation_checkpointing: Whether a layer saves only its input, and is recomputed in the backward pass.
         shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2); excludes
             generation in place.
 
     Attributes:
-        transition: The transition; None for a model that does not generate.
+        transition: The object that gathers generation weights; None for a model that does not generate.
 
     Raises:
         ValueError: The model is of another kind, does not divide over the mesh, or cannot be read.
@@ -209,13 +212,13 @@ class ThreeDParallelEngine(ShardedEngine):
         return accumulator.total(is_primary=self.sees_outputs and self._groups.tensor_index == 0)
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches, padded with dummies where data ranks must run the same number."""
+        """Returns the micro-batches, followed by dummies if all data ranks must run the same number. Collective."""
         missing = self._sharding.padded_count(len(micro_batches)) - len(micro_batches)
         return [*micro_batches, *(dummy_micro_batch() for _ in range(missing))]
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
-        """Sum the gradients of each weight over the ranks that computed parts of them."""
+        """Sums the gradient of each weight over all ranks that computed a part of it. Collective."""
         self._sharding.sum_gradients()
         tied = set(self._stage.aliases.values())
         for name, x in self._kept.items():
@@ -245,10 +248,13 @@ class ThreeDParallelEngine(ShardedEngine):
     def _gather(
         self, kept: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors with the layout of the weights, whole on every rank, one at a time in the order of names. Collective.
+        """Yields the name and the whole tensor of each of the given names, on every rank, in the order of names.
+        Collective.
 
         Args:
-            dtype: type of the tensors; with sharding over data ranks also a coarser one.
+            kept: this rank's tensors with the layout of the weights, by name.
+            names: names of the tensors to gather; names of tied tensors may be further ones.
+            dtype: type of the gathered tensors: that of `kept`, or with sharding over data ranks also a coarser one.
         """
         groups, parts = self._groups, self._sharding.parts(kept, dtype)
         for name in sorted(names):
@@ -273,7 +279,14 @@ class ThreeDParallelEngine(ShardedEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype,
     ) -> str:
-        """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 over all of them."""
+        """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
+
+        Args:
+            directory: existing directory.
+            gathered: name and whole tensor of each weight.
+            tokenizer: tokenizer to write; None for none.
+            dtype: type of the weights in the files.
+        """
         layouts = self._stage.layouts
         sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in layouts.items()}
         sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))

@@ -17,8 +17,14 @@ Kind = Literal["hybridflow", "hybridflow_v", "gather_all"]
 
 @dataclass(frozen=True)
 class GatherGroup:
-    """Ranks that all-gather weights from each other: for every pipeline stage and tensor part, `copies` ranks that each
-    contribute a share."""
+    """Ranks that all-gather weights from each other.
+
+    Attributes:
+        stages: Pipeline stages of the training mesh whose weights the group gathers.
+        parts: Tensor-parallel indices of the training mesh whose shards the group gathers.
+        copies: Number of ranks with the same stage and tensor index. Each contributes a share of their shard.
+        ranks: The ranks, ordered by stage, tensor index and copy.
+    """
 
     stages: range
     parts: range
@@ -26,18 +32,23 @@ class GatherGroup:
     ranks: tuple[int, ...]
 
     def member(self, stage: int, part: int, copy: int) -> int:
-        """The group-local rank that holds the shard of a training stage and tensor index; `copy` counts the ranks with
-        the same shard."""
+        """Returns the rank within the group of a member.
+
+        Args:
+            stage: Pipeline stage of the member in training.
+            part: Tensor-parallel index of the member in training.
+            copy: Number of the member among those with the same stage and index, from 0.
+        """
         return (self.stages.index(stage) * len(self.parts) + self.parts.index(part)) * self.copies + copy
 
     def of_stages(self, stages: range) -> GatherGroup:
-        """The subgroup of ranks of some of its stages."""
+        """Returns the subgroup of the ranks of some consecutive stages of this group."""
         first, last = (self.member(stage, self.parts[0], 0) for stage in (stages[0], stages[-1]))
         return replace(self, stages=stages, ranks=self.ranks[first : last + len(self.parts) * self.copies])
 
 
 def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
-    """The gather groups of a transition; each rank is in one."""
+    """Returns all gather groups of a kind of transition; each rank of the mesh is in exactly one."""
     stages, parts = mesh.pipeline_ratio, mesh.tensor_ratio
     if kind == "hybridflow":
         return [
@@ -60,8 +71,9 @@ def _model_group(mesh: Mesh, stages: range, parts: range, copies: range) -> Gath
 
 
 def gather_groups_of_tied(mesh: Mesh, groups: Sequence[GatherGroup]) -> list[GatherGroup]:
-    """The gather groups of a tensor that the first and the last stage share. In a group with both, the last stage
-    gathers on its own, so that it does not receive what it has."""
+    """Returns the gather groups for a tied tensor, which the first and the last stage have. A group of `groups` that
+    contains both stages is split in two, of which one is the last stage, so that this does not receive what it
+    has."""
     ends, found = {0, mesh.pipeline - 1}, []
     for group in groups:
         if mesh.pipeline > 1 and ends <= set(group.stages):
@@ -72,13 +84,13 @@ def gather_groups_of_tied(mesh: Mesh, groups: Sequence[GatherGroup]) -> list[Gat
 
 
 class JoinedGroup(NamedTuple):
-    """The gather group of this rank, and its process group."""
+    """The gather group of this rank (`ranks`), and torch's process group of the same ranks."""
 
     ranks: GatherGroup
     process_group: ProcessGroup
 
 
 def join(groups: Sequence[GatherGroup]) -> JoinedGroup:
-    """Creates the process groups of all gather groups; returns this rank's. Collective."""
+    """Creates a process group for each gather group; returns this rank's. Collective over all ranks."""
     own = next(each for each in groups if dist.get_rank() in each.ranks)
     return JoinedGroup(own, own_group([each.ranks for each in groups]))

@@ -1,4 +1,4 @@
-"""The process groups of a rank on a mesh."""
+"""Creates the process groups of a rank along the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from services.runtime.process_groups import own_group
 
 
 class MeshGroups:
-    """This rank's process group along each axis of a mesh. Constructed by all ranks of the default process group
-    together.
+    """This rank's position on a mesh and its process group along each axis. Construction is collective over the
+    default process group.
 
     Ranks of a group are in the order of its axis, whatever their numbers, so that a gather along the axis concatenates
     parts in order. (A `DeviceMesh` of rank numbers sorts them, which silently misplaces parts on a permuted mesh.)
 
     Attributes:
         mesh: The mesh.
-        stage, tensor_index, data_index: This rank's position.
-        pipeline, tensor, data: Group along each axis.
-        ends: First and last stage at this rank's tensor and data index, in that order; a stage in between is alone in
-            its group.
+        stage, tensor_index, data_index: Position of this rank on the pipeline, tensor and data axis.
+        pipeline, tensor, data: Process group of the ranks along each axis that goes through this rank.
+        ends: Process group of the first and the last stage at this rank's tensor and data index, in that order. A
+            rank of a stage in between is alone in its group.
 
     Raises:
         ValueError: The sizes of the mesh and the default process group differ.
@@ -43,8 +43,10 @@ class MeshGroups:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank is on the first pipeline stage."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank is on the last pipeline stage."""
         return self.stage == self.mesh.pipeline - 1

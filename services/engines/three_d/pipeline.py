@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline: forward passes only, or forward and backward passes (1F1B).
+"""Runs micro-batches through the stages of a pipeline: forward passes only, or forward and backward passes (1F1B).
 
 All stages of a pipeline have the same micro-batches, so ranks exchange hidden states and their gradients alone. The
 schedule allocates its buffers once, so all hidden states of a call are padded to one shape [N, H], N being the tokens
@@ -31,11 +31,19 @@ def run_forward(
     head: Head[Output],
     hidden_template: Tensor,
 ) -> Iterator[Tensor | Output]:
-    """Outputs of this stage for each micro-batch, in order: hidden states [B, T, H], which are sent to the next stage,
-    or on the last stage outputs of the head.
+    """Runs the forward pass of each micro-batch on this stage, as far as the iterator is run. Collective over the
+    pipeline: all stages must run the same micro-batches to the end.
 
     Args:
-        hidden_template: A tensor with the type, device and last dimension of hidden states.
+        stage: This rank's stage.
+        groups: Position and process groups of this rank.
+        micro_batches: Micro-batches, the same on all stages.
+        head: Computes the output on the last stage.
+        hidden_template: Any tensor with the type, device and last dimension of hidden states.
+
+    Yields:
+        The output for each micro-batch, in order: on the last stage that of the head, on others the hidden states
+        [B, T, H], which have been sent to the next stage.
     """
     for micro_batch in micro_batches:
         incoming = None
@@ -56,12 +64,13 @@ def run_forward_backward(
     loss_head: Head[Tensor],
     hidden_template: Tensor,
 ) -> None:
-    """Add the gradient of the sum of all losses to `.grad` of this stage's parameters.
+    """Runs forward and backward passes of all micro-batches by the 1F1B schedule, and adds the gradient of the sum of
+    their losses to `.grad` of this stage's parameters. Collective over the pipeline.
 
     Args:
         loss_head: Head whose output is the loss of a micro-batch, a scalar. Called on the last stage only, in order,
-            also for dummy micro-batches.
-        hidden_template: As in `run_forward`.
+            and for dummy micro-batches too, of which this function may add some.
+        stage, groups, micro_batches, hidden_template: As in `run_forward`.
     """
     num_stages = groups.mesh.pipeline
     if num_stages == 1:
@@ -90,7 +99,8 @@ def run_forward_backward(
 
 
 class _StageBetweenWires(nn.Module):
-    """A stage with padded hidden states [N, H] as input and output; the output of the last stage is the loss."""
+    """Module for torch's pipeline schedule: a stage whose input and output are hidden states [N, H], padded to the
+    same N for all micro-batches. The output of the last stage is the loss."""
 
     def __init__(
         self,

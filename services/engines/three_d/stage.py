@@ -1,4 +1,5 @@
-"""The part of a transformer on one rank of a mesh: the layers of its stage, each with a tensor shard of its weights."""
+"""The part of a transformer on one rank of a mesh: the layers of its pipeline stage, with a tensor-parallel shard of
+their weights."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _BACKBONE = "backbone."
 
 Output = TypeVar("Output")
 Memory = Callable[[str], Tensor]
-"""Memory for a weight of this rank, by name, in the kept shape of its layout."""
+"""Returns the memory for a weight of this rank, given its name: a tensor of its layout's `kept_shape`."""
 
 
 class ModelStage:
@@ -60,15 +61,17 @@ class ModelStage:
         device: Device of this rank.
         dtype: Type of weights and activations.
         with_value_head: Whether the model has a value head instead of an output layer.
-        layouts: Layout of every tensor on these groups; default as the mesh cuts them.
-        activation_checkpointing: Whether layers save their input alone, and recompute in the backward pass.
+        layouts: Layout of every tensor on the mesh of `groups`, by name. Default: `layouts_of` the model and the
+            mesh.
+        activation_checkpointing: Whether a layer saves only its input, and is recomputed in the backward pass.
 
     Attributes:
-        device, dtype: As above.
+        device: Device of this rank.
+        dtype: Type of weights and activations.
         config: Configuration of the whole model.
         layouts: Layout of every tensor of the model, by its name in the checkpoint; tied tensors under the first name.
-        aliases: First name of a tied tensor, by each further name.
-        parameters: This rank's weights, by name. The last stage keeps a replica of a tied embedding.
+        aliases: For each further name of a tied tensor, its first name.
+        parameters: This rank's weights, by name. The last stage has a replica of a tied embedding.
         module: The stage as one module.
         layers: The model's layers in this stage.
 
@@ -117,7 +120,11 @@ class ModelStage:
             recompute_in_backward(backbone.layers)
 
     def allocate(self, memory: Memory | None = None) -> None:
-        """Allocate the parameters; by default each in memory of its own."""
+        """Allocates the parameters, without values.
+
+        Args:
+            memory: Returns the memory of each parameter, given its name. Default: new memory on the stage's device.
+        """
         names = {parameter: name for name, parameter in self.parameters.items()}
         self.parameters = {name: nn.Parameter((memory or self._own_memory)(name)) for name in self.parameters}
         for path, parameter in list(self.module.named_parameters(remove_duplicate=False)):
@@ -127,10 +134,10 @@ class ModelStage:
 
     @torch.no_grad()
     def load(self, shards: Mapping[str, WeightShard]) -> None:
-        """Read boxes of the weights, by name.
+        """Reads boxes of weights, given by name, from the model directory.
 
         Raises:
-            ValueError: The directory lacks some, or has them in other shapes.
+            ValueError: The directory lacks some weights, or has them in different shapes.
         """
         with WeightsReader(self._directory) as reader:
             for name, shard in shards.items():
@@ -139,21 +146,26 @@ class ModelStage:
     def forward(
         self, incoming_BTH: Tensor | None, micro_batch: MicroBatch, head: Head[Output]
     ) -> Tensor | Output:
-        """Hidden states [B, T, H] after this stage's layers; on the last stage, the output of the head.
+        """Runs this stage's layers on a micro-batch; returns hidden states [B, T, H], or on the last stage the output
+        of the head.
 
         Args:
-            incoming_BTH: Hidden states of the previous stage; None on the first.
+            incoming_BTH: Hidden states from the previous stage; None on the first stage.
+            micro_batch: The micro-batch.
+            head: Computes the output on the last stage.
         """
         return self.module(incoming_BTH, micro_batch, head)
 
     def new_cache(self) -> DynamicCache:
-        """An empty KV cache for this stage's layers."""
+        """Returns an empty KV cache for this stage's layers."""
         return DynamicCache(config=self._backbone.config)
 
     def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """Append tokens to a KV cache of this stage's layers; returns the hidden states [B, T, H] after them.
+        """Runs this stage's layers on further tokens and appends these to the KV cache; returns hidden states [B, T,
+        H].
 
         Args:
+            cache: KV cache of this stage's layers, which is changed.
             incoming: Token ids [B, T] on the first stage, hidden states of the previous stage on others.
             padding: Attention mask and position ids of padded rows.
         """
@@ -162,16 +174,23 @@ class ModelStage:
         return output.last_hidden_state
 
     def next_logits(self, hidden_BTH: Tensor) -> Tensor:
-        """Logits [B, V] over the whole vocabulary of the token after the last position. On the last stage only."""
+        """Returns the logits [B, V] of the next token over the whole vocabulary, from the hidden states of the last
+        position. On the last stage only; collective over the tensor group."""
         assert isinstance(self._head, VocabularyParallelHead), "a value model does not generate"
         return self._head.logits(hidden_BTH[:, -1])
 
     def shard(self, name: str, kept: Tensor, first_row: int = 0) -> WeightShard:
-        """This rank's part of a tensor as a box of the checkpoint's tensor; as `Layout.shard`."""
+        """Returns this rank's part of a tensor as a box of the checkpoint's tensor; see `Layout.shard`.
+
+        Args:
+            name: Name of the weight whose layout the tensor has.
+            kept: This rank's part, or some rows of it.
+            first_row: Row of the part with which `kept` begins.
+        """
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
     def write_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the configuration files of a Hugging Face directory with weights in `dtype`.
+        """Writes the configuration files of a Hugging Face directory whose weights are of type `dtype`.
 
         Raises:
             OSError: A file could not be written.
@@ -181,7 +200,8 @@ class ModelStage:
             self._generation_config.save_pretrained(directory)
 
     def is_replica(self, name: str) -> bool:
-        """Whether this rank's copy of a weight is a replica of the primary one, on another rank of its data index."""
+        """Returns whether this rank's copy of a weight is a replica of that on a different rank with the same data
+        index, which counts as the primary one."""
         layout, groups = self.layouts[name], self._groups
         return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 
@@ -202,7 +222,7 @@ class ModelStage:
         backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
-        """Replace each linear layer that the plan cuts by its parallel form."""
+        """Replaces each linear layer that the model's tensor-parallel plan cuts by its parallel form."""
         group, fanned_out = self._groups.tensor, set()
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
@@ -217,7 +237,7 @@ class ModelStage:
             fan_out_input(layer.get_submodule(path), group)
 
     def _keep(self, module: nn.Module, prefix: str) -> None:
-        """Register the module's weights under their names in the checkpoint."""
+        """Adds a module's weights to `parameters`, under their names in the checkpoint, which begin with `prefix`."""
         self.parameters |= {f"{prefix}{path}": parameter for path, parameter in module.named_parameters()}
 
     def _own_memory(self, name: str) -> Tensor:
@@ -226,7 +246,12 @@ class ModelStage:
     def _keep_ends(
         self, whole: Any, backbone: Any, prefix: str, with_value_head: bool
     ) -> tuple[nn.Module | None, nn.Module | None]:
-        """Embedding of the first stage, and norm and head of the last; returns embedding and head, or None for each."""
+        """Keeps the embedding if this is the first stage, and norm and head if it is the last; removes them
+        otherwise.
+
+        Returns:
+            (embedding, head), each None if this stage does not have it.
+        """
         groups, embedding, head = self._groups, None, None
         if groups.is_first_stage:
             num_rows = self.layouts[self._embedding_name].kept_shape[0]
@@ -253,12 +278,13 @@ class ModelStage:
 
 
 class _StageModule(nn.Module):
-    """A stage as one module; on the last stage the forward pass includes the head's computation, so that FSDP keeps its
-    weights gathered for it.
+    """A stage as one module. Its forward pass on the last stage includes the head's computation, so that FSDP keeps
+    the output layer's weight gathered for it.
 
     Args:
-        embedding: Embedding on the first stage, else None.
-        head: Output layer or value head on the last stage, else None.
+        embedding: Embedding on the first stage; None on others.
+        backbone: Transformer with the layers of this stage.
+        head: Output layer or value head on the last stage; None on others.
     """
 
     def __init__(self, embedding: nn.Module | None, backbone: nn.Module, head: nn.Module | None) -> None:
@@ -284,7 +310,7 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
 
 
 def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tuple[Any, Any]:
-    """The whole model on the meta device, and its transformer."""
+    """Returns the whole model on the meta device, and the transformer in it."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.device("meta"):
         if with_value_head:

@@ -21,17 +21,17 @@ from services.compute.logits import DeferredLogits, OutputLayer, local_rows
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce over a group; in the backward pass, the gradient is passed on unchanged."""
+    """Returns the sum of `x` over a group (all-reduce). The backward pass passes the gradient on unchanged."""
     return x if group.size() == 1 else _SumForward.apply(x, group)
 
 
 def fan_out(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The activation unchanged, as input of column-parallel layers; in the backward pass, gradients are all-reduced."""
+    """Returns `x` unchanged, as the input of column-parallel layers. The backward pass all-reduces the gradient."""
     return x if group.size() == 1 else _SumBackward.apply(x, group)
 
 
 def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
-    """Pass the first argument of a block, `hidden_states`, through `fan_out`."""
+    """Registers a hook on a block that passes its argument `hidden_states`, the first, through `fan_out`."""
 
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -42,9 +42,9 @@ def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer sharded by outputs. Weight [out / t, in], bias [out / t].
+    """Linear layer sharded by outputs over the t ranks of a group: weight [out / t, in], bias [out / t].
 
-    Its input must have passed `fan_out`, once for all layers that share it.
+    Its input must have gone through `fan_out`, once for all layers that share it.
     """
 
     def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
@@ -58,7 +58,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer sharded by inputs. Weight [in / t, out], bias [out].
+    """Linear layer sharded by inputs over the t ranks of a group: weight [in / t, out], bias [out]. Its output is the
+    same on all ranks.
 
     The weight is stored transposed, so that the concatenated shards of a group are the transposed weight, and gathering
     it is one contiguous copy.
@@ -77,11 +78,12 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """An embedding sharded by tokens. Weight [padded vocabulary / t, hidden].
+    """Embedding sharded by tokens over the t ranks of a group: weight [padded vocabulary / t, hidden].
 
     Args:
         whole: The whole embedding.
         num_rows: Tokens per rank, padding included.
+        group: The ranks.
     """
 
     def __init__(self, whole: nn.Embedding, num_rows: int, group: ProcessGroup) -> None:
@@ -100,14 +102,15 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """An output layer sharded by tokens. Weight [padded vocabulary / t, hidden].
+    """Output layer sharded by tokens over the t ranks of a group: weight [padded vocabulary / t, hidden].
 
     In training no rank has the logits of all tokens: ranks exchange sums and maxima over the vocabulary, a few numbers
     per position.
 
     Args:
         weight: Shard of this rank.
-        vocabulary: Number of tokens without padding.
+        vocabulary: Number of tokens of the vocabulary, without padding.
+        group: The ranks.
     """
 
     def __init__(self, weight: nn.Parameter, vocabulary: int, group: ProcessGroup) -> None:
@@ -122,7 +125,7 @@ class VocabularyParallelHead(nn.Module):
         return DeferredLogits(fan_out(hidden_BKH, self._group), layer)
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """Logits [B, V] of all tokens, on every rank, without gradient."""
+        """Returns the logits [B, V] of all tokens, on every rank of the group, without gradient. Collective."""
         ours_BV = linear(hidden_BH, self.weight)
         parts = [ours_BV]
         if self._group.size() > 1:

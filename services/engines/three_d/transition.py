@@ -40,27 +40,34 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class ReceivedBytes:
-    """Bytes that this rank received in gathers: of weights cut into parts, and of weights kept whole (norms)."""
+    """Bytes that this rank has received in gathers.
+
+    Attributes:
+        cut: Bytes of weights that are cut into tensor-parallel parts.
+        whole: Bytes of weights that are not cut, such as those of norms.
+    """
 
     cut: int = 0
     whole: int = 0
 
 
 class Transition:
-    """Gathers this rank's generation weights. All ranks of the default process group construct it, and call its
-    methods, together.
+    """Gathers this rank's generation weights from the training weights of several ranks. Construction and `gather`
+    are collective over the default process group.
 
     Args:
-        layouts: Layouts of all tensors on the training mesh.
+        layouts: Layouts of all tensors on the training mesh, by name.
         mesh: Training and generation mesh.
-        kind: Ranks to gather with.
+        kind: Which ranks gather from each other; see the table above.
         dtype: Type of the gathered weights.
-        in_place: Gather into permanent buffers, of which the training weights are a part; for `hybridflow` only.
+        device: Device of this rank.
+        in_place: Whether to gather into permanent buffers of which the training weights are views. Only for
+            "hybridflow".
 
     Attributes:
-        layouts: Layouts of all tensors on the generation mesh.
-        in_place: As above.
-        received: Bytes received since construction.
+        layouts: Layouts of all tensors on the generation mesh, by name.
+        in_place: Whether weights are gathered into permanent buffers.
+        received: Bytes that this rank has received since construction.
     """
 
     def __init__(
@@ -99,7 +106,8 @@ class Transition:
         self.received = ReceivedBytes()
 
     def training_memory(self) -> Memory:
-        """Memory of the training weights: views of the gather buffers."""
+        """Returns a function that maps the name of a training weight to its memory, a view of a gather buffer. Only
+        with `in_place`."""
         buffers = self._buffers
         assert buffers is not None, "only with in_place are training weights views of the buffers"
 
@@ -110,7 +118,8 @@ class Transition:
         return memory
 
     def generation_memory(self) -> Memory:
-        """Memory of the generation weights: views of the gather buffers, or placeholders of their shape."""
+        """Returns a function that maps the name of a generation weight to its memory: a view of a gather buffer, or,
+        without `in_place`, a placeholder of the weight's shape that takes no memory."""
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]
@@ -122,19 +131,21 @@ class Transition:
         return memory
 
     def resident(self) -> list[Tensor]:
-        """The permanent buffers."""
+        """Returns the permanent buffers; an empty list without `in_place`."""
         return list(self._buffers.values()) if self._buffers is not None else []
 
     @torch.no_grad()
     def gather(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All-gathers this rank's generation weights, by name, one layer of each stage at a time. The iterator is
-        collective: run it to its end on every rank.
+        """All-gathers this rank's generation weights, one layer of each stage at a time. The iterator is collective:
+        run it to its end on every rank.
 
         Args:
-            weights: This rank's training weights.
+            weights: This rank's training weights, by name.
 
         Yields:
-            Name and tensor: a view of a permanent buffer, or without `in_place` of one that the caller owns.
+            Name and tensor of each weight: a view of a permanent buffer, or, without `in_place`, of a new one, which
+                is
+            freed with the tensor.
         """
         for bucket in self._buckets:
             yield from self._gather_bucket(bucket, weights)
@@ -156,7 +167,7 @@ class Transition:
                     yield name, self._generated(bundle, buffer, number)
 
     def _generates_with(self, bundle: Bundle, stage: int) -> bool:
-        """Whether this rank generates with the tensor of a training stage in a bundle."""
+        """Returns whether a bundle's tensor of the given training stage is one of this rank's generation weights."""
         if bundle.layout.tied:
             return self._generation_stage in (0, self._mesh.generation_pipeline - 1)
         return stage // self._mesh.pipeline_ratio == self._generation_stage
@@ -169,14 +180,14 @@ class Transition:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _trained(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
-        """View of a buffer: this rank's training shard."""
+        """Returns this rank's training shard of the bundle's tensor `number`, a view of the bundle's buffer."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
         return buffer[number].narrow(0, self._joined.ranks.parts.index(self._part) * rows, rows)
 
     def _generated(self, bundle: Bundle, buffer: Tensor, number: int) -> Tensor:
-        """View of a buffer: this rank's generation shard."""
+        """Returns this rank's generation shard of the bundle's tensor `number`, a view of the bundle's buffer."""
         if not bundle.layout.is_cut:
             return buffer[number]
         rows = bundle.layout.kept_shape[0]
@@ -184,7 +195,7 @@ class Transition:
         return buffer[number].narrow(0, first * rows, self._mesh.tensor_ratio * rows)
 
     def _start(self, bundle: Bundle, buffer: Tensor, weights: Mapping[str, Tensor]) -> list[dist.Work]:
-        """Starts the collectives that fill a buffer."""
+        """Starts the collectives that fill a bundle's buffer; returns their works, to wait for."""
         if self._buffers is None and self._stage in bundle.stages:
             number = bundle.stages.index(self._stage)
             self._trained(bundle, buffer, number).copy_(weights[bundle.names[number]])
@@ -205,7 +216,8 @@ class Transition:
         ]
 
     def _shares(self, bundle: Bundle, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """The bytes of a buffer that each member of the group contributes."""
+        """Returns (group rank, view of the bytes) for each part of a bundle's buffer that a member of the group
+        contributes."""
         group, shares = self._joined_for(bundle.layout).ranks, []
         for number, stage in enumerate(bundle.stages):
             givers = [group.member(stage, part, copy) for part in group.parts for copy in range(group.copies)]
@@ -222,7 +234,7 @@ class Transition:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A view as bytes, which every backend transfers."""
+    """Returns a flat view of a tensor as bytes, a type that every backend transfers."""
     return x.view(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Sharding of a stage's weights over the data ranks of a mesh: replicated, or fully sharded."""
+"""Two ways to keep a stage's weights on the data ranks of a mesh: replicated, or fully sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from services.runtime.process_groups import add_up
 
 
 class WeightSharding(ABC):
-    """A stage's weights on the ranks of `groups.data`, with values.
+    """Base class of the ways to keep a stage's weights on the data ranks of a mesh.
 
     Attributes:
-        kept: This rank's weights in the type of the optimizer, by name.
-        weights: The same weights in the type that the stage computes in; `kept` itself if the types are the same.
-        is_primary: Whether this rank, of those with a replica of the weights, counts them in norms and writes them.
+        kept: This rank's weights (or shards of them) in the type of the optimizer, by name.
+        weights: The same weights in the type that the stage computes in; `kept` itself if the types are equal.
+        is_primary: Whether this rank counts its weights in norms and writes them to checkpoints. Of data ranks with
+            replicas, one does.
     """
 
     kept: Mapping[str, Tensor]
@@ -36,41 +37,47 @@ class WeightSharding(ABC):
 
     @abstractmethod
     def first_row(self, name: str) -> int:
-        """First row of a weight's part on this stage that this rank keeps."""
+        """Returns the first row that this rank keeps of the stage's part of a weight."""
 
     @abstractmethod
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """The stage's parts of tensors with the layout of `kept`, in a type not finer than theirs. Reading one is
-        collective."""
+        """Returns a mapping from name to the stage's part of each tensor, gathered over data ranks. Each access to an
+        element is collective.
+
+        Args:
+            kept: Tensors with the layout of `self.kept`, by name.
+            dtype: Type of the parts if they are gathered; not finer than that of `kept`.
+        """
 
     @abstractmethod
     def padded_count(self, count: int) -> int:
-        """Number of micro-batches, dummies included, to run for `count` micro-batches of this rank. Collective."""
+        """Returns how many micro-batches this rank must run, dummies included, if it has `count`. Collective."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """A block of forward and backward passes."""
+        """Returns a context manager around forward and backward passes."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
-        """Store the gradients summed over data ranks in `.grad` of `kept`. Collective."""
+        """Stores the gradients, summed over data ranks, in `.grad` of the tensors in `kept`. Collective."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drop gradients of the stage's parameters."""
+        """Drops the gradients of the stage's parameters."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Update copies of `kept` after it has changed."""
+        """Updates `weights` after the tensors in `kept` have changed."""
 
 
 class Replicated(WeightSharding):
     """Every data rank has all weights of the stage; gradients are summed after all micro-batches.
 
     Args:
-        stage: The stage; its weights have no memory yet.
+        stage: The stage; its weights are allocated and read here.
+        groups: Position and process groups of this rank.
         kept_dtype: Type of `kept`. If it is not the stage's type, the weights are rounded copies of `kept`.
-        memory: Memory of the weights; default memory of their own.
+        memory: Returns the memory of each weight. Default: new memory.
     """
 
     def __init__(
@@ -124,7 +131,8 @@ class FullySharded(WeightSharding):
     compute, and gradients are reduce-scattered after each micro-batch.
 
     Args:
-        stage: The stage; its weights have no memory yet.
+        stage: The stage; its weights are allocated and read here.
+        groups: Position and process groups of this rank.
         kept_dtype: Type of the shards; gathered weights have the stage's type.
     """
 
@@ -175,7 +183,7 @@ class FullySharded(WeightSharding):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Frees all gathered weights after the block, also if it failed."""
+        """Context manager that frees all gathered weights after the block, even if the block fails."""
         try:
             yield
         finally:
@@ -194,7 +202,7 @@ class FullySharded(WeightSharding):
         """The weights are `kept` itself."""
 
     def _rows_each(self, name: str) -> int:
-        """Rows per data rank; the last ranks have fewer or none."""
+        """Returns the rows of a weight's part per data rank; the last ranks may have fewer, or none."""
         return -(-self._layouts[name].kept_shape[0] // self._group.size())
 
     def _gather(self, dtype: torch.dtype, name: str, local: Tensor) -> Tensor:
@@ -207,7 +215,7 @@ class FullySharded(WeightSharding):
 
 
 class _Gathered(Mapping[str, Tensor]):
-    """Tensors that are gathered each time they are read."""
+    """Mapping whose tensors are gathered at each access."""
 
     def __init__(self, local: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor]) -> None:
         self._local, self._gather = local, gather
@@ -231,7 +239,8 @@ def _load(stage: ModelStage, sharding: WeightSharding) -> None:
 
 
 def _masters(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Masters of parameters in a finer type. Gradients of each backward pass are moved to them and added up."""
+    """Returns master copies of parameters in a finer type, without values, by name. Hooks on the parameters add the
+    gradient of each backward pass to the masters' and remove it from the parameters."""
     masters = {name: torch.empty_like(x, dtype=dtype) for name, x in parameters.items()}
 
     def mover(master: Tensor) -> Callable[[Tensor], None]:

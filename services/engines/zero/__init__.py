@@ -1,1 +1,1 @@
-"""The training engine zero, on DeepSpeed."""
+"""The training engine `zero`, on DeepSpeed's ZeRO optimizers."""

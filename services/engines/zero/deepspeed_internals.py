@@ -1,4 +1,4 @@
-"""All that the engine uses of DeepSpeed: its ZeRO optimizers without its engine, and private names of them.
+"""All that the engine `zero` uses of DeepSpeed: its ZeRO optimizers without its engine, and private names of them.
 
 DeepSpeed's engine clips and steps at once, has a fixed number of micro-batches per step, refuses float64, and brings
 timers and monitors that a service has already. Its optimizers have no public way to drop the gradients of a failed
@@ -34,11 +34,12 @@ from deepspeed.utils.timer import NoopTimer
 __all__ = ["DeepSpeedZeRoOffload", "NoopTimer", "comm", "zero3_linear_wrap"]
 
 STAGE_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-"""DeepSpeed's configuration at stage 3."""
+"""DeepSpeed's configuration for stage 3."""
 
 
 def prepare() -> None:
-    """Makes DeepSpeed use the existing process group, start no processes and log through this process's handlers."""
+    """Configures DeepSpeed to use the existing default process group, start no processes, and log through this
+    process's log handlers."""
     os.environ.setdefault("LOCAL_RANK", "0")
     # Without it, a rank on a CPU runs `numactl` at each reduction.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -72,7 +73,8 @@ class Stage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
 
 def offload_options(offloads: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-    """DeepSpeed's config of an optimizer in host memory, pinned where there is CUDA; None for one on the device."""
+    """Returns DeepSpeed's configuration of an optimizer in host memory (pinned if there is CUDA) if `offloads`, else
+    None, for an optimizer on the device."""
     if not offloads:
         return None
     table = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -80,7 +82,8 @@ def offload_options(offloads: bool) -> DeepSpeedZeroOffloadOptimizerConfig | Non
 
 
 def partition_weights(batches: Iterable[list[Tensor]]) -> None:
-    """Partitions parameters over the ranks as stage 3 keeps them, one batch at a time. Collective."""
+    """Partitions parameters over the ranks for stage 3, in place. Takes one batch of parameters after the other, so
+    that not all of them need memory at the same time. Collective."""
     # Weights keep their own type. DeepSpeed accepts float64 here only on CPUs without float16 arithmetic.
     init = deepspeed.zero.Init(config_dict_or_path=STAGE_3, dtype=torch.float32)
     for batch in batches:
@@ -89,13 +92,14 @@ def partition_weights(batches: Iterable[list[Tensor]]) -> None:
 
 @contextmanager
 def gathered(parameter: Tensor) -> Iterator[Tensor]:
-    """A partitioned parameter as a whole tensor. Collective."""
+    """Context manager that gathers a partitioned parameter and yields it as a whole tensor, valid in the block alone.
+    Collective."""
     with deepspeed.zero.GatheredParameters([parameter]):
         yield parameter.detach()
 
 
 def release_weights(zero: Stage3Optimizer) -> None:
-    """Frees all gathered weights of a stage 3 optimizer's model."""
+    """Frees all gathered weights of the model of a stage 3 optimizer; this rank's partitions remain."""
     zero._partition_all_parameters()
 
 
@@ -105,10 +109,11 @@ def copy_partitions_to_model(zero: Stage3Optimizer) -> None:
 
 
 def drop_stage12_gradients(zero: Stage12Optimizer, offloaded_gradient: Tensor | None) -> None:
-    """Drops all gradients of stage 1 or 2, also those of an interrupted step.
+    """Drops all gradients of a stage 1 or 2 optimizer, including those of an interrupted step.
 
     Args:
-        offloaded_gradient: The gradient in host memory, where the optimizer is offloaded.
+        zero: The optimizer.
+        offloaded_gradient: The gradient in host memory; None if the optimizer is on the device.
     """
     zero.zero_grad()
     zero._release_ipg_buffers()
@@ -128,7 +133,13 @@ def drop_stage12_gradients(zero: Stage12Optimizer, offloaded_gradient: Tensor | 
 def drop_stage3_gradients(
     zero: Stage3Optimizer, parameters: Iterable[nn.Parameter], offloaded_gradient: Tensor | None
 ) -> None:
-    """Drops all gradients of stage 3, also those of an interrupted step; arguments as in `drop_stage12_gradients`."""
+    """Drops all gradients of a stage 3 optimizer, including those of an interrupted step.
+
+    Args:
+        zero: The optimizer.
+        parameters: Parameters of the model.
+        offloaded_gradient: The gradient in host memory; None if the optimizer is on the device.
+    """
     # DeepSpeed's own function expects CUDA streams.
     for parameter in parameters:
         parameter.grad = None

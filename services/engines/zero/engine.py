@@ -37,27 +37,29 @@ Output = TypeVar("Output")
 
 
 class ZeROEngine(DataParallelEngine):
-    """A model on all ranks of the default process group, which must be initialized (gloo for CPU, nccl for CUDA).
+    """Training engine on DeepSpeed ZeRO, on all ranks of the default process group, which must be initialized (gloo
+    for CPU, nccl for CUDA). Construction is collective.
 
-    A rank keeps an interval of a weight's elements in row-major order. Optimizer state, snapshots and checkpoints hold
-    it as boxes, at most three for a matrix.
+    ZeRO gives each rank an interval of the elements of a flattened weight. Optimizer state, snapshots and checkpoints
+    represent it by boxes (hyperrectangles) of the weight, at most three for a matrix.
 
     Args:
-        directory: Hugging Face directory.
-        stage: 1 partitions optimizer state, 2 gradients too, 3 weights too.
+        directory: Hugging Face directory of the model.
+        stage: ZeRO stage: 1 partitions optimizer state, 2 gradients too, 3 weights too.
         device: Device of this rank; the current device, if CUDA.
-        dtype: Type of weights, gradients and moments: float32 if trained.
-        compute_dtype: Type of matrix products, by autocast; default that of the weights.
-        optimizer: None for a model that is not trained.
+        dtype: Type of weights, gradients and moments; float32 if the model is trained.
+        compute_dtype: Type of matrix products, by autocast. Default: that of the weights.
+        optimizer: Options of AdamW; None for a model that is not trained.
         offloads: Whether master weights and optimizer state are in host memory, and steps run on the CPU.
         with_value_head: Whether the model is a value model.
 
     Raises:
-        ValueError: The directory holds another kind of model, or not all of its weights.
+        ValueError: The directory contains a different kind of model, or not all of its weights.
     """
 
     step_is_atomic = False
-    """DeepSpeed allocates, and gathers weights from all ranks, after it has moved them."""
+    """False, since DeepSpeed allocates memory and gathers weights after it has changed this rank's, so a step may
+    fail after a change."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class ZeROEngine(DataParallelEngine):
             self._fill(empty, directory)
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
-        """Read this rank's parts of tensors that have no values yet. Collective."""
+        """Reads the values of this rank's parts of tensors that have none yet, by name, from the directory.
+        Collective."""
         has_all = self._partitions.has_all
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
@@ -117,7 +120,8 @@ class ZeROEngine(DataParallelEngine):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Copy restored weights to those that the model computes with. Collective."""
+        """Copies restored weights to those that the model computes with, unless that was done since the last restore.
+        Collective."""
         if not self._is_published and isinstance(self._partitions, TrainedPartitions):
             self._partitions.publish()
         self._is_published = True
@@ -218,7 +222,7 @@ class ZeROEngine(DataParallelEngine):
         return self._partitions.is_cut or self.data_rank == 0
 
     def _as_boxes(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Views of the pieces of weights as boxes."""
+        """Splits this rank's flat pieces of weights, by name, into views with the shapes of their boxes."""
         views, used = {}, defaultdict(int)
         for key, (name, (_, sizes)) in self._boxes.items():
             numel = math.prod(sizes)

@@ -1,4 +1,5 @@
-"""Intervals of flattened tensors, as ZeRO partitions them, and the boxes of them that checkpoints hold."""
+"""Intervals of flattened tensors, into which ZeRO partitions weights, and the boxes (hyperrectangles) of the
+unflattened tensors that cover them, which checkpoints contain."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """Elements `first` to `last` of a flattened tensor, at offset `at` of the rank's partition."""
+    """Interval of a flattened tensor that is on a rank: elements `first` up to and excluding `last`, at offset `at`
+    of the rank's partition."""
 
     first: int
     last: int
@@ -17,10 +19,15 @@ class FlatPiece:
 
 
 def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, FlatPiece]:
-    """A rank's pieces of tensors that are concatenated and cut into partitions of `size` elements.
+    """Returns a rank's pieces of tensors that are concatenated and then cut into partitions of equal size.
 
     Args:
-        numels: elements of each tensor, in order.
+        numels: number of elements of each tensor, by name, in order.
+        size: elements of a partition.
+        rank: number of the partition.
+
+    Returns:
+        Pieces by name; a tensor of which the rank has nothing is absent.
     """
     pieces, begin = {}, rank * size
     offset = 0
@@ -33,10 +40,15 @@ def cut_together(numels: Mapping[str, int], size: int, rank: int) -> dict[str, F
 
 
 def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, FlatPiece]:
-    """A rank's pieces of tensors that are each cut into one equal part per rank, the last one padded.
+    """Returns a rank's pieces of tensors that are each cut into one part of equal size per rank, the last one padded.
 
     Args:
-        numels: elements of each tensor, in order.
+        numels: number of elements of each tensor, by name, in order.
+        num_ranks: number of parts.
+        rank: number of the part.
+
+    Returns:
+        Pieces by name; a tensor of which the rank has only padding is absent.
     """
     pieces, at = {}, 0
     for name, numel in numels.items():
@@ -49,11 +61,12 @@ def cut_each(numels: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, 
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one per dimension."""
+"""(offsets, sizes) of a hyperrectangle in a tensor, one number per dimension each."""
 
 
 def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """The fewest boxes, in order, that cover elements `first` to `last` of a flattened tensor of this shape."""
+    """Yields boxes of a tensor of the given shape that together contain exactly the elements `first` up to and
+    excluding `last` of the flattened tensor; as few as possible, in row-major order."""
     if first >= last:
         return
     if not shape:
@@ -71,7 +84,7 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
 
 
 def _within(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
-    """Boxes of an interval within one index of the first dimension."""
+    """Yields the boxes of an interval whose elements all have the given index in the first dimension."""
     begin = index * math.prod(shape[1:])
     for offsets, sizes in boxes(shape[1:], first - begin, last - begin):
         yield (index, *offsets), (1, *sizes)

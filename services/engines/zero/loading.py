@@ -1,4 +1,4 @@
-"""Loads a model with memory for the weights that a rank keeps."""
+"""Loads a model with memory for those weights that this rank keeps at a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from services.models.loading import Load, Model, load_on_meta, materialize
 def load_for_stage(
     load_model: Load, directory: Path, stage: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Model, dict[str, Tensor]]:
-    """A model of a Hugging Face directory. At stages 1 and 2 a rank has memory for all weights, at stage 3 for its
-    parts and, during loading, for one whole weight.
+    """Loads the model of a Hugging Face directory without the values of its weights. At stages 1 and 2 this rank has
+    memory for all weights, at stage 3 for its parts and, while loading, for one whole weight. Collective at stage 3.
+
+    Args:
+        load_model: loads the model from a directory.
+        directory: Hugging Face directory.
+        stage: ZeRO stage, 1 to 3.
+        device: device of this rank.
+        dtype: type of the weights.
 
     Returns:
-        The model, and its tensors without values yet, by name.
+        The model, and those of its tensors that have no values yet, by name.
 
     Raises:
-        FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: the directory holds another kind of model, or not all of its weights.
+        FileNotFoundError: the directory does not exist or has no config.json.
+        ValueError: the directory contains a different kind of model, or not all of its weights.
     """
     model = load_on_meta(load_model, directory, dtype)
     if stage < 3:
@@ -50,8 +57,9 @@ def load_for_stage(
 
 
 class _GatheredLinear(Linear):
-    """A linear layer whose weight is gathered while it computes. Its backward pass reads the parameter again; torch's
-    own would keep the gathered weight of the forward pass, and so in the end all weights of the model."""
+    """Linear layer whose weight is gathered only while it computes. Its backward pass reads the parameter again,
+    while that of torch's layer would keep the gathered weight since the forward pass, and so in the end all weights
+    of the model."""
 
     def forward(self, input: Tensor) -> Tensor:
         if uses_onednn(input, self.weight):

@@ -1,4 +1,5 @@
-"""A forward pass as modules from tensors to tensors, around which DeepSpeed gathers and releases weights."""
+"""The forward pass as modules whose inputs and outputs are tensors, so that DeepSpeed's hooks around modules gather
+and release weights."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from services.models.value_model import ValueModel
 
 
 class ForwardPass(nn.Module):
-    """A model up to the raw output that heads take.
+    """Module that runs a model up to the raw output that heads take.
 
     Args:
-        compute_dtype: type of the output layer's products; default that of its weight.
+        model: the model.
+        compute_dtype: type of the output layer's products. Default: that of its weight.
     """
 
     def __init__(self, model: PreTrainedModel | ValueModel, compute_dtype: torch.dtype | None) -> None:
@@ -30,7 +32,8 @@ class ForwardPass(nn.Module):
         self._scorer = None if layer is None else _Scorer(layer.weight_VH, compute_dtype)
 
     def read(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
-        """The raw output."""
+        """Runs the forward pass of a micro-batch; returns the raw output that heads take: values or logits, or
+        `DeferredLogits` if the output layer is computed chunk by chunk."""
         raw = self(micro_batch.input_ids_BT, micro_batch.num_scored)
         return raw if self._scorer is None else DeferredLogits(raw, _ScoredByModule(scorer=self._scorer))
 
@@ -43,16 +46,17 @@ class ForwardPass(nn.Module):
 
 
 def dummy_loss(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
-    """Zero-weight loss of a dummy micro-batch, with a gradient for every weight: ranks reduce the gradients of the same
-    weights together."""
+    """Head that returns a loss of 0 for a dummy micro-batch, whose graph includes every weight: all ranks must reduce
+    the gradients of the same weights."""
     if isinstance(raw, DeferredLogits):
         raw = PolicyHead()(raw, micro_batch).log_probs_BR
     return raw.sum() * 0
 
 
 class _Scorer(nn.Module):
-    """The output layer, computed chunk by chunk. Its output is one tensor, so that the backward pass gathers the weight
-    once, whichever outputs the loss uses: ranks must gather in the same order."""
+    """Module that computes the output layer's scores chunk by chunk. Its output is a single tensor, so that the
+    backward
+    pass gathers the weight exactly once, whichever scores the loss uses: all ranks must gather in the same order."""
 
     def __init__(self, weight_VH: Any, compute_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class _Scorer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _ScoredByModule(OutputLayer):
-    """An output layer whose weight is gathered only while `scorer` computes."""
+    """Output layer that delegates to the module `scorer`. Its weight is gathered only while that module computes."""
 
     scorer: _Scorer | None = None
 

@@ -1,4 +1,4 @@
-"""A model partitioned by DeepSpeed ZeRO: which rank keeps which elements of weights, gradients and moments."""
+"""Partitions of a model by DeepSpeed ZeRO: which elements of weights, gradients and moments this rank keeps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from services.engines.zero.flat import FlatPiece
 from services.models.loading import Model
 
 BUCKET_NUMEL = 1 << 24
-"""Most elements of gradients that are reduced together, and of weights that are gathered together, unless one tensor is
-larger."""
+"""Most elements of gradients that are reduced in one collective, and of weights that are gathered in one, unless a
+single tensor is larger."""
 
 
 class Partitions(ABC):
-    """A model of which each rank keeps parts.
+    """Base class of the ways in which ranks keep parts of a model.
 
     Attributes:
         model: the model.
-        shapes: shape of each weight, by name; tied weights under their first name.
-        pieces: elements of each weight that this rank keeps; a weight without any is absent.
-        kept: those elements, flat, by name.
-        is_cut: whether ranks keep different parts.
-        has_all: whether every rank's model has all weights.
+        shapes: shape of each whole weight, by name; tied weights under their first name.
+        pieces: interval of each weight's elements that this rank keeps, by name; a weight without any is absent.
+        kept: these elements as flat tensors, by name.
+        is_cut: whether ranks keep different elements. If not, each keeps all.
+        has_all: whether the model on every rank has all weights, besides those that it keeps as a part.
     """
 
     model: Model
@@ -37,21 +37,22 @@ class Partitions(ABC):
     has_all = True
 
     def resident(self) -> Iterable[Tensor]:
-        """Tensors that stay on the device between calls, besides the kept ones."""
+        """Returns the tensors that stay on the device between calls, besides those in `kept`. Default: none."""
         return ()
 
     def release(self) -> None:  # noqa: B027 - for stage 3 alone
-        """Frees weights that a forward or backward pass gathered from other ranks."""
+        """Frees weights that a forward or backward pass gathered from other ranks. Default: does nothing."""
 
     @contextmanager
     def whole(self, parameter: Tensor) -> Iterator[Tensor]:
-        """A parameter of the model as a whole tensor. Collective."""
+        """Context manager that yields a parameter of the model as a whole tensor, valid in the block alone.
+        Collective."""
         yield parameter.detach()
 
 
 class Replicas(Partitions):
-    """A model without optimizer at stage 1 or 2, which partition optimizer state and gradients alone: every rank keeps
-    all of it."""
+    """A model without optimizer at stage 1 or 2. These stages partition gradients and optimizer state alone, so every
+    rank keeps the whole model."""
 
     is_cut = False
 
@@ -63,11 +64,12 @@ class Replicas(Partitions):
 
 
 class TrainedPartitions(Partitions):
-    """A model that is trained.
+    """Base class of the partitions of a model that is trained.
 
     Attributes:
         zero: DeepSpeed's optimizer.
-        parameter: this rank's elements of all weights, concatenated, and padding; `pieces` has their offsets.
+        parameter: this rank's elements of all weights, concatenated and padded, which the optimizer updates; `pieces`
+            has the offset of each weight.
         offloads: whether `parameter` and the optimizer state are in host memory.
     """
 
@@ -76,11 +78,18 @@ class TrainedPartitions(Partitions):
     offloads: bool
 
     def cut(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a tensor with the layout of `parameter`: the elements of each weight."""
+        """Splits a tensor with the layout of `parameter`, such as a moment, into views of each weight's elements, by
+        name."""
         return {name: flat[piece.at :][: piece.last - piece.first] for name, piece in self.pieces.items()}
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds the gradient of a micro-batch to those before it, over all ranks. Collective."""
+        """Runs the backward pass of a micro-batch and adds its gradient to those of earlier micro-batches.
+        Collective.
+
+        Args:
+            loss: loss of the micro-batch.
+            is_last: whether this is the last micro-batch of the optimizer step.
+        """
         self.zero.clear_backward_seen_flag()
         self.zero.set_gradient_accumulation_boundary(is_last)
         self.zero.enter_backward()
@@ -91,7 +100,7 @@ class TrainedPartitions(Partitions):
 
     @property
     def offloaded_gradient(self) -> Tensor | None:
-        """The gradient in host memory; None where the optimizer is on the device."""
+        """Gradient of `parameter` in host memory; None if the optimizer is on the device."""
         if not self.offloads:
             return None
         assert self.parameter.grad is not None
@@ -99,16 +108,16 @@ class TrainedPartitions(Partitions):
 
     @abstractmethod
     def _reduce(self, is_last: bool) -> None:
-        """Reduces gradients after the backward pass of a micro-batch."""
+        """Reduces gradients over ranks after the backward pass of a micro-batch. Collective."""
 
     @abstractmethod
     def gradient(self) -> Tensor:
-        """The gradient of the step, summed over micro-batches and ranks, with the layout of `parameter`; changes to it
-        enter the step."""
+        """Returns the gradient of the optimizer step, summed over micro-batches and ranks, with the layout of
+        `parameter`. Not a copy: the step uses it with any changes that the caller makes."""
 
     @abstractmethod
     def drop_gradient(self) -> None:
-        """Drops all gradients, also those of an interrupted step."""
+        """Drops all gradients, including those of an interrupted step."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -116,11 +125,12 @@ class TrainedPartitions(Partitions):
 
 
 def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shape of each whole weight, by name."""
+    """Returns the shape of each whole weight of a model, partitioned or not, by name."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
 def bucket_numel(model: Model) -> int:
-    """Elements of a reduction or gather bucket: `BUCKET_NUMEL`, or an even number that holds a smaller model."""
+    """Returns the number of elements of the buckets that are reduced or gathered: `BUCKET_NUMEL`, or, for a smaller
+    model, the number of its elements rounded up to an even number."""
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return min(BUCKET_NUMEL, numel + numel % 2)

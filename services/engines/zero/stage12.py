@@ -20,10 +20,13 @@ from services.models.loading import Model
 
 
 class Stage12Partitions(TrainedPartitions):
-    """Every rank's model has all weights; a rank updates its partition of them.
+    """Partitions of stages 1 and 2: every rank's model has all weights, and each rank updates its partition of them.
 
     Args:
-        stage: 1 or 2.
+        model: the model, whole on every rank.
+        adamw: optimizer of all parameters, which DeepSpeed's optimizer wraps.
+        stage: ZeRO stage, 1 or 2.
+        offloads: whether master weights and optimizer state are in host memory.
     """
 
     def __init__(self, model: Model, adamw: torch.optim.AdamW, stage: int, offloads: bool) -> None:

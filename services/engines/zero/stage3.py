@@ -33,10 +33,13 @@ from services.models.value_model import transformer_of
 
 
 class Stage3Partitions(TrainedPartitions):
-    """A trained model whose weights are partitioned.
+    """Partitions of a trained model at stage 3: each rank keeps a partition of each weight.
 
     Args:
+        model: the model, whose weights are partitioned already (`partition_weights`).
         root: module that contains all others and is called first in every forward pass.
+        adamw: optimizer of all parameters, which DeepSpeed's optimizer wraps.
+        offloads: whether master weights and optimizer state are in host memory.
     """
 
     has_all = False
@@ -91,7 +94,11 @@ class Stage3Partitions(TrainedPartitions):
 
 
 class FrozenStage3(Partitions):
-    """A model without optimizer whose weights are partitioned; `root` as in `Stage3Partitions`."""
+    """Partitions of a model without optimizer at stage 3: each rank keeps a partition of each weight.
+
+    Args:
+        model, root: as in `Stage3Partitions`.
+    """
 
     has_all = False
 
@@ -121,7 +128,8 @@ class FrozenStage3(Partitions):
 
 
 def _gather_options(model: Model) -> dict[str, Any]:
-    """DeepSpeed's options that keep the weights of two layers on a rank: the one that computes and the next one."""
+    """Returns DeepSpeed's options by which a rank has the gathered weights of two layers at a time: the layer that
+    computes, and the next one, which is prefetched."""
     num_layers = transformer_of(model).config.get_text_config().num_hidden_layers
     layer = sum(p.ds_numel for _, p in _parameters(model)) // num_layers
     return {
@@ -133,5 +141,5 @@ def _gather_options(model: Model) -> dict[str, Any]:
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
-    """Parameters by name, with the attributes of DeepSpeed's stage 3, which their type does not have."""
+    """Returns the model's named parameters, typed as Any since DeepSpeed's stage 3 adds attributes to them."""
     return model.named_parameters()
