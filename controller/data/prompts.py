@@ -57,7 +57,7 @@ class PromptData:
         return self._sources[source][int(row) - self._first[source]]
 
     def where(self, row: int) -> str:
-        """File and line of a row, for messages."""
+        """Returns file and line of a row, for messages."""
         source = self._source_of(row)
         return self._sources[source].where(row - self._first[source])
 
@@ -124,7 +124,7 @@ class TextData:
         return self._text(self._rows[row], row)
 
     def where(self, row: int) -> str:
-        """File and line of a row, for messages."""
+        """Returns file and line of a row, for messages."""
         return self._rows.where(row)
 
     def _text(self, fields: Row, row: int) -> str:

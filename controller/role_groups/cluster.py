@@ -99,8 +99,8 @@ class Cluster:
                 self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
 
     def close(self) -> None:
-        """Ends the session on services that still respond, and disconnects. Takes at most about
-        20 s and raises no error, so that it does not hide the error that ended the run."""
+        """Ends the session on services that still respond, and disconnects. Takes at most about 20 s
+        and raises no error, so that it does not hide the error that ended the run."""
         # A loop that is stuck is left behind: services notice by themselves that the controller is gone.
         with contextlib.suppress(TimeoutError):
             self._loop.run(self._close(), CLOSE_S * 2)
