@@ -68,8 +68,8 @@ class AlgorithmTable(Strict):
     engine."""
     rollout_correction: Literal["none", "truncate", "mask"] = "none"
     """Correction for the difference between the probabilities of the training engine and those that the rollout
-    engine sampled with: the loss is weighted by their ratio. truncate bounds the ratio from above; mask leaves out
-    tokens or responses whose ratio is out of bounds. Cannot be combined with rollout.top_k or rollout.top_p."""
+    engine sampled with: the loss is weighted by their ratio. truncate bounds the ratio from above; mask replaces
+    ratios that are out of bounds by 0. Cannot be combined with rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Level of the ratio of the rollout correction: one per token, or one per response."""
     rollout_correction_low: NotNegative = 0.5
