@@ -25,7 +25,7 @@ class FanOut:
 
     Args:
         clients: One client per rank, in rank order.
-        epoch: Epoch of the service: the number of its current start, sent in the header of every call.
+        epoch: Epoch of the service, which identifies its current start; sent in the header of every call.
 
     Attributes:
         service: Name of the service in the config.

@@ -110,10 +110,11 @@ def main(
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:
-    """Checks a configuration as a run would; prints it to stdout, and the services and rows of the run to stderr.
+    """Checks a configuration as a run would, and prints it with all defaults to stdout, and the services and rows of
+    the run to stderr.
 
     Raises:
-        ConfigError: As of `run`.
+        ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.
     """
     check_models(algorithm.configure(config))
     if has_data:
@@ -130,7 +131,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
-    """One line with the first held-out metric, before and after; empty where nothing was measured."""
+    """Returns one line with the first held-out metric before and after training; empty where the summary has none."""
     name = next((key.removesuffix("_before") for key in summary if key.endswith("_before")), "")
     if not name:
         return ""
@@ -142,7 +143,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
 
 
 def _terminated(number: int, _: object) -> NoReturn:
-    """SIGTERM ends a run as Ctrl-C does."""
+    """Handles SIGTERM as Ctrl-C: raises KeyboardInterrupt with the number of the signal."""
     raise KeyboardInterrupt(number)
 
 

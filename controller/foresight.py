@@ -1,4 +1,4 @@
-"""Estimates and checks that are made before anything starts: arena memory of a step, and models on their meshes."""
+"""Estimates and checks before services start: arena memory of a step, and whether models fit their meshes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from settings.reference import ReferenceTable
 
 ID_BYTES, FLOAT_BYTES = 4, 4
 PROMPT_BYTES: dict[type[ModelTable], int] = {ActorTable: ID_BYTES}
-"""Bytes that a service keeps of each prompt token: prompt_ids."""
+"""Bytes that a service keeps in its arena for each prompt token (column prompt_ids), by type of its table."""
 RESPONSE_BYTES: dict[type[ModelTable], int] = {
     # response_ids, rollout_log_probs, log_probs and advantages; values and returns; ref_log_probs.
     ActorTable: ID_BYTES + 3 * FLOAT_BYTES,
     CriticTable: 2 * FLOAT_BYTES,
     ReferenceTable: FLOAT_BYTES,
 }
-"""Bytes that a service keeps of each response token."""
+"""Bytes that a service keeps in its arena for each response token, by type of its table."""
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
-    """By service with a model, the MiB of `arena_mb` that hold its columns of one batch, of a step or of an evaluation,
-    with all responses of the longest length.
+    """Estimates the arena that each actor, critic and reference needs per rank, in MiB by service: it must hold their
+    columns of the largest batch, that of a step or of an evaluation, with all responses of maximum length.
 
     Args:
-        prompt_tokens: Tokens of the longest prompt.
+        config: Configuration of the run.
+        prompt_tokens: Length of the longest prompt, in tokens.
     """
     batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
@@ -43,7 +44,7 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
 
 
 def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
-    """A line for each service whose arena is too small for a batch of long responses."""
+    """Returns one warning for each service whose `arena_mb` is below the estimate of `arena_mb_needed`."""
     return [
         f"services.{name}.arena_mb: {config.services[name].arena_mb} may be too small: if all responses have "
         f"rollout.max_response_tokens, {config.rollout.max_response_tokens}, each rank needs {needed}"
@@ -53,10 +54,11 @@ def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
 
 
 def check_models(config: Config) -> None:
-    """Checks the models of all services that this host can read against their meshes.
+    """Checks that the models of all services can be divided over their meshes. Models whose config.json this host
+    cannot read pass.
 
     Raises:
-        ConfigError: As `settings.fit.check_model_fits`.
+        ConfigError: A model cannot be divided over its mesh; see `settings.fit.check_model_fits`.
     """
     for name, table in config.services.items():
         check_model_fits(name, table)

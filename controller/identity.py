@@ -19,13 +19,14 @@ GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Identity:
-    """The part of a run's identity that is known before it connects to services.
+    """The part of a run's identity that is known before the run connects to services.
 
     Attributes:
         algorithm: Name of the algorithm.
-        command_line: The command, quoted for a shell.
+        command_line: Command line of this process, quoted for a shell.
         version: Version of the package.
-        commit: Commit of the package's checkout, with + where files were changed; empty outside a checkout.
+        commit: Git commit of the package's checkout, followed by + where tracked files were changed; empty outside a
+            checkout.
         started_unix_ns: Start of the run, Unix time in nanoseconds.
         seed: Seed of the run.
     """
@@ -39,18 +40,18 @@ class Identity:
 
     @staticmethod
     def of(algorithm: str, seed: int, started_unix_ns: int) -> Identity:
-        """The identity of a run of this process."""
+        """Makes the identity of a run of this process, from its command line, package version and git commit."""
         command_line = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         version = importlib.metadata.version("rlhf-cluster")
         return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
 
     @property
     def started(self) -> str:
-        """The start as text, for example 2026-01-01 12:00:00 UTC."""
+        """Start of the run as text, for example 2026-01-01 12:00:00 UTC."""
         return datetime.fromtimestamp(self.started_unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def as_comment(self) -> str:
-        """A comment for the top of a TOML file."""
+        """Returns the identity as comment lines for the top of a TOML file."""
         code = f"{self.version} {self.commit}".strip()
         lines = (f"{self.algorithm}, started {self.started} by rlhf-cluster {code}", self.command_line)
         # A line break in the command must not end the comment.
@@ -59,11 +60,11 @@ class Identity:
     def with_services(
         self, services: Mapping[str, worker_pb2.DescribeResponse], origins: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The whole identity, as JSON values.
+        """Returns the whole identity, with platform and initial weights of the services, as JSON values.
 
         Args:
             services: Descriptions of the services, by name.
-            origins: By service, the origin of its weights, in words.
+            origins: Origin of the weights of each service that has weights, as text, by name.
         """
         return {
             "algorithm": self.algorithm,
@@ -81,7 +82,8 @@ class Identity:
 
 
 def git_commit() -> str:
-    """Commit of this file's checkout, with + where tracked files were changed; empty outside a checkout."""
+    """Returns the git commit of this file's checkout, followed by + where tracked files were changed; empty outside a
+    checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -98,7 +100,8 @@ def git_commit() -> str:
 
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """The platform of a service: all that the bits of its results depend on beside its configuration."""
+    """Returns the platform of a service from its description: version, threads, CPU, torch and matmul library, which
+    the bits of its results depend on beside its configuration."""
     figures = {
         "version": said.version,
         "threads": said.threads,

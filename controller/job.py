@@ -1,4 +1,5 @@
-"""One run from its configuration to its summary: plan, directory, services, session, algorithm."""
+"""One run from its configuration to its summary: makes the plan and the run directory, starts or finds the services,
+opens the session and executes the algorithm."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ LOGS = "logs"
 def run(
     algorithm: Algorithm, config: Config, *, launch: bool, keep_weights: bool = False, take_over: bool = False
 ) -> tuple[Path, dict[str, Any]]:
-    """One whole run; returns its directory and its summary. Services that it launched are stopped in any case.
+    """Executes a run. Returns the path of its directory, and its summary. Services that it launched are stopped in
+    any case.
 
     Args:
-        launch: Start the services, and stop them at the end.
-        keep_weights: As of `Cluster.connect`.
-        take_over: End another run that has the services.
+        algorithm: The algorithm.
+        config: Configuration of the run.
+        launch: Whether to start the services, and stop them at the end. False: they must be running.
+        keep_weights: Whether to continue from the weights that the services have; see `Cluster.connect`.
+        take_over: Whether to end another run that holds the services.
 
     Raises:
         RlhfError: The run failed; the text is one line that names service, rank and cause.
@@ -59,13 +63,13 @@ def run(
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked run that is not yet connected to services.
+    """A run whose configuration and data were checked, and that is not connected to services yet.
 
     Attributes:
         algorithm: The algorithm.
-        config: The configuration, as the algorithm configures it.
-        data: Prompts to train on, and held-out ones.
-        pretrain: Texts of data.pretrain, where there are any.
+        config: Configuration with the algorithm's defaults; see `Algorithm.configure`.
+        data: Training prompts and held-out prompts.
+        pretrain: Texts of data.pretrain; None where it is not set.
         identity: Identity of the run.
     """
 
@@ -77,8 +81,8 @@ class Plan:
 
     @staticmethod
     def of(algorithm: Algorithm, config: Config) -> Plan:
-        """The plan of a run that starts now. Raises ConfigError where the configuration or the data do not fit the
-        algorithm."""
+        """Makes the plan of a run that starts now: checks configuration and models, and reads the data. Raises
+        ConfigError where one of them cannot be used."""
         started_unix_ns = time.time_ns()
         config = algorithm.configure(config)
         check_models(config)
@@ -89,7 +93,7 @@ class Plan:
         return Plan(algorithm, config, data, pretrain, identity)
 
     def resolved(self, config: Config) -> str:
-        """A configuration with its defaults, as TOML."""
+        """Returns `config` with all defaults as TOML, below a comment with the identity of the run."""
         return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
 
 
@@ -155,7 +159,13 @@ def _run_connected(
 
 
 def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str:
-    """A line on prompts of a sample that are too long; empty where none is."""
+    """Returns a line for the terminal on how many prompts of a sample are too long, or that lengths are not checked;
+    empty where no prompt of the sample is too long.
+
+    Args:
+        data: Training prompts and held-out prompts.
+        limit: Limit on the length of prompts; None: not checked.
+    """
     if limit is None:
         return "prompts are not checked for their length: their tokens cannot be counted here (see data.tokenizer)"
     (long, of), (long_heldout, of_heldout) = (
@@ -170,7 +180,13 @@ def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str
 
 
 def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> RlhfError:
-    """An unforeseen error of a service, with the place of its traceback."""
+    """Returns the error itself, or, for an unforeseen exception in a service, an error that also says which log has
+    its traceback.
+
+    Args:
+        error: The error that ended the run.
+        launched: The services that the run launched; None where they were running.
+    """
     if type(error) is not RlhfError or not error.remote_traceback or not error.service:
         return error
     log = launched.log_of(error.service) if launched else f"the log of services.{error.service}"

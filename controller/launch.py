@@ -1,4 +1,5 @@
-"""Services that a run starts itself, by the launcher's command: one process, which stops them all."""
+"""Starts the services of a run by the launcher's command `deploy up`: one process, which starts and stops them
+all."""
 
 from __future__ import annotations
 
@@ -17,19 +18,21 @@ from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 
 STOP_TIMEOUT_S = 40.0
 EXPLAIN_TIMEOUT_S = 20.0
-"""Longest time until the launcher reports a lost service: it stops the others first."""
+"""Longest time, in seconds, to wait until the launcher reports a lost service; it stops the other services first."""
 READY = b"ready\n"
 
 
 class LaunchedServices:
-    """A context in which `deploy up CONFIG` runs.
+    """Context manager that starts services with `deploy up CONFIG`, waits until all are healthy, and stops them on
+    exit.
 
     Args:
-        config_path: Config file of the services.
-        log_dir: Directory of their logs; the launcher's own is launcher.log.
+        config: Configuration of the run.
+        config_path: Config file that is passed to the launcher.
+        log_dir: Directory of the services' logs; that of the launcher is launcher.log.
 
     Raises:
-        RlhfError: On entering: a service did not start; the text has its name and the cause.
+        RlhfError: On entering, where a service does not start; the text has its name and the cause.
     """
 
     def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
@@ -64,11 +67,12 @@ class LaunchedServices:
         self._stop()
 
     def log_of(self, service: str) -> Path:
-        """Log of a service's ranks."""
+        """Returns the path of a service's log, to which all of its ranks write."""
         return self._log.with_name(f"{service}.log")
 
     def explain(self, error: RlhfError) -> RlhfError:
-        """The error of a lost service with the launcher's explanation, which is made of exit codes and logs."""
+        """Returns the error of a lost service with the launcher's explanation, which it makes from exit codes and
+        logs, in front. Other errors are returned as they are."""
         if not isinstance(error, ServiceLost):
             return error
         try:

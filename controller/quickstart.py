@@ -1,4 +1,4 @@
-"""The bundled configurations, and the model and data that they train."""
+"""Bundled configurations of the quickstart, and the build of the model and data that they use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from controller.config.config import Config, load
 from rlhf.errors import ConfigError
 
 BUILD_STOPS_S = 10.0
-"""Longest time of an interrupted build until it ends."""
+"""Longest time, in seconds, to wait for an interrupted build to end."""
 
 
 def load_quickstart(name: str, settings: tuple[str, ...]) -> Config:
-    """A bundled configuration, with settings of KEY=VALUE."""
+    """Reads a bundled configuration.
+
+    Args:
+        name: Name of its file below deploy/quickstart, without .toml.
+        settings: Overrides "key.path=value" of the file's values.
+
+    Raises:
+        ConfigError: A setting is invalid.
+    """
     with importlib.resources.as_file(
         importlib.resources.files("deploy") / "quickstart" / f"{name}.toml"
     ) as path:
@@ -23,10 +31,10 @@ def load_quickstart(name: str, settings: tuple[str, ...]) -> Config:
 
 
 def build_quickstart(config: Config) -> None:
-    """Builds the quickstart's model and data where they are missing.
+    """Builds the quickstart's model and data beside `data.train`, in a process of its own, unless they are there.
 
     Raises:
-        ConfigError: They could not be built.
+        ConfigError: The build failed.
     """
     build_command = ["-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
     # The build ends with this process, even where this one is killed.

@@ -1,4 +1,4 @@
-"""Jagged columns of response tokens, the operands of every advantage: checks, sums and statistics."""
+"""Checks, sums and statistics of jagged columns of response tokens, which all advantages are computed from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nccl_transfer.refs.columns import Jagged
 
 FloatColumn = Jagged[np.ndarray]
 Scores = np.ndarray | FloatColumn
-"""Scores of a reward: one per response [rows], or jagged, one per response token."""
+"""Scores of a batch: an array with one score per response [rows], or a jagged column with one per response token."""
 
 A = TypeVar("A", FloatColumn, np.ndarray)
 
@@ -20,11 +20,12 @@ EPS = 1e-8
 
 @dataclass(frozen=True)
 class Advantage(Generic[A]):
-    """Advantages for an update, and metrics about them.
+    """Advantages of a batch for an update, and metrics about them.
 
     Attributes:
-        advantages: One per response token; or one per response [rows] for all of its tokens.
-        metrics: Metrics by name.
+        advantages: One advantage per response token (jagged), or one per response [rows], which applies to all of its
+            tokens.
+        metrics: Metrics of the step by name.
     """
 
     advantages: A
@@ -32,14 +33,14 @@ class Advantage(Generic[A]):
 
     @property
     def columns(self) -> dict[str, FloatColumn | np.ndarray]:
-        """Every column by its name, in float32, in which it is sent."""
+        """The columns for the update by name, rounded to float32: all fields except `metrics`."""
         names = [field.name for field in fields(self) if field.name != "metrics"]
         return {name: _float32(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
 class CriticAdvantage(Advantage[FloatColumn]):
-    """An advantage with the returns that a critic regresses to, one per response token."""
+    """Advantages and the returns that the critic is trained on, both with one value per response token."""
 
     returns: FloatColumn
 
@@ -49,12 +50,13 @@ def _float32(x: FloatColumn | np.ndarray) -> FloatColumn | np.ndarray:
 
 
 def whiten(x: FloatColumn) -> FloatColumn:
-    """Normalizes all tokens to mean 0 and standard deviation 1: (x - mean) / sqrt(var + 1e-8), var unbiased.
+    """Normalizes a column to mean 0 and standard deviation 1 over all tokens of the batch:
+    (x - mean) / sqrt(var + 1e-8), with the unbiased variance.
 
-    Tokens that are all equal become 0: the epsilon bounds rounding errors.
+    Values that are all equal become 0: the epsilon bounds rounding errors.
 
     Raises:
-        ValueError: fewer than 2 tokens, which have no variance.
+        ValueError: The column has fewer than 2 tokens, so that there is no variance.
     """
     tokens = float64(x)
     if tokens.size < 2:
@@ -63,59 +65,64 @@ def whiten(x: FloatColumn) -> FloatColumn:
 
 
 def spread(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
-    """One number per response [rows], repeated at every token of the response."""
+    """Repeats one value per response [rows] at every token of the response; returns a jagged float64 column.
+
+    Args:
+        values: One value per response [rows].
+        lengths: Tokens per response [rows] int64.
+    """
     return make_column(np.repeat(values, lengths), lengths)
 
 
 def sequence_scores(scores: Scores) -> np.ndarray:
-    """One score per response [rows] float64; scores of tokens are summed.
+    """Returns one score per response [rows] float64; scores per token are summed over the response.
 
     Raises:
-        ValueError: A score is not finite: a failed reward must not train anything.
+        ValueError: A score is not finite, as that of a failed reward, which must not be trained on.
     """
     require_finite(scores)
     return row_sums(scores) if isinstance(scores, Jagged) else scores.astype(np.float64)
 
 
 def row_sums(x: FloatColumn) -> np.ndarray:
-    """Sums of the rows [rows] float64, from left to right."""
+    """Returns the sum of each row's values [rows] float64, added from left to right."""
     row_of_token = np.repeat(np.arange(len(x.lengths)), x.lengths)
     return np.bincount(row_of_token, weights=x.values, minlength=len(x.lengths))
 
 
 def float64(x: FloatColumn) -> np.ndarray:
-    """The values in float64, in which all stages compute."""
+    """Returns the values of a column as a float64 array [tokens]; all advantages are computed in float64."""
     return x.values.astype(np.float64)
 
 
 def make_column(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
-    """A column of float64 values."""
+    """Makes a jagged float64 column of `values` [tokens] with `lengths` [rows] tokens in each row."""
     return Jagged(values.astype(np.float64), lengths)
 
 
 def last_tokens(lengths: np.ndarray) -> np.ndarray:
-    """Index of the last token of every row that is not empty."""
+    """Returns the index in the column's values of the last token of each row; empty rows are left out."""
     return np.cumsum(lengths)[lengths > 0] - 1
 
 
 def mean(x: np.ndarray) -> float:
-    """Mean of all numbers; 0 of none."""
+    """Returns the mean of an array; 0 where it is empty."""
     return float(x.sum() / max(x.size, 1))
 
 
 def std(x: np.ndarray) -> float:
-    """Unbiased standard deviation; 0 of fewer than two numbers."""
+    """Returns the unbiased standard deviation of an array; 0 where it has fewer than two numbers."""
     return float(x.std(ddof=1)) if x.size > 1 else 0.0
 
 
 def advantage_metrics(advantages: FloatColumn) -> dict[str, float]:
-    """`advantage/mean` and `advantage/std`, over all tokens."""
+    """Returns the metrics `advantage/mean` and `advantage/std`, taken over all tokens of the batch."""
     tokens = float64(advantages)
     return {"advantage/mean": mean(tokens), "advantage/std": std(tokens)}
 
 
 def require_finite(scores: Scores) -> None:
-    """Raises ValueError where a score is not finite: a failed reward must not train anything."""
+    """Raises ValueError where a score is not finite, as that of a failed reward, which must not be trained on."""
     finite = np.isfinite(scores.values if isinstance(scores, Jagged) else scores)
     if not finite.all():
         unit = "token" if isinstance(scores, Jagged) else "response"
@@ -124,7 +131,7 @@ def require_finite(scores: Scores) -> None:
 
 
 def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
-    """Raises ValueError where a column has other lengths than `lengths`."""
+    """Raises ValueError where the rows of a column do not have the lengths `lengths` [rows]."""
     for name, column in columns.items():
         if not np.array_equal(column.lengths, lengths):
             raise ValueError(
@@ -134,6 +141,6 @@ def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
 
 
 def require_equal_lengths(**columns: FloatColumn) -> None:
-    """Raises ValueError where columns differ in the number of tokens of a row."""
+    """Raises ValueError where two columns have different numbers of tokens in a row."""
     first = next(iter(columns.values()))
     require_lengths(first.lengths, **columns)

@@ -32,18 +32,20 @@ def token_rewards(
     kl: FloatColumn | None = None,
     beta: float = 0.0,
 ) -> FloatColumn:
-    """The reward of every response token: its score minus `beta` times its KL (Ouyang et al. 2022, eq. 2).
+    """Computes the reward of every response token: its score minus `beta` times its KL (Ouyang et al. 2022, eq. 2).
 
     Args:
-        scores: one score per response [rows], for its last token (the score of an empty response is dropped), or
-            jagged, one score per token.
-        lengths: tokens per response [rows] int64.
-        kl: the KL at each token; None without a reference policy.
-        beta: penalty per nat of KL.
+        scores: One score per response [rows], which becomes the score of its last token (that of an empty response is
+            dropped), or one per token (jagged).
+        lengths: Tokens per response [rows] int64.
+        kl: KL to the reference policy at each token, in nats; None without a reference policy.
+        beta: KL penalty, in units of reward per nat.
+
+    Returns:
+        The rewards, a jagged float64 column.
 
     Raises:
-        ValueError: a score that is not finite (a failed reward must not train anything), `beta` without `kl`,
-            or columns of different lengths.
+        ValueError: A score is not finite, `beta` is not 0 and `kl` is None, or columns have different lengths.
     """
     require_finite(scores)
     if isinstance(scores, Jagged):
@@ -67,14 +69,21 @@ def penalized_rewards(
     beta: float,
     kl_kind: str = "k1",
 ) -> tuple[FloatColumn, dict[str, float]]:
-    """`token_rewards` with the KL to the reference, estimated from the log-probabilities.
+    """Computes token rewards as `token_rewards` does, with the KL estimated from log-probabilities.
+
+    Args:
+        scores: One score per response [rows] or per token (jagged); see `token_rewards`.
+        log_probs: Log-probabilities of the response tokens under the policy that sampled them.
+        ref_log_probs: The same under the reference policy; None without one, which needs `beta` 0.
+        beta: KL penalty, in units of reward per nat.
+        kl_kind: Estimator of the KL; see `kl_estimate`.
 
     Returns:
-        The rewards, and as metrics: `score/mean` (per response, before the KL), `reward/mean` (per response, after
-        the KL), and, with a reference, `kl/mean` (per token) and `kl/sequence_mean` (per response).
+        The rewards (jagged), and metrics: `score/mean` (per response, before the KL penalty), `reward/mean` (per
+        response, after it) and, with a reference policy, `kl/mean` (per token) and `kl/sequence_mean` (per response).
 
     Raises:
-        ValueError: as `token_rewards` and `kl_estimate`.
+        ValueError: See `token_rewards` and `kl_estimate`.
     """
     kl = None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, kl_kind)
     rewards = token_rewards(scores, log_probs.lengths, kl, beta)
@@ -87,16 +96,21 @@ def penalized_rewards(
 def gae(
     rewards: FloatColumn, values: FloatColumn, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[FloatColumn, FloatColumn]:
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) over each response.
+    """Computes generalized advantage estimates (GAE, Schulman et al. 2016, eq. 16) over each response.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}; past the last token V = A = 0.
 
     Args:
-        gamma: discount per token.
-        lam: 0 trusts the values (one-step TD), 1 trusts the rewards (Monte Carlo).
+        rewards: Reward of each response token.
+        values: Value V_t of the state before each response token.
+        gamma: Discount per token.
+        lam: Lambda of GAE: 0 relies on the values (one-step TD), 1 on the rewards (Monte Carlo).
 
     Returns:
-        The advantages A and the returns A + V that the critic regresses to.
+        The advantages A and the returns A + V that the critic is trained on, both per token (jagged float64).
+
+    Raises:
+        ValueError: The columns have different lengths.
     """
     require_equal_lengths(rewards=rewards, values=values)
     value = float64(values)
@@ -106,8 +120,8 @@ def gae(
 
 
 def discounted_returns(rewards: FloatColumn, gamma: float = 1.0) -> FloatColumn:
-    """Sum of this and all later rewards of the response, at every token: G_t = r_t + gamma G_{t+1}
-    (Williams 1992)."""
+    """Computes at every response token the discounted sum of its own and all later rewards of the response:
+    G_t = r_t + gamma G_{t+1} (Williams 1992)."""
     return make_column(_discounted_sums(float64(rewards), rewards.lengths, gamma), rewards.lengths)
 
 
@@ -123,26 +137,26 @@ def ppo_advantage(
     lam: float = 1.0,
     whiten_advantages: bool = True,
 ) -> CriticAdvantage:
-    """`compute_advantage` of PPO: KL-penalised token rewards, GAE, whitening.
+    """Computes the advantages and returns of PPO: KL-penalised token rewards, GAE and whitening.
 
     Args:
-        log_probs: of the policy that sampled the responses.
-        ref_log_probs: of the reference policy, or None where the reward carries no KL (`beta` 0).
-        values: of the critic, before each token.
-        scores: per response [rows] or per token, see `token_rewards`.
-        beta: penalty per nat of KL.
-        kl_kind: see `kl_estimate`.
-        gamma: see `gae`.
-        lam: see `gae`.
-        whiten_advantages: over all tokens of the batch; the returns never are.
+        log_probs: Log-probabilities of the response tokens under the policy that sampled them.
+        ref_log_probs: The same under the reference policy; None where the reward has no KL penalty (`beta` 0).
+        values: Values of the critic, before each response token.
+        scores: One score per response [rows] or per token (jagged); see `token_rewards`.
+        beta: KL penalty, in units of reward per nat.
+        kl_kind: Estimator of the KL; see `kl_estimate`.
+        gamma: Discount per token; see `gae`.
+        lam: Lambda of GAE; see `gae`.
+        whiten_advantages: Whether to whiten the advantages over all tokens of the batch. Returns are never whitened.
 
     Returns:
         Advantages and returns, and as metrics, beside those of `penalized_rewards`: `advantage/mean` and
-        `advantage/std` (per token, before whitening); `returns/mean` (per token); `value/explained_variance`
+        `advantage/std` (per token, before whitening), `returns/mean` (per token) and `value/explained_variance`
         (1: perfect, 0: no better than a constant).
 
     Raises:
-        ValueError: columns of different lengths, or as `token_rewards`, `kl_estimate` and `whiten`.
+        ValueError: Columns have different lengths; or see `token_rewards`, `kl_estimate` and `whiten`.
     """
     require_equal_lengths(values=values, log_probs=log_probs)
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
@@ -153,8 +167,8 @@ def ppo_advantage(
 
 
 def value_metrics(values: FloatColumn, returns: FloatColumn) -> dict[str, float]:
-    """`returns/mean` (per token) and `value/explained_variance`: 1 - Var(returns - values) / Var(returns), or 0
-    where the returns do not vary."""
+    """Returns the metrics `returns/mean` (per token) and `value/explained_variance`, which is
+    1 - Var(returns - values) / Var(returns), or 0 where the returns do not vary."""
     value, target = float64(values), float64(returns)
     variance = std(target) ** 2
     explained = 1 - std(target - value) ** 2 / variance if variance > EPS else 0.0
@@ -170,7 +184,7 @@ def _on_last_tokens(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _next_in_row(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """x_{t+1} at each t, 0 at the last token of a row."""
+    """Returns x_{t+1} at each token t, and 0 at the last token of each row."""
     shifted = np.zeros_like(values)
     shifted[:-1] = values[1:]
     shifted[last_tokens(lengths)] = 0
@@ -178,10 +192,10 @@ def _next_in_row(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _discounted_sums(values: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
-    """y_t = x_t + discount y_{t+1} within every row.
+    """Computes y_t = x_t + discount y_{t+1} within every row.
 
-    The loop goes over token positions from the right and computes all rows that are long enough at once: sorted by
-    length these are a prefix, so a few long rows cost no padding.
+    The loop goes over token positions from right to left, vectorized over all rows that are long enough. Sorted by
+    length, these are a prefix, so that a few long rows cost no padding.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     starts = (np.cumsum(lengths) - lengths)[longest_first]

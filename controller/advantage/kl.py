@@ -1,4 +1,4 @@
-"""The KL divergence from the reference policy: estimators, and controllers of its coefficient."""
+"""KL divergence between policy and reference policy: estimators, and controllers of its coefficient in the reward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _MAX_K3 = 10.0
 
 
 def kl_estimate(log_probs: FloatColumn, ref_log_probs: FloatColumn, kind: str) -> FloatColumn:
-    """Estimate KL(policy || reference) at every sampled token (Schulman 2020, "Approximating KL Divergence").
+    """Estimates KL(policy || reference) at every sampled token, in nats (Schulman 2020, "Approximating KL
+    Divergence").
 
     With d = log_probs - ref_log_probs: k1 = d (unbiased), k2 = d^2 / 2 (low variance), k3 = exp(-d) + d - 1
     (unbiased, low variance, not negative); k3 clamps d to +-20 and its result to +-10.
 
     Raises:
-        ValueError: an unknown kind, or columns of different lengths.
+        ValueError: `kind` is unknown, or the columns have different lengths.
     """
     require_equal_lengths(log_probs=log_probs, ref_log_probs=ref_log_probs)
     log_ratio = float64(log_probs) - float64(ref_log_probs)
@@ -40,36 +41,37 @@ def kl_estimate(log_probs: FloatColumn, ref_log_probs: FloatColumn, kind: str) -
 
 
 class KlController(Protocol):
-    """Sets the coefficient of the KL in the reward from step to step."""
+    """Protocol of objects that choose the coefficient `beta` of the KL penalty in the reward, step by step."""
 
     beta: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Updates the coefficient from the KL of a batch of `num_sequences` responses."""
+        """Updates `beta` after a step, from the mean KL of its `num_sequences` responses."""
         ...
 
 
 @dataclass
 class FixedKL:
-    """A constant coefficient."""
+    """KL controller with a constant coefficient `beta`."""
 
     beta: float = 0.001
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Does nothing."""
+        """Does nothing: `beta` is constant."""
 
 
 @dataclass
 class AdaptiveKL:
-    """A coefficient that steers the KL to a target (Ziegler et al. 2019, section 2.2); `beta` is its whole state.
+    """KL controller that adapts the coefficient so that the KL approaches a target (Ziegler et al. 2019, section
+    2.2); `beta` is its whole state.
 
     Args:
-        beta: initial coefficient, above 0.
-        target: target of the KL, above 0, in the unit of the KL given to `update` (per token or per response).
-        horizon: number of responses over which the coefficient adapts, above 0.
+        beta: Initial coefficient, above 0.
+        target: Target of the KL, above 0, in the unit of the KL given to `update` (per token or per response).
+        horizon: Number of responses over which the coefficient adapts, above 0.
 
     Raises:
-        ValueError: an argument that is not above 0.
+        ValueError: An argument is not above 0.
     """
 
     beta: float = 0.001
@@ -82,10 +84,10 @@ class AdaptiveKL:
                 raise ValueError(f"{name} of an adaptive KL must be above 0, got {getattr(self, name)}")
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon.
+        """Multiplies `beta` by 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon.
 
         Raises:
-            ValueError: a batch so much larger than the horizon that the coefficient could become negative.
+            ValueError: `num_sequences` is so much larger than the horizon that `beta` could become negative.
         """
         if MAX_KL_ERROR * num_sequences >= self.horizon:
             raise ValueError(f"{num_sequences} responses are too many for a KL horizon of {self.horizon}")
@@ -94,14 +96,20 @@ class AdaptiveKL:
 
 
 def steer(controller: KlController, metrics: dict[str, float], num_sequences: int) -> None:
-    """Writes the KL coefficient into a step's metrics, as `kl/coefficient`, and then updates the controller from the
-    step's KL per response, `kl/sequence_mean`."""
+    """Adds the coefficient to the metrics of a step as `kl/coefficient`, and then updates the controller with the
+    mean KL per response in them, `kl/sequence_mean`.
+
+    Args:
+        controller: The KL controller.
+        metrics: Metrics of the step, changed in place.
+        num_sequences: Number of responses in the step.
+    """
     metrics["kl/coefficient"] = controller.beta
     controller.update(metrics["kl/sequence_mean"], num_sequences)
 
 
 def kl_controller(algorithm: AlgorithmTable) -> KlController:
-    """The controller of a configuration: adaptive where it has a target."""
+    """Makes the KL controller of a configuration: `AdaptiveKL` where `kl_target` is not 0, else `FixedKL`."""
     if algorithm.kl_target:
         return AdaptiveKL(algorithm.kl_reward_coefficient, algorithm.kl_target, algorithm.kl_horizon)
     return FixedKL(algorithm.kl_reward_coefficient)

@@ -6,18 +6,18 @@ import numpy as np
 
 
 def overlong_penalty(lengths: np.ndarray, max_length: int, buffer: int) -> np.ndarray:
-    """Soft punishment of responses close to the longest length allowed [rows] float64, between -1 and 0 (DAPO, Yu et
-    al. 2025, arXiv 2503.14476, eq. 13).
+    """Computes DAPO's soft overlong punishment of responses close to the maximum length [rows] float64, from -1 to 0
+    (Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
     With L = max_length and B = buffer: 0 up to L - B tokens, (L - B - length) / B from there to L, and -1 beyond.
 
     Args:
-        lengths: tokens per response [rows] int64.
-        max_length: longest response in tokens.
-        buffer: number of tokens over which the punishment grows, from 1 to `max_length`.
+        lengths: Tokens per response [rows] int64.
+        max_length: Maximum length of a response, in tokens.
+        buffer: Number of tokens over which the punishment grows, from 1 to `max_length`.
 
     Raises:
-        ValueError: a buffer outside of this range.
+        ValueError: `buffer` is outside of this range.
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"the overlong buffer must be from 1 to {max_length} tokens, got {buffer}")

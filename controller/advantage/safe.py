@@ -25,11 +25,11 @@ from controller.advantage.kl import kl_estimate
 
 @dataclass
 class Multiplier:
-    """The Lagrange multiplier of the cost constraint; the fields are its whole state.
+    """Lagrange multiplier lambda of the cost constraint; the fields are its whole state.
 
     Attributes:
-        log_lambda: Natural logarithm of the multiplier.
-        costs: Costs of the newest responses over which the mean is taken, oldest first.
+        log_lambda: Natural logarithm of lambda.
+        costs: Costs of the newest responses, over which the mean cost is taken, oldest first.
     """
 
     log_lambda: float = 0.0
@@ -37,7 +37,7 @@ class Multiplier:
 
     @property
     def value(self) -> float:
-        """Lambda, the weight of a unit of cost in units of reward."""
+        """Current value of lambda: the weight of a unit of cost, in units of reward."""
         return math.exp(self.log_lambda)
 
     def update(
@@ -49,16 +49,18 @@ class Multiplier:
         largest: float = 5.0,
         episodes: int = 128,
     ) -> float:
-        """One step of gradient ascent on lambda (J_C - d) in log lambda (section 3.3):
+        """Makes one step of gradient ascent on lambda (J_C - d) with respect to log lambda (section 3.3):
         log_lambda += learning_rate lambda (J_C - d), at most log(largest).
 
         Args:
-            costs: of the responses of this step, in order.
-            limit: d.
-            episodes: J_C is the mean cost of this many newest responses, or of all while there are fewer.
+            costs: Cost of each response of this step, in order.
+            limit: Limit d of the mean cost.
+            learning_rate: Step size.
+            largest: Upper bound of lambda.
+            episodes: Number of newest responses whose mean cost is J_C; all responses while there are fewer.
 
         Returns:
-            J_C.
+            The mean cost J_C.
         """
         self.costs = [*self.costs, *map(float, costs)][-episodes:]
         mean_cost = math.fsum(self.costs) / len(self.costs)
@@ -69,7 +71,8 @@ class Multiplier:
 
 @dataclass(frozen=True)
 class SafeAdvantage(CriticAdvantage):
-    """An advantage with the returns of the critic and of the cost critic."""
+    """Advantages, and the returns that the critic and the cost critic are trained on, one of each per response
+    token."""
 
     cost_returns: FloatColumn
 
@@ -90,25 +93,29 @@ def safe_advantage(
     clip: float = 50.0,
     whiten_advantages: bool = False,
 ) -> SafeAdvantage:
-    """`compute_advantage` of Safe-RLHF (section 3.3 and appendix B).
+    """Computes the advantages and returns of Safe-RLHF (section 3.3 and appendix B).
 
     Per token r = -beta KL + R at the last token and c = beta KL + C at the last token, both clipped to +-clip;
     A_R and A_C by GAE from the critic's and the cost critic's values; A = (A_R - lambda A_C) / (1 + lambda).
 
     Args:
-        log_probs, ref_log_probs: of the policy that sampled, and of the reference.
-        values, cost_values: of the critic and of the cost critic, before each token.
-        scores, costs: per response [rows] or per token, see `token_rewards`.
-        multiplier: lambda.
-        clip: bound of the rewards and costs of tokens.
-        whiten_advantages: of A, over all tokens of the batch.
+        log_probs, ref_log_probs: Log-probabilities of the response tokens under the policy that sampled them, and
+            under the reference policy.
+        values, cost_values: Values of the critic and of the cost critic, before each response token.
+        scores, costs: Rewards R and costs C, per response [rows] or per token (jagged); see `token_rewards`.
+        multiplier: Lagrange multiplier lambda.
+        beta: KL penalty, in units of reward per nat.
+        kl_kind: Estimator of the KL; see `kl_estimate`.
+        gamma, lam: Discount and lambda of GAE; see `gae`.
+        clip: Bound of the absolute reward and cost of a token.
+        whiten_advantages: Whether to whiten A over all tokens of the batch.
 
     Returns:
-        Advantages, returns and cost returns, and as metrics those of `ppo_advantage`, with `cost/mean` (per
-        response) and `cost_value/explained_variance`.
+        Advantages, returns and cost returns, and as metrics those of `ppo_advantage` with `cost/mean` (per response)
+        and `cost_value/explained_variance`.
 
     Raises:
-        ValueError: as `ppo_advantage`.
+        ValueError: See `ppo_advantage`.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     kl = kl_estimate(log_probs, ref_log_probs, kl_kind)

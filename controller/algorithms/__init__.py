@@ -1,4 +1,4 @@
-"""Algorithms: one file each, found by name or as `module:function`."""
+"""Algorithms of the package, one module each, and the function that finds one by name or as `module:function`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from rlhf.errors import ConfigError
 
 
 def names() -> list[str]:
-    """Names of the algorithms that come with the package."""
+    """Returns the names of the algorithms in this package, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """An algorithm.
+    """Finds an algorithm by name. A plain function is wrapped in an `Algorithm` without declarations.
 
     Args:
-        name: One of `names()`, or "module:function" of a user's own: an `Algorithm`, or a plain function of a run.
+        name: One of `names()`, or "module:function" for an algorithm of the user: an `Algorithm`, or a function that
+            takes a `Run`.
 
     Raises:
-        ConfigError: There is no such algorithm; the text lists those that come with the package, or has the
-            import's error.
+        ConfigError: There is no such algorithm, or its module cannot be imported; the text lists the known names, or
+            has the error of the import.
     """
     module, colon, attribute = name.partition(":")
     if not colon and name not in names():

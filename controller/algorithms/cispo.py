@@ -16,7 +16,7 @@ from controller.training.run import Run
     reads=(*POLICY, *REWARD),
 )
 def cispo(run: Run) -> None:
-    """Actor and reward."""
+    """Runs CISPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)

@@ -25,27 +25,30 @@ from settings.strict import Positive, Strict
 
 
 class DAPOOptions(Strict):
-    """Options of DAPO."""
+    """Options of DAPO: table `[algorithm.options]`."""
 
     max_rounds: Positive = 10
-    """Rounds of generation in a step, each of data.prompts_per_step prompts, until as many groups have different
-    rewards. After the last, the step trains on those there are; without any the run ends with an error."""
+    """Maximum number of rounds of generation in a step. Each round takes data.prompts_per_step new prompts; rounds
+    end when that many groups have responses with different rewards. After the last round the step trains on the
+    groups found so far; if there are none, the run ends with an error."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """The last tokens before rollout.max_response_tokens, over which the punishment of length grows; 0: no
-    punishment."""
+    """Number of tokens before rollout.max_response_tokens over which the punishment of overlong responses grows. 0:
+    no punishment."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """Largest punishment."""
+    """Factor of the punishment of overlong responses, which is its largest value, in units of reward."""
     filter_by: str = ""
-    """Of a reward made of several services: the one whose scores have to differ within a group that is trained on.
-    Empty: the first that checks answers, which is one of kind sandbox or with function exact_match, gsm8k or math."""
+    """Name of the service whose scores must differ within a group for it to be trained on, where the reward is
+    composed of several services. Empty: the first service that checks answers, which is one of kind sandbox or with
+    function exact_match, gsm8k or math."""
 
 
 CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
-"""Functions whose scores say whether an answer is right."""
+"""Names of the reward functions that score whether an answer is right."""
 
 
 def check(config: Config, options: DAPOOptions) -> None:
-    """Refuses a buffer longer than the longest response, and a composed reward without a service to filter by."""
+    """Raises ConfigError where `overlong_buffer_tokens` is above the maximum length of a response, or where a
+    composed reward has no service to filter groups by."""
     filtered_by(config, options)
     longest = config.rollout.max_response_tokens
     if options.overlong_buffer_tokens > longest:
@@ -65,7 +68,7 @@ def check(config: Config, options: DAPOOptions) -> None:
     check=check,
 )
 def dapo(run: Run, options: DAPOOptions) -> None:
-    """Actor and reward."""
+    """Runs DAPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
         batch = sample_groups(run, step, actor, reward, options)
@@ -75,11 +78,13 @@ def dapo(run: Run, options: DAPOOptions) -> None:
 
 
 def filtered_by(config: Config, options: DAPOOptions) -> list[str]:
-    """Services whose scores have to differ within a group: of a row the first one that scores it. Empty where no reward
-    is composed.
+    """Returns the names of the services whose scores must differ within a group; each row is judged by the first of
+    them that scores it. Returns an empty list where the reward of every source is a single service, whose scores then
+    decide.
 
     Raises:
-        ConfigError: A source's reward has no such service.
+        ConfigError: The reward of a source has no service to filter by, or none has the service that `filter_by`
+            names.
     """
     recipes, wanted = config.recipes("reward"), options.filter_by
     if wanted and not any(wanted in recipe for recipe in recipes.values()):
@@ -109,8 +114,12 @@ def _is_filter(config: Config, service: str, options: DAPOOptions) -> bool:
 
 
 def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: DAPOOptions) -> FutureBatch:
-    """Dynamic sampling (section 3.2): generates and scores rounds of prompts until one group for each prompt of a step
-    has responses with different scores, and returns these groups."""
+    """Samples the groups of a step by dynamic sampling (section 3.2): generates and scores rounds of prompts until
+    data.prompts_per_step groups have responses with different scores, and returns the rows of these groups.
+
+    Raises:
+        InvalidRequest: After `max_rounds` rounds there is no such group.
+    """
     wanted, found, rounds = run.config.data.prompts_per_step, 0, []
     services = filtered_by(run.config, options)
     for prompts in step.rounds(options.max_rounds):
@@ -134,7 +143,8 @@ def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: D
 
 
 def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The score of each response [rows] by the first service that scores it; other services give not a number."""
+    """Returns the score of each response [rows] from the first of `columns` in which it is not NaN: one column [rows]
+    per service, with NaN where a service does not score a row."""
     scores = columns[0]
     for column in columns[1:]:
         scores = np.where(np.isnan(scores), column, scores)
@@ -142,13 +152,13 @@ def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
-    """Rows of the first groups, at most `most`, whose scores differ; groups are numbered in their order."""
+    """Returns the indices of the rows of groups whose scores differ: of the first `most` such groups, by number."""
     rows = np.flatnonzero(differs_within(scores, group))
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
-    """Column advantages, from one reward per response and its length."""
+    """Computes column advantages of a batch from its rewards, the lengths of its responses and their groups."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(
         dapo_advantage,
@@ -164,19 +174,23 @@ def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOpt
 def dapo_advantage(
     scores: Scores, lengths: np.ndarray, group: np.ndarray, *, max_length: int, buffer: int, penalty: float
 ) -> Advantage:
-    """GRPO's advantage of the scores with the soft punishment of length added (section 3.4).
+    """Computes GRPO's advantages of scores to which the soft punishment of overlong responses was added (section
+    3.4).
 
     Args:
-        max_length: longest response in tokens.
-        buffer: see `overlong_penalty`; 0: no punishment.
-        penalty: largest punishment.
+        scores: One score per response [rows], or one per token (jagged), which are summed.
+        lengths: Tokens per response [rows] int64.
+        group: Number of each response's group [rows] int64.
+        max_length: Maximum length of a response, in tokens.
+        buffer: Number of tokens over which the punishment grows; 0: no punishment.
+        penalty: Factor of the punishment, which is its largest value.
 
     Returns:
-        Advantages, and as metrics those of `group_advantage` of the punished scores, with `score/mean` before the
-        punishment, and `overlong/mean`, the punishment per response.
+        Advantages [rows], and the metrics of `group_advantage` for the punished scores, except that `score/mean` is
+        taken before the punishment; and `overlong/mean`, the mean punishment of a response, at most 0.
 
     Raises:
-        ValueError: as `group_advantage` and `overlong_penalty`.
+        ValueError: See `group_advantage` and `overlong_penalty`.
     """
     given = sequence_scores(scores)
     punishment = penalty * overlong_penalty(lengths, max_length, buffer) if buffer else np.zeros(len(lengths))

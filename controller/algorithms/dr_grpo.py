@@ -19,7 +19,7 @@ from controller.training.step import Step
     reads=(*POLICY, *REWARD),
 )
 def dr_grpo(run: Run) -> None:
-    """Actor and reward."""
+    """Runs Dr. GRPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
         batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
@@ -30,6 +30,6 @@ def dr_grpo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
-    """Column advantages, from one reward per response: s - mean within the group."""
+    """Computes column advantages of a batch: the reward of each response minus the mean of its group."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(group_advantage, rewards, run.lengths(batch), group, normalize_std=False)

@@ -18,7 +18,8 @@ from controller.training.step import Step
     only_for={"reference": "kl_loss_coefficient"},
 )
 def grpo(run: Run) -> None:
-    """Actor, reference and reward; KL in the loss. Without KL there is no reference."""
+    """Runs GRPO, which needs services actor and reward, and reference for the KL in the loss, where
+    `kl_loss_coefficient` is not 0."""
     actor, reward = run.actor(), run.reward()
     reference = run.reference() if run.config.algorithm.kl_loss_coefficient else None
     for step in run.steps():
@@ -32,6 +33,7 @@ def grpo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
-    """Column advantages, from one reward per response: (s - mean) / (std + 1e-6) within the group."""
+    """Computes column advantages of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
+    and standard deviation of its group."""
     columns = run.fetch(batch, "rewards", "group")
     return step.compute(group_advantage, columns["rewards"], run.lengths(batch), columns["group"])

@@ -14,7 +14,8 @@ from controller.training.step import Step
     reads=(*POLICY, *CRITIC, *REWARD, *KL_REWARD, "gamma", "lam", "whiten_advantages"),
 )
 def ppo(run: Run) -> None:
-    """Actor, critic, reference and reward; KL in the reward, in the loss, or both."""
+    """Runs PPO, which needs services actor, critic, reference and reward. The KL may be in the reward, in the loss,
+    or in both."""
     actor, critic, reference, reward = run.actor(), run.critic(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
@@ -28,8 +29,8 @@ def ppo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Columns advantages and returns, from rewards, values and log-probabilities, which are all that the controller
-    reads of a batch."""
+    """Computes columns advantages and returns of a batch from its rewards, values and log-probabilities, the only
+    columns that the controller reads, and updates the KL controller."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards")
     made = step.compute(

@@ -31,15 +31,17 @@ from settings.strict import Strict
 
 
 class ReinforcePPOptions(Strict):
-    """Options of REINFORCE++."""
+    """Options of REINFORCE++: table `[algorithm.options]`."""
 
     baseline: Literal["batch", "group"] = "batch"
-    """batch: discounted returns, whitened over the batch; group: rewards of responses minus the mean of their
-    prompt's, whitened over the batch (REINFORCE++-baseline), for rollout.samples_per_prompt above 1."""
+    """Baseline of the advantages. batch: discounted returns, whitened over the batch. group: the reward of each
+    response minus the mean of the responses to its prompt, whitened over the batch (REINFORCE++-baseline); needs
+    rollout.samples_per_prompt above 1."""
 
 
 def check(config: Config, options: ReinforcePPOptions) -> None:
-    """Refuses groups of one, whose mean is their only reward."""
+    """Raises ConfigError where baseline "group" is chosen with one sample per prompt, since a group of one has no
+    other response to be compared with."""
     if options.baseline == "group" and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             "rollout.samples_per_prompt: baseline group compares the responses to a prompt, so there have to be at "
@@ -54,7 +56,7 @@ def check(config: Config, options: ReinforcePPOptions) -> None:
     check=check,
 )
 def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
-    """Actor, reference and reward; KL in the reward."""
+    """Runs REINFORCE++, which needs services actor, reference and reward. The KL is in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
@@ -69,7 +71,8 @@ def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
 def compute_advantage(
     run: Run, step: Step, batch: FutureBatch, kl: KlController, options: ReinforcePPOptions
 ) -> FutureBatch:
-    """Column advantages, from rewards and log-probabilities."""
+    """Computes column advantages of a batch from its rewards, log-probabilities and groups, and updates the KL
+    controller."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
     made = step.compute(
@@ -95,12 +98,12 @@ def reinforce_pp_advantage(
     kl_kind: str = "k1",
     gamma: float = 1.0,
 ) -> Advantage:
-    """Advantages of REINFORCE++, whitened over all tokens of the batch: discounted returns of the KL-penalised token
-    rewards, or, with baseline "group", each response's total KL-penalised reward minus the mean of its group, at all of
-    its tokens.
+    """Computes the advantages of REINFORCE++, one per response token, whitened over all tokens of the batch: with
+    baseline "batch" the discounted returns of the KL-penalised token rewards; with baseline "group" each response's
+    total KL-penalised reward minus the mean of its group, at all of its tokens.
 
     Raises:
-        ValueError: as `penalized_rewards` and `whiten`.
+        ValueError: See `penalized_rewards` and `whiten`.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     if baseline == "group":

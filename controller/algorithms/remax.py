@@ -26,7 +26,7 @@ from controller.training.step import Step
 
 @algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))
 def remax(run: Run) -> None:
-    """Actor, reference and reward; KL in the reward."""
+    """Runs ReMax, which needs services actor, reference and reward. The KL is in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
@@ -41,7 +41,8 @@ def remax(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Column advantages, from both rewards and the log-probabilities."""
+    """Computes column advantages of a batch from its rewards, the rewards of the greedy responses (column baselines)
+    and its log-probabilities, and updates the KL controller."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "baselines")
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(remax_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
@@ -58,14 +59,15 @@ def remax_advantage(
     beta: float,
     kl_kind: str = "k1",
 ) -> Advantage:
-    """At every token the sum of the rewards from there on, minus the score of the greedy response (algorithm 1).
+    """Computes the advantages of ReMax: at every token the sum of its own and all later KL-penalised rewards, minus
+    the score of the greedy response to the same prompt (algorithm 1).
 
     Returns:
-        Advantages, and as metrics those of `penalized_rewards`, with `baseline/mean`, `advantage/mean` and
-        `advantage/std`.
+        Advantages, one per response token, and the metrics of `penalized_rewards` with `baseline/mean`,
+        `advantage/mean` and `advantage/std`.
 
     Raises:
-        ValueError: as `penalized_rewards`.
+        ValueError: See `penalized_rewards`.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     baseline = sequence_scores(baselines)

@@ -20,15 +20,16 @@ from rlhf.errors import InvalidRequest
 from settings.strict import Strict
 
 Z_95 = 1.959964
-"""Standard score of a two-sided confidence of 95 %."""
+"""Standard score (z) of a two-sided confidence level of 95 %."""
 
 
 class RewardModelOptions(Strict):
-    """Options of reward-model training."""
+    """Options of reward-model training: table `[algorithm.options]`."""
 
     loss: Literal["bradley_terry", "cost"] = "bradley_terry"
-    """bradley_terry makes the chosen response score higher. cost makes it, the safer one, score lower, and what is
-    unsafe above 0; it needs fields chosen_unsafe and rejected_unsafe, true or false, in every row."""
+    """Loss of a pair. bradley_terry trains the chosen response to score higher than the rejected one. cost trains the
+    chosen response, here the safer one, to score lower, and unsafe responses to score above 0; it needs fields
+    chosen_unsafe and rejected_unsafe, true or false, in every row."""
 
 
 @algorithm(
@@ -39,12 +40,14 @@ class RewardModelOptions(Strict):
     reads=SCHEDULE,
 )
 def reward_model(run: Run, options: RewardModelOptions) -> None:
-    """Reward, of kind model with an optimizer; rows with prompt, chosen and rejected."""
+    """Trains a reward or cost model. Needs a service reward of kind model with an optimizer, and rows with prompt,
+    chosen and rejected."""
     reward = run.reward_model()
     sign = -1.0 if options.loss == "cost" else 1.0
 
     def measure(heldout: FutureBatch) -> Measured:
-        """The margin by which the right response of each pair scores higher."""
+        """Measures the margin of each held-out pair: the score of the response that should be higher minus the
+        other."""
         scored = reward.compare_pairs(heldout)
         chosen, rejected = run.fetch(scored, "chosen_scores", "rejected_scores").values()
         return {"margins": sign * (chosen.astype(np.float64) - rejected.astype(np.float64))}, [scored]
@@ -57,7 +60,8 @@ def reward_model(run: Run, options: RewardModelOptions) -> None:
 
 
 def pair_accuracy(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Share of the held-out pairs in the right order, with its confidence interval, and the mean margin."""
+    """Returns the metrics of held-out pairs: accuracy, the share of pairs whose margin is above 0, with its 95 %
+    confidence interval (accuracy_low, accuracy_high), the number of pairs, and the mean margin."""
     margins = values["margins"]
     correct = int(np.sum(margins > 0))
     low, high = wilson_interval(correct, len(margins))
@@ -66,7 +70,8 @@ def pair_accuracy(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def signs(batch: FutureBatch) -> FutureBatch:
-    """Columns chosen_sign and rejected_sign [rows] float64, from the rows' metadata: +1 unsafe, -1 safe."""
+    """Makes columns chosen_sign and rejected_sign [rows] float64 from the rows' metadata: +1 for an unsafe response,
+    -1 for a safe one."""
     column = batch.result(["metadata"])["metadata"]
     assert isinstance(column, LocalColumn)
     rows = [json.loads(text) for text in column.texts]
@@ -77,12 +82,13 @@ def signs(batch: FutureBatch) -> FutureBatch:
 
 
 def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Confidence interval of a share (Wilson 1927): with p = successes / trials and n = trials,
-    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+    """Returns the lower and upper end of the confidence interval of a share (Wilson 1927): with p = successes /
+    trials and n = trials, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
 
     Args:
-        trials: At least 1.
-        z: Standard score of the confidence; default 95 %.
+        successes: Number of successes.
+        trials: Number of trials, at least 1.
+        z: Standard score of the confidence level; default: that of 95 %.
     """
     share, ratio = successes / trials, z * z / trials
     centre = share + ratio / 2

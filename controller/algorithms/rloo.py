@@ -29,7 +29,7 @@ from controller.training.step import Step
     reads=(*POLICY, *REWARD, *KL_REWARD),
 )
 def rloo(run: Run) -> None:
-    """Actor, reference and reward; KL in the reward."""
+    """Runs RLOO, which needs services actor, reference and reward. The KL is in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
@@ -42,7 +42,8 @@ def rloo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Column advantages, from rewards and log-probabilities."""
+    """Computes column advantages of a batch from its rewards, log-probabilities and groups, and updates the KL
+    controller."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(rloo_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
@@ -59,10 +60,11 @@ def rloo_advantage(
     beta: float,
     kl_kind: str = "k1",
 ) -> Advantage:
-    """n / (n - 1) (s - mean of the group), where s is the score of a response minus beta times its KL.
+    """Computes the advantages of RLOO, one per response [rows]: n / (n - 1) (s - mean of the group), where s is the
+    score of a response minus beta times its KL, and n the size of its group.
 
     Raises:
-        ValueError: as `penalized_rewards`.
+        ValueError: See `penalized_rewards`.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     per_row = row_sums(rewards)

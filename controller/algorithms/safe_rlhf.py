@@ -20,24 +20,24 @@ from settings.strict import Positive, Strict
 
 
 class SafeRLHFOptions(Strict):
-    """Options of Safe-RLHF."""
+    """Options of Safe-RLHF: table `[algorithm.options]`."""
 
     cost_limit: float = 0.0
-    """Mean cost of a response (d) that the policy is to stay below."""
+    """Limit d of the mean cost of a response."""
     initial_lambda: float = Field(default=1.0, gt=0)
-    """Multiplier before the first step."""
+    """Value of the Lagrange multiplier lambda before the first step."""
     lambda_learning_rate: float = Field(default=0.1, ge=0)
-    """Step size of the ascent on the logarithm of the multiplier."""
+    """Step size of the gradient ascent on log lambda."""
     largest_lambda: float = Field(default=5.0, gt=0)
-    """The multiplier grows no further."""
+    """Upper bound of lambda."""
     episodes: Positive = 128
-    """Newest responses over which the cost is averaged."""
+    """Number of newest responses over which the cost is averaged for the update of lambda."""
     score_clip: float = Field(default=50.0, gt=0)
-    """Bound of the rewards and costs of tokens."""
+    """Rewards and costs of tokens are clipped to [-score_clip, score_clip]."""
 
 
 def check(config: Config, options: SafeRLHFOptions) -> None:
-    """Refuses a multiplier that starts above its bound."""
+    """Raises ConfigError where `initial_lambda` is above `largest_lambda`."""
     if options.initial_lambda > options.largest_lambda:
         raise ConfigError(
             f"algorithm.options.initial_lambda: must not be above largest_lambda, {options.largest_lambda:g} "
@@ -76,7 +76,8 @@ def check(config: Config, options: SafeRLHFOptions) -> None:
     check=check,
 )
 def safe_rlhf(run: Run, options: SafeRLHFOptions) -> None:
-    """Actor, reference, reward and cost, with a critic for either; KL in both."""
+    """Runs Safe-RLHF, which needs services actor, reference, reward and cost, and a critic for each of the last two.
+    The KL is in the reward and in the cost."""
     actor, reference, reward, cost = run.actor(), run.reference(), run.reward(), run.reward("cost")
     critic, cost_critic = run.critic(), run.critic("cost_critic")
     kl = run.keep("kl", kl_controller(run.config.algorithm))
@@ -104,7 +105,8 @@ def compute_advantage(
     multiplier: Multiplier,
     options: SafeRLHFOptions,
 ) -> FutureBatch:
-    """Columns advantages, returns and cost_returns; the multiplier is updated first, so that they include it."""
+    """Computes columns advantages, returns and cost_returns of a batch. First updates the multiplier with the costs
+    of the batch; afterwards updates the KL controller."""
     config = run.config.algorithm
     names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
     columns = run.fetch(batch, *names)

@@ -16,11 +16,12 @@ from controller.training.run import Run
 
 @algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)
 def sft(run: Run) -> None:
-    """Actor; rows with prompt and response. Only the response tokens carry loss."""
+    """Fine-tunes the policy. Needs a service actor, and rows with prompt and response; the loss is taken over
+    response tokens only."""
     actor = run.actor()
 
     def measure(heldout: FutureBatch) -> Measured:
-        """Negative log-likelihood of each response, in nats, and its tokens."""
+        """Measures each held-out response: its negative log-likelihood, in nats, and its number of tokens."""
         batch = heldout | actor.tokenize(heldout)
         batch |= actor.log_likelihood(batch)
         log_probs = run.fetch(batch, "log_probs")["log_probs"]
@@ -34,6 +35,7 @@ def sft(run: Run) -> None:
 
 
 def mean_loss(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Mean negative log-likelihood of the held-out response tokens, in nats, and its exponential."""
+    """Returns the metrics loss, the mean negative log-likelihood of the held-out response tokens in nats, and
+    perplexity, its exponential."""
     loss = float(values["loss"].sum() / values["tokens"].sum())
     return {"loss": loss, "perplexity": math.exp(loss)}

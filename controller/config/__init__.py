@@ -1,1 +1,1 @@
-"""The configuration of a run, a file for each table."""
+"""Types of the configuration of a run, one module for each table of the config file."""

@@ -1,4 +1,5 @@
-"""Checks between the tables of a run; each raises ValueError with the key, the values and what is allowed."""
+"""Checks across the tables of a configuration. Each raises ValueError where it fails; the text has the key, the
+values and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from controller.config.rollout import RolloutTable
 from settings.service import ServiceTable
 
 Services = Mapping[str, ServiceTable]
-"""The services of a run by name."""
+"""Tables of the services of a run, by name."""
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Each pool that a service names exists, and has a device for each of its ranks."""
+    """Checks that the pool of each service exists and has a device for each of its ranks."""
     for name, table in services.items():
         if table.pool and table.pool not in pools:
             known = ", ".join(sorted(pools)) or "none"
@@ -26,7 +27,7 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]) -> None:
-    """Each composed reward has services, and a name of its own."""
+    """Checks that each table of `[rewards]` has at least one service, and a name that no service has."""
     for name, weights in rewards.items():
         if not weights:
             raise ValueError(f"rewards.{name} has no services")
@@ -35,7 +36,7 @@ def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]
 
 
 def check_addresses(services: Services) -> None:
-    """No two services have the same address."""
+    """Checks that no two services have the same address."""
     seen: dict[str, str] = {}
     for name, table in services.items():
         if table.address in seen:
@@ -48,7 +49,8 @@ def check_addresses(services: Services) -> None:
 def check_batch(
     data: DataTable, rollout: RolloutTable, algorithm: AlgorithmTable, services: Services
 ) -> None:
-    """Mini-batches divide the rows of a step, and the data ranks of a service divide a mini-batch."""
+    """Checks that the rows of a step are a multiple of `mini_batch_size`, and that this is a multiple of the number
+    of data ranks of each service."""
     rows = data.prompts_per_step * rollout.samples_per_prompt
     size = algorithm.mini_batch_size
     if rows % size:
@@ -65,7 +67,8 @@ def check_batch(
 
 
 def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
-    """An adaptive KL coefficient starts above 0, and its horizon is longer than a step."""
+    """Checks that an adaptive KL coefficient starts above 0, and that its horizon is above `MAX_KL_ERROR` times the
+    rows of a step."""
     if not algorithm.kl_target:
         return
     if not algorithm.kl_reward_coefficient:
@@ -78,8 +81,8 @@ def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
 
 
 def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """The rollout's log-probabilities are corrected only where the training engine recomputes them over the same
-    distribution."""
+    """Checks that rollout correction is used only where the training engine recomputes log-probabilities and sampling
+    is not truncated, and that its lower bound is below its upper one."""
     if algorithm.rollout_correction == "none":
         return
     if not algorithm.recompute_log_probs:
@@ -101,7 +104,8 @@ def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Drift is bounded only where log-probabilities are recomputed over the same distribution."""
+    """Checks that `max_log_prob_drift` is used only where the training engine recomputes log-probabilities and
+    sampling is not truncated."""
     if not algorithm.max_log_prob_drift:
         return
     if not algorithm.recompute_log_probs:
@@ -116,7 +120,8 @@ def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_sampling(rollout: RolloutTable, services: Services) -> None:
-    """Services sample at the rollout's temperature, and have room for a prompt beside its longest response."""
+    """Checks that every service can sample at the rollout's temperature, and that its limits on a row leave room for
+    a prompt beside a response of maximum length."""
     for name, table in services.items():
         lowest, highest = table.temperatures
         if not lowest <= rollout.temperature <= highest:
@@ -133,7 +138,7 @@ def check_sampling(rollout: RolloutTable, services: Services) -> None:
 
 
 def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Log-probabilities of a truncated distribution are not trained on."""
+    """Checks that log-probabilities are recomputed where top_k or top_p truncate the distribution."""
     if rollout.truncates and not algorithm.recompute_log_probs:
         raise ValueError(
             "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "

@@ -19,44 +19,48 @@ from settings.strict import Strict, override, read_toml, validate
 
 
 class Config(Strict):
-    """A whole run."""
+    """Configuration of a run: all tables of the config file."""
 
     run: RunTable = RunTable()
-    """The run."""
+    """Steps, evaluation, seed, timeouts and directory of the run."""
     data: DataTable
-    """Prompts."""
+    """Sources of the rows that the run trains and evaluates on."""
     rollout: RolloutTable = RolloutTable()
-    """Generation."""
+    """Settings of generation."""
     algorithm: AlgorithmTable = AlgorithmTable()
-    """Hyper-parameters."""
+    """Hyper-parameters of the algorithm."""
     pools: dict[str, list[str]] = {}
-    """Resource pools: devices by name of the pool. A device may be in several pools."""
+    """Resource pools: names of devices by name of the pool. A device may be in several pools."""
     rewards: dict[str, dict[str, float]] = {}
-    """Rewards and costs made of several: by the name an algorithm or a source asks for, the weight of each service."""
+    """Rewards and costs that are weighted sums of several services: by the name that an algorithm or a source uses,
+    the weight of each service."""
     services: dict[str, Service]
-    """The services by name; one named like its role is the one algorithms use by default."""
+    """Tables of the services by name. Algorithms use the service named like its role by default."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Model directory whose tokenizer the controller reads; None without one."""
+        """Directory of the tokenizer that the controller reads: `data.tokenizer`, or the model of the actor, or of
+        the first service with one; None where there is none."""
         tables = sorted(self.services.values(), key=lambda table: table.role != "actor")
         models = (table.model_directory for table in tables)
         return self.data.tokenizer or next((model for model in models if model), None)
 
     @property
     def also_served(self) -> dict[str, str]:
-        """By name of a missing service, the service whose ranks serve it too: an actor without its adapters is the
-        reference, where exactly one actor has adapters."""
+        """Roles that no service is configured for and that the ranks of another service serve too: service by role.
+        Where there is no service reference and exactly one actor has adapters, it serves as reference without
+        them."""
         adapted = [name for name, table in self.services.items() if table.has_adapters]
         return {"reference": adapted[0]} if len(adapted) == 1 and "reference" not in self.services else {}
 
     def weights_of(self, reward: str) -> dict[str, float]:
-        """Weight of each service in a reward or cost; a service by itself weighs 1."""
+        """Returns the weight of each service, by name, in a reward or cost: its table in `[rewards]`, or 1 for the
+        service of this name."""
         return self.rewards.get(reward, {reward: 1.0})
 
     def recipes(self, reward: str) -> dict[str, dict[str, float]]:
-        """By source, the weight of each service in an algorithm's `reward`. Sources have a reward of their own, and all
-        costs in common."""
+        """Returns the weight of each service in the algorithm's reward or cost `reward`, by label of the source. For
+        "reward", each source has its own (`SourceTable.reward`); costs are the same for all sources."""
         return {
             source.label: self.weights_of(source.reward if reward == "reward" else reward)
             for source in self.data.all_sources
@@ -64,16 +68,17 @@ class Config(Strict):
 
     @property
     def rows_per_step(self) -> int:
-        """Responses in the batch of one step."""
+        """Number of responses in the batch of one step."""
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
     def mini_batches(self, rows: int) -> int:
-        """Number of mini-batches in one pass over a batch of `rows`: as many of `algorithm.mini_batch_size` rows as the
-        batch fills, at least one; further rows are spread over them."""
+        """Returns the number of mini-batches in one pass over a batch of `rows` rows: rows //
+        algorithm.mini_batch_size, at least 1. The remaining rows are spread over the mini-batches."""
         return max(1, rows // self.algorithm.mini_batch_size)
 
     def devices(self, service: str) -> frozenset[str]:
-        """Devices of the service's pool; without a pool, one name per rank."""
+        """Returns the names of the devices that a service runs on: those of its pool, or "SERVICE/RANK" for each rank
+        where it has no pool."""
         table = self.services[service]
         if table.pool:
             return frozenset(self.pools[table.pool])
@@ -94,9 +99,14 @@ class Config(Strict):
 
 
 def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
-    """The configuration in a file, with values overridden by `key.path=value` settings.
+    """Reads and validates a config file.
+
+    Args:
+        path: The TOML file.
+        settings: Overrides "key.path=value" of the file's values.
 
     Raises:
-        ConfigError: One line that says file, key, what is wrong and what is allowed.
+        ConfigError: The file cannot be read or is invalid; the text is one line with file, key, what is wrong and
+            what is allowed.
     """
     return validate(Config, override(read_toml(path), settings), str(path), ROLES)

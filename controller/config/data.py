@@ -10,35 +10,36 @@ from pydantic import Field, model_validator
 from settings.strict import Positive, Strict
 
 NOWHERE = Path()
-"""Stands for a path that is not given."""
+"""Value of a path that is not given."""
 
 
 class SourceTable(Strict):
-    """One of several sources of a run's rows; see docs/data.md."""
+    """One of several sources of the rows of a run; see docs/data.md."""
 
     path: Path
     """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
     hub."""
     heldout: Path | None = None
-    """Rows to evaluate on. None: the split `heldout_split` of `path`, which has to be a dataset."""
+    """Rows to evaluate on. Not given: the split `heldout_split` of `path`, which must then be a dataset."""
     name: str = ""
-    """Its name in the rows' column `source`; empty: the path."""
+    """Name of the source in the rows' column `source`. Empty: the path."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of its rows in every step, relative to the other sources'."""
+    """Weight of the source: its share of the rows of every step, relative to the weights of the other sources."""
     reward: str = "reward"
-    """The reward of its rows: a service, or one of `[rewards]`."""
+    """Reward of the source's rows: the name of a service, or of a table in `[rewards]`."""
     columns: dict[str, str] = {}
-    """Names of its fields, where they differ: `columns.prompt = "question"`."""
+    """Names of the source's fields where they differ from this package's, for example
+    `columns.prompt = "question"`."""
     split: str = "train"
-    """Of a dataset: the split to train on."""
+    """For a dataset: name of the split to train on."""
     heldout_split: str = "test"
-    """Of a dataset: the split to evaluate on."""
+    """For a dataset: name of the split to evaluate on."""
     subset: str = ""
-    """Of a dataset: its configuration, such as main."""
+    """For a dataset: name of its configuration (subset), such as main. Empty: the default one."""
 
     @property
     def label(self) -> str:
-        """The source's name, or else its path."""
+        """Name of the source, or its path where `name` is empty."""
         return self.name or str(self.path)
 
     @model_validator(mode="after")
@@ -49,33 +50,35 @@ class SourceTable(Strict):
 
 
 class DataTable(Strict):
-    """Where rows come from: `prompt`, `ground_truth` and any further fields; see docs/data.md."""
+    """Sources of rows, which have fields `prompt`, `ground_truth` and any further ones; see docs/data.md."""
 
     train: Path = NOWHERE
     """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
-    hub. Required, or else `sources`."""
+    hub. Required unless `sources` is given."""
     heldout: Path = NOWHERE
-    """Rows to evaluate on, never trained on."""
+    """Rows to evaluate on, in the same forms as `train`. Required unless `sources` is given."""
     sources: tuple[SourceTable, ...] = ()
-    """Several sources with weights, each with a reward of its own, in place of train and heldout."""
+    """Several weighted sources, each with its own reward, in place of `train` and `heldout`."""
     prompts_per_step: Positive = 128
-    """Prompts in the batch of one step."""
+    """Number of prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Most tokens of a prompt; 0: the services' limits less `rollout.max_response_tokens`."""
+    """Maximum length of a prompt, in tokens. 0: the smallest limit of the services on a row, minus
+    `rollout.max_response_tokens`."""
     overlong: Literal["skip", "error"] = "skip"
-    """Treatment of a row whose prompt, or whose text in `pretrain`, is longer: skip leaves it out and counts it,
+    """Handling of a row whose prompt, or whose text in `pretrain`, is too long: skip leaves it out and counts it,
     error ends the run."""
     tokenizer: Path | None = None
     """Model directory whose chat template renders prompts that are lists of messages, and whose tokenizer counts
-    tokens. None: that of the actor, or of the first service with a model."""
+    tokens. Not given: the model of the actor, or of the first service with one."""
     chat: bool = False
-    """Renders plain-text prompts as a user's message in the chat template too."""
+    """Renders prompts that are plain text with the chat template too, as one message of the user."""
     pretrain: Path | None = None
-    """Texts to keep training on beside the rewards: JSONL rows with `text`. For algorithms that read them."""
+    """Pretraining texts, JSONL rows with a field `text`, whose loss algorithms with `pretrain_coefficient` add to the
+    actor's. Not given: none."""
 
     @property
     def all_sources(self) -> tuple[SourceTable, ...]:
-        """The sources; train and heldout count as one source."""
+        """All sources: `sources`, or one that is made of `train` and `heldout`."""
         return self.sources or (SourceTable(path=self.train, heldout=self.heldout),)
 
     @model_validator(mode="after")

@@ -8,26 +8,26 @@ from settings.strict import Positive, Strict
 
 
 class RolloutTable(Strict):
-    """How responses are generated."""
+    """Settings of the generation of responses."""
 
     samples_per_prompt: Positive = 1
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     max_response_tokens: Positive = 128
-    """Most tokens of a response."""
+    """Maximum length of a response, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits in sampling, and in every log-probability computed from them."""
+    """Sampling temperature: divides the logits in sampling, and in the computation of log-probabilities."""
     top_k: int = Field(default=0, ge=0)
-    """Keep the k most probable tokens; 0: all."""
+    """Samples from the k most probable tokens. 0: from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of tokens whose probability reaches this. With top_k or top_p, estimates of KL are biased:
-    they average over the truncated distribution, and not over the policy's."""
+    """Samples from the smallest set of tokens whose probabilities sum to at least top_p. With top_k or top_p, KL
+    estimates are biased: they average over the truncated distribution, and not over the policy's."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response too, as `["\\n\\n"]`. The token that completes one stays; the response's text ends
-    before it."""
+    """Stop strings: texts that end a response beside the EOS token, for example `["\\n\\n"]`. The token that
+    completes one stays in the response's ids; its text ends before the stop string."""
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a truncated distribution."""
+        """Whether top_k or top_p truncate the distribution that tokens are sampled from."""
         return bool(self.top_k) or self.top_p < 1
 
     @model_validator(mode="after")

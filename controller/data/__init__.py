@@ -1,1 +1,1 @@
-"""Prompts: data sets, chat templates, the order in which rows are drawn."""
+"""Data of a run: readers of data sets, chat templates, and the order in which rows are drawn."""

@@ -1,4 +1,4 @@
-"""Chat templates and token counts on the controller, from the files of a model directory: without transformers.
+"""Chat templates and token counts on the controller, from the files of a model directory, without transformers.
 
 Needs jinja2 and tokenizers, of the extra `data`, where a template is rendered or tokens are counted.
 """
@@ -17,18 +17,19 @@ from controller.data.readers import required
 from rlhf.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation: dictionaries with `role` and `content`."""
+"""A conversation: a list of messages, which are dictionaries with keys `role` and `content`."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Chat:
-    """Chat template and special tokens of a tokenizer, applied to conversations and texts.
+    """Renders conversations with a model's chat template, and counts tokens with its tokenizer. Files are read when
+    they are first needed.
 
     Args:
-        directory: Of the model; its chat_template.jinja, tokenizer_config.json and tokenizer.json are read.
-        now_unix_s: Time that `strftime_now` of templates formats, in UTC: the start of the run, so that a run that
-            continues on another day has the same prompts. Default: now.
+        directory: Model directory with chat_template.jinja, tokenizer_config.json and tokenizer.json.
+        now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
+            run, so that a run that is continued on another day has the same prompts. Default: now.
     """
 
     def __init__(self, directory: Path, now_unix_s: float | None = None) -> None:
@@ -36,11 +37,11 @@ class Chat:
         self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
 
     def render(self, messages: Messages) -> str:
-        """The text of a conversation before its response: as transformers' `apply_chat_template` with
-        `add_generation_prompt=True`, without a first token that the tokenizer adds to every text.
+        """Renders a conversation up to the response, as transformers' `apply_chat_template` does with
+        `add_generation_prompt=True`. A BOS token at its begin is removed where the tokenizer adds one itself.
 
         Raises:
-            ConfigError: The model has no template, or the template refuses the conversation.
+            ConfigError: The model has no chat template, or the template cannot render the conversation.
         """
         jinja2 = required("jinja2", "chat templates")
         try:
@@ -53,7 +54,11 @@ class Chat:
         return text.removeprefix(begin) if begin and self._adds_bos else text
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, special tokens included."""
+        """Returns the number of tokens of each text, special tokens included.
+
+        Raises:
+            ConfigError: The model directory has no tokenizer.json, or it cannot be read.
+        """
         return [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(texts))]
 
     @cached_property
@@ -107,7 +112,12 @@ class Chat:
 
 
 def _compile(text: str, now: datetime) -> Any:
-    """A template in the sandboxed environment of transformers, with its filters and functions."""
+    """Compiles a chat template in a sandboxed jinja2 environment with the filters and functions that transformers
+    offers.
+
+    Raises:
+        ConfigError: The template is not valid.
+    """
     jinja2 = required("jinja2", "chat templates")
     sandbox, extensions = (
         required("jinja2.sandbox", "chat templates"),
@@ -115,7 +125,8 @@ def _compile(text: str, now: datetime) -> Any:
     )
 
     class GenerationTag(extensions.Extension):
-        """`{% generation %}` marks messages of the assistant; the text stays as it is."""
+        """Jinja2 extension for the tag `{% generation %}`, which marks messages of the assistant; leaves the text as
+        it is."""
 
         tags = {"generation"}
 

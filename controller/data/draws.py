@@ -1,4 +1,5 @@
-"""Draws rows in the loader's order, without rows that are too long."""
+"""Draws rows in the order of a `Loader` and leaves out those that are too long; computes the limits on their
+length."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from rlhf.v1 import worker_pb2
 T = TypeVar("T", covariant=True)
 
 NUM_SAMPLED = 1000
-"""Rows of the sample whose tokens are counted at the start of a run."""
+"""Maximum number of rows in the sample whose tokens are counted at the start of a run, and in a batch of token
+counts."""
 
 
 class Data(Protocol[T]):
-    """Rows that are read one by one."""
+    """Protocol of data whose rows are read one by one; `where` returns file and line of a row, for messages."""
 
     def __len__(self) -> int: ...
 
@@ -32,13 +34,13 @@ class Data(Protocol[T]):
 
 @dataclass(frozen=True)
 class Limit:
-    """The longest text that is accepted.
+    """Limit on the length of a text.
 
     Attributes:
-        tokens: Most tokens.
-        why: Origin of this limit, for messages.
-        count: Counts the tokens of each text.
-        refuses: Whether a longer text is an error; else it is left out.
+        tokens: Maximum number of tokens.
+        why: Origin of the limit, for messages.
+        count: Function that returns the number of tokens of each text.
+        refuses: Whether a longer text is an error. False: its row is left out.
     """
 
     tokens: int
@@ -47,13 +49,14 @@ class Limit:
     refuses: bool = False
 
     def fits(self, texts: Sequence[str], where: Callable[[int], str]) -> np.ndarray:
-        """Whether each text is within the limit of tokens [n] bool.
+        """Returns for each text whether it is within the limit [n] bool.
 
         Args:
-            where: Returns file and line of a text by its index, for messages.
+            texts: The texts.
+            where: Function that returns file and line of a text by its index, for messages.
 
         Raises:
-            ConfigError: A text is longer than the limit, and the limit's attribute `refuses` is set.
+            ConfigError: A text is longer than the limit, and `refuses` is True.
         """
         lengths = np.asarray(self.count(texts), np.int64)
         fits = lengths <= self.tokens
@@ -69,10 +72,18 @@ class Limit:
 def draw(
     data: Data[T], loader: Loader, count: int, limit: Limit | None, text_of: Callable[[T], str]
 ) -> list[T]:
-    """The next rows, without rows whose text is too long.
+    """Draws and reads the next `count` rows whose text is within the limit.
+
+    Args:
+        data: The rows.
+        loader: Determines the order of the rows, and advances.
+        count: Number of rows to return.
+        limit: Limit on the length of a row's text; None: any length.
+        text_of: Function that returns the text of a row.
 
     Raises:
-        ConfigError: A row cannot be read, all rows of a source are too long, or one is and the limit refuses it.
+        ConfigError: A row cannot be read, all rows of a source are too long, or one is too long and `limit.refuses`
+            is True.
     """
     if limit is None:
         return [data[int(row)] for row in loader.take(count)]
@@ -90,10 +101,11 @@ def draw(
 
 
 def rows_that_fit(data: Data[T], limit: Limit | None, text_of: Callable[[T], str]) -> np.ndarray:
-    """Numbers of the rows that are short enough [n] int64, in order.
+    """Returns the numbers of all rows whose text is within the limit [n] int64, ascending. Arguments are those of
+    `draw`.
 
     Raises:
-        ConfigError: As `draw`.
+        ConfigError: A row cannot be read, all rows are too long, or one is too long and `limit.refuses` is True.
     """
     rows = np.arange(len(data))
     if limit is None:
@@ -108,18 +120,19 @@ def rows_that_fit(data: Data[T], limit: Limit | None, text_of: Callable[[T], str
 
 
 def overlong_share(data: Data[T], limit: Limit, text_of: Callable[[T], str]) -> tuple[int, int]:
-    """The number of rows of a sample that are too long, and the size of the sample.
+    """Counts the tokens of a sample of at most `NUM_SAMPLED` rows. Returns the number of rows that are too long, and
+    the size of the sample.
 
     Raises:
-        ConfigError: As `draw`.
+        ConfigError: A row cannot be read, or one is too long and `limit.refuses` is True.
     """
     sample = _sample(data)
     return len(sample) - len(_read_fitting(data, sample, limit, text_of)), len(sample)
 
 
 def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
-    """Tokens of the longest prompt: data.max_prompt_tokens, or the longest of a sample; 0 where tokens cannot be
-    counted."""
+    """Estimates the length of the longest prompt, in tokens: data.max_prompt_tokens, or, without it, the longest of a
+    sample of each of `data`; 0 where tokens cannot be counted."""
     if config.data.max_prompt_tokens:
         return config.data.max_prompt_tokens
     try:
@@ -130,13 +143,15 @@ def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
 
 
 def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """The limit of prompts; None where there is none, or where tokens cannot be counted and no key needs the count.
+    """Returns the limit on the length of prompts: the smallest of data.max_prompt_tokens and what each service leaves
+    beside rollout.max_response_tokens. None where there is no limit, or where tokens cannot be counted.
 
     Args:
+        config: Configuration of the run.
         services: Descriptions of the services that read token ids, by name.
 
     Raises:
-        ConfigError: A key of the configuration needs the count of tokens, and they cannot be counted.
+        ConfigError: Tokens cannot be counted, and data.max_prompt_tokens or data.overlong "error" needs their number.
     """
     response = config.rollout.max_response_tokens
     limits = [
@@ -149,14 +164,16 @@ def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeRespo
 
 
 def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """The limit of the texts of data.pretrain, which only actors read and end with one token; see `prompt_limit`."""
+    """Returns the limit on the length of the texts of data.pretrain, as `prompt_limit` does for prompts. Only actors
+    read these texts, and append one token, EOS, to them."""
     actors = {name: each for name, each in services.items() if config.services[name].role == "actor"}
     longest = _longest(config, actors).items()
     return _limit(config, [(most - 1, f"services.{name}, {most} less an end") for name, most in longest])
 
 
 def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, int]:
-    """By service, or key of a service, the most tokens of a prompt and its response together."""
+    """Returns the limits on the tokens of a prompt and its response together, by service, or by the key of its table
+    that sets the limit."""
     found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
     for name in services:
         found |= {f"{name}.{key}": most for key, most in config.services[name].row_limits.items()}
@@ -164,7 +181,16 @@ def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]
 
 
 def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = "") -> Limit | None:
-    """The smallest of the limits. `asked_by` is the key that needs the count of tokens, beside data.overlong."""
+    """Returns the smallest of `limits`; None where there is none, or where tokens cannot be counted.
+
+    Args:
+        config: Configuration of the run.
+        limits: Numbers of tokens, each with its origin for messages.
+        asked_by: Config key that needs the number of tokens; empty: none, unless data.overlong is "error".
+
+    Raises:
+        ConfigError: Tokens cannot be counted, and a key needs their number.
+    """
     if not limits:
         return None
     refuses = config.data.overlong == "error"
@@ -180,7 +206,7 @@ def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = ""
 
 
 def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
-    """Counts the tokens of texts, for the key `asked_by`.
+    """Returns the function that counts the tokens of texts, for messages on behalf of the config key `asked_by`.
 
     Raises:
         ConfigError: No tokenizer is configured, or it cannot be read.
@@ -193,12 +219,12 @@ def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], li
 
 
 def _sample(data: Data[Any]) -> np.ndarray:
-    """Numbers of at most `NUM_SAMPLED` rows, evenly over the data."""
+    """Returns the numbers of at most `NUM_SAMPLED` rows, evenly spaced over the data."""
     return np.unique(np.linspace(0, len(data) - 1, NUM_SAMPLED).astype(np.int64))
 
 
 def _read_fitting(data: Data[T], rows: np.ndarray, limit: Limit, text_of: Callable[[T], str]) -> dict[int, T]:
-    """The rows that are short enough, by number."""
+    """Reads `rows` and returns those whose text is within the limit, by number."""
     read = [data[int(row)] for row in rows]
     fits = limit.fits([text_of(each) for each in read], lambda i: data.where(int(rows[i])))
     return {int(row): each for row, each, is_short in zip(rows, read, fits, strict=True) if is_short}

@@ -1,4 +1,4 @@
-"""The order in which rows are drawn: a function of the seed and a position, which is a few plain numbers."""
+"""The order in which rows are drawn: a function of the seed and of a position, which consists of a few integers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Position:
-    """Position in a source.
+    """Position of a loader in one source.
 
     Attributes:
-        epoch: Finished passes over all of its rows.
-        index: Rows read in the current pass.
-        left_out: Rows read and left out, in all passes.
+        epoch: Number of finished passes over all rows of the source.
+        index: Number of rows read in the current pass.
+        left_out: Number of rows that were read and left out, in all passes.
     """
 
     epoch: int = 0
@@ -28,11 +28,11 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """State of a loader: plain numbers.
+    """State of a loader, which consists of integers only.
 
     Attributes:
         seed: Seed of the orders.
-        sizes: Rows of each source.
+        sizes: Number of rows of each source.
         positions: Position in each source.
     """
 
@@ -42,25 +42,26 @@ class State:
 
 
 class NothingKept(ConfigError):
-    """Every row of a source is left out."""
+    """Raised where every row of a source is left out, so that none can be drawn."""
 
 
 MAX_LOOKAHEAD = 256
-"""Most rows of a source asked for at once while none is kept: their number doubles from one attempt to the next."""
+"""Maximum number of rows of a source passed to `Keeps` in one call while none is kept; the number doubles from call
+to call."""
 
 Keeps = Callable[[np.ndarray], np.ndarray]
-"""Whether each of these rows [n] int64 may be dealt [n] bool."""
+"""Function that takes numbers of rows [n] int64 and returns whether each of them may be drawn [n] bool."""
 
 
 class Loader:
-    """Deals rows of sources in proportion to their weights, each source pass after pass, in an order drawn from (seed,
-    pass).
+    """Draws rows of several sources in proportion to their weights. Each source is read pass after pass, every pass
+    in an order of its own that depends on the seed and the number of the pass.
 
     Args:
-        sizes: Rows of each source. Row numbers continue from source to source.
+        sizes: Number of rows of each source. Numbers of rows continue from source to source.
         weights: Weight of each source, above 0.
         seed: Seed of the orders.
-        name: Name of the orders: loaders of other names draw other orders from the same seed.
+        name: Name that enters the orders beside the seed: loaders with different names draw different orders.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str = "data") -> None:
@@ -71,17 +72,19 @@ class Loader:
 
     @property
     def state(self) -> State:
-        """The position in all sources. After `restore` of a state the same rows are dealt again."""
+        """Current position in all sources. A loader that `restore` sets to it draws the same rows from there on."""
         return self._state
 
     def take(self, count: int, keeps: Keeps | None = None) -> np.ndarray:
-        """The next rows [count] int64.
+        """Draws the next rows: returns their numbers [count] int64 and advances the state.
 
         Args:
-            keeps: Selects rows. Others are left out, and the next rows of their source take their place.
+            count: Number of rows.
+            keeps: Selects the rows that may be drawn; the next rows of the same source replace the others. Default:
+                all rows may be drawn.
 
         Raises:
-            NothingKept: No row of a source is kept.
+            NothingKept: A source has no row that may be drawn.
         """
         positions = self._state.positions
         dealt = [
@@ -99,10 +102,10 @@ class Loader:
         return rows
 
     def restore(self, state: State) -> None:
-        """Goes back to the state of a loader of the same data and seed.
+        """Sets the loader to a state that a loader of the same data and seed had.
 
         Raises:
-            ConfigError: The state is of other data, or of another seed.
+            ConfigError: The state has a different seed, or does not fit the sizes of the sources.
         """
         if state.seed != self._state.seed:
             raise ConfigError(
@@ -122,7 +125,7 @@ class Loader:
     def _take_from(
         self, source: int, position: Position, count: int, keeps: Keeps | None
     ) -> tuple[np.ndarray, Position]:
-        """The next rows of a source [count], and the position after them."""
+        """Returns the numbers of the next `count` rows of a source [count] int64, and the position after them."""
         size, first = self._state.sizes[source], self._first[source]
         read, left_out, in_vain = position.epoch * size + position.index, position.left_out, 0
         parts, missing, chunk = [np.empty(0, np.int64)], count, count
@@ -146,14 +149,15 @@ class Loader:
 
 
 def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.ndarray:
-    """The source of each of the next rows [count] int64.
+    """Returns the index of the source of each of the next rows [count] int64.
 
-    Each row is of the source furthest behind its share: the one with the smallest (rows + 1/2) / weight, as Webster's
-    method assigns seats. So every stretch of rows is in proportion, to within about one row.
+    Each row comes from the source that is furthest behind its share: the one with the smallest (rows + 1/2) / weight,
+    as Webster's method assigns seats. So every stretch of rows is in proportion, to within about one row.
 
     Args:
         weights: Weight of each source, above 0.
-        before: Rows dealt of each source so far.
+        before: Number of rows drawn from each source so far.
+        count: Number of rows.
     """
     given = np.asarray(before, np.float64)
     owners = np.empty(count, np.int64)
@@ -164,13 +168,16 @@ def in_proportion(weights: np.ndarray, before: Sequence[int], count: int) -> np.
 
 
 def shuffled(places: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Rows at places, from 0, of consecutive passes over `size` rows, each in an order drawn from (key, pass).
+    """Returns the rows at given places of a sequence of shuffled passes over `size` rows. The order of a pass depends
+    on `key` and the number of the pass.
 
     Args:
-        places: [n] int64.
+        places: Places in the sequence, from 0 [n] int64.
+        size: Number of rows of a pass.
+        key: Seed of the orders, as text.
 
     Returns:
-        Rows [n] int64. Each is computed alone, so the cost does not depend on `size`.
+        Numbers of the rows [n] int64. Each is computed by itself, so that the cost does not depend on `size`.
     """
     passes, indices = np.divmod(np.asarray(places, np.int64), size)
     rows = np.empty(len(indices), np.int64)
@@ -181,20 +188,23 @@ def shuffled(places: np.ndarray, size: int, key: str) -> np.ndarray:
 
 
 ROUNDS = 90
-"""Rounds of the shuffle; Ethereum shuffles its validators, up to 2^40, with as many."""
+"""Number of rounds of the swap-or-not shuffle; Ethereum uses the same number to shuffle up to 2^40 validators."""
 
 
 def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
-    """Values of a permutation of range(size) that a key selects: the swap-or-not shuffle (Hoang, Morris and Rogaway
-    2012, "An Enciphering Scheme Based on a Card Shuffle").
+    """Applies a pseudorandom permutation of range(size) to indices: the swap-or-not shuffle (Hoang, Morris and
+    Rogaway 2012, "An Enciphering Scheme Based on a Card Shuffle").
 
-    Each round pairs index x with (pivot - x) mod size and swaps the pair, or not, by a bit of their larger one.
+    Each round pairs index x with (pivot - x) mod size, and swaps the pair where a pseudorandom bit of the larger one
+    is 1.
 
     Args:
-        indices: [n] int64, from 0 to below size.
+        indices: Indices from 0 to size - 1 [n] int64.
+        size: Size of the permutation.
+        key: Text that selects the permutation.
 
     Returns:
-        [n] int64.
+        Permuted indices [n] int64.
     """
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
@@ -207,7 +217,8 @@ def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
 
 
 def _bits(numbers: np.ndarray, salt: np.uint64) -> np.ndarray:
-    """One bit of each number [n] bool: the lowest of its hash by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Returns one pseudorandom bit for each number [n] bool: the lowest bit of its hash with `salt` by the finalizer
+    of SplitMix64 (Steele et al. 2014)."""
     mixed = numbers.astype(np.uint64) ^ salt
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""One file or dataset of prompts: its rows checked, under our field names, conversations rendered."""
+"""One file or dataset of prompts: checks its rows, renames their fields and renders conversations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from controller.data.readers import Row, RowReader
 from rlhf.errors import ConfigError
 
 Render = Callable[[Any], str]
-"""From a conversation, a list of messages, to text."""
+"""Function that renders a conversation, a list of messages, as text."""
 
 NUM_RENDERED = 1000
-"""Rows whose conversations are rendered before a run starts; those of later rows when they are drawn."""
+"""Number of rows whose conversations are rendered as a check before a run starts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the data.
+    """A row of the data with its prompt.
 
     Attributes:
-        text: The prompt.
+        text: The prompt, as text.
         ground_truth: The right answer; empty where the row has none.
-        metadata: Further fields, as JSON.
-        texts: By name, the columns beside the prompt that the algorithm reads.
-        source: Name of its source, where there are several; else empty.
+        metadata: All further fields of the row, as a JSON object.
+        texts: Texts beside the prompt that the algorithm reads, such as response, by name.
+        source: Name of the row's source where the run has several; else empty.
     """
 
     text: str
@@ -37,15 +37,15 @@ class Prompt:
 
 
 class PromptSource:
-    """The rows of one file or dataset as prompts.
+    """A sequence of prompts that are read from the rows of one file or dataset.
 
     Args:
         rows: Reads the rows.
-        render: Renders prompts that are lists of messages.
+        render: Function that renders prompts that are lists of messages.
         name: Value of column `source`; empty: no such column.
-        columns: Texts that each row needs beside its prompt.
-        renamed: Names of fields in the rows, by our name.
-        chat: Whether a prompt that is a text becomes a user's message.
+        columns: Names of the texts that each row needs beside its prompt.
+        renamed: Names of fields in the file, by the name that this package uses. Default: the same names.
+        chat: Whether a prompt that is a text is rendered as one message of the user.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class PromptSource:
         return len(self._rows)
 
     def __getitem__(self, row: int, /) -> Prompt:
-        """Reads a row.
+        """Reads a row and renders its prompt.
 
         Raises:
-            ConfigError: The row cannot be read, or the chat template refuses it; the text has file and line.
+            ConfigError: The row is malformed, or the chat template cannot render it; the text has file and line.
         """
         try:
             fields = self._fields(self._rows[row])
@@ -84,11 +84,11 @@ class PromptSource:
         return Prompt(fields["prompt"], _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:
-        """File and line of a row, for messages."""
+        """Returns file and line of a row, for messages."""
         return self._rows.where(row)
 
     def check(self) -> None:
-        """Reads all rows once, and renders the conversations of the first `NUM_RENDERED`.
+        """Checks all rows by reading them once, and renders the prompts of the first `NUM_RENDERED`.
 
         Raises:
             ConfigError: A row is malformed; the text has file and line.
@@ -102,7 +102,8 @@ class PromptSource:
             self[row]
 
     def _fields(self, row: Row) -> Row:
-        """A row's fields under our names, checked."""
+        """Returns the fields of a row under the names that this package uses; raises MalformedRow where prompt or a
+        needed text is missing or no text."""
         if self._renamed:
             ours = {theirs: name for name, theirs in self._renamed.items()}
             hidden = self._renamed.keys() - ours.keys()
@@ -129,18 +130,19 @@ class PromptSource:
 
 
 def no_template(messages: Any) -> str:
-    """Renders without a chat template: raises ConfigError."""
+    """Raises ConfigError; stands for the render function where no chat template is configured."""
     raise ConfigError(
         "a list of messages needs a chat template: give data.tokenizer, or a service with a model"
     )
 
 
 class MalformedRow(Exception):
-    """A row is malformed; the caller adds file and line."""
+    """Raised where a row is malformed; its caller turns it into a ConfigError with file and line."""
 
 
 def _ground_truth(row: Row) -> str:
-    """The right answer: field ground_truth, or reward_model.ground_truth as in the data of verl."""
+    """Returns the right answer in a row: field ground_truth, or reward_model.ground_truth as in the data of verl;
+    empty where there is neither."""
     if "ground_truth" in row:
         return _text(row["ground_truth"])
     reward_model = row.get("reward_model")
@@ -148,20 +150,20 @@ def _ground_truth(row: Row) -> str:
 
 
 def _last_text(given: Any) -> Any:
-    """A text, or the last message of a conversation."""
+    """Returns the content of the last message where `given` is a conversation; else `given` itself."""
     if isinstance(given, list) and given and isinstance(given[-1], dict):
         return given[-1].get("content")
     return given
 
 
 def check_text(text: Any, name: str) -> None:
-    """Raises MalformedRow where a value is no text, or an empty one."""
+    """Raises MalformedRow where the value of field `name` is not a text, or is empty."""
     if not isinstance(text, str) or not text:
         raise MalformedRow(f"{name} is not a text, or empty: {text!r}")
 
 
 def _text(value: Any) -> str:
-    """A value as text: lists and tables as JSON."""
+    """Converts a JSON value to text: lists and objects to JSON, null to an empty text."""
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else str(value)

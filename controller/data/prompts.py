@@ -1,4 +1,4 @@
-"""The rows of a run: prompts of all sources, and texts of data.pretrain; read when they are drawn."""
+"""The rows of a run: prompts of all sources, and texts of data.pretrain. Rows are read when they are drawn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from rlhf.errors import ConfigError
 
 
 class PromptData:
-    """The rows of all sources, one source after the other.
+    """A sequence of the prompts of all sources, one source after the other.
 
     Args:
-        sources: At least one.
+        sources: The sources, at least one.
+
+    Attributes:
+        sizes: Number of rows of each source.
     """
 
     def __init__(self, sources: Sequence[PromptSource]) -> None:
@@ -32,9 +35,10 @@ class PromptData:
 
     @staticmethod
     def load(path: Path, key: str) -> PromptData:
-        """The rows of a file or dataset of prompts, each a text.
+        """Opens a file or dataset whose prompts are texts, as the only source, and checks all of its rows.
 
         Args:
+            path: The file or dataset; see `open_rows`.
             key: Config key that names it, for messages.
 
         Raises:
@@ -48,21 +52,28 @@ class PromptData:
         return self._first[-1]
 
     def __getitem__(self, row: int, /) -> Prompt:
-        """Reads a row; errors as of `PromptSource`."""
+        """Reads a row; raises the errors of `PromptSource.__getitem__`."""
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
 
     def where(self, row: int) -> str:
-        """File and line of a row, for messages."""
+        """Returns file and line of a row, for messages."""
         source = self._source_of(row)
         return self._sources[source].where(row - self._first[source])
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
-        """The columns of these rows, as `columns_of`."""
+        """Reads rows and returns them as a batch with the columns of `columns_of`."""
         return columns_of([self[int(row)] for row in rows])
 
     def rows_of_step(self, step: int, count: int, seed: int) -> np.ndarray:
-        """Rows of a step, from 1, of a single source without rows left out: the same as a `Loader` deals."""
+        """Returns the numbers of the rows of a step [count] int64: those that a `Loader` draws where there is one
+        source and no row is left out.
+
+        Args:
+            step: Number of the step, from 1.
+            count: Number of rows per step.
+            seed: Seed of the run.
+        """
         first = (step - 1) * count
         return shuffled(np.arange(first, first + count), len(self), f"data/{seed}")
 
@@ -71,7 +82,8 @@ class PromptData:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
-    """Columns prompt, ground_truth and metadata, the columns of `texts`, and source where there are several."""
+    """Makes a batch of prompts, at least one: columns prompt, ground_truth and metadata, one for each of the prompts'
+    `texts`, and source where it is not empty."""
     columns = {
         "prompt": [prompt.text for prompt in prompts],
         "ground_truth": [prompt.ground_truth for prompt in prompts],
@@ -84,16 +96,17 @@ def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
 
 
 class TextData:
-    """Texts of data.pretrain: field `text` of each row."""
+    """A sequence of the texts of data.pretrain: field `text` of each row."""
 
     def __init__(self, rows: RowReader) -> None:
         self._rows = rows
 
     @staticmethod
     def load(path: Path, key: str) -> TextData:
-        """The texts of a file or dataset.
+        """Opens a file or dataset of texts, and checks all of its rows.
 
         Args:
+            path: The file or dataset; see `open_rows`.
             key: Config key that names it, for messages.
 
         Raises:
@@ -111,7 +124,7 @@ class TextData:
         return self._text(self._rows[row], row)
 
     def where(self, row: int) -> str:
-        """File and line of a row, for messages."""
+        """Returns file and line of a row, for messages."""
         return self._rows.where(row)
 
     def _text(self, fields: Row, row: int) -> str:
@@ -127,11 +140,12 @@ class TextData:
 def load_data(
     config: Config, columns: Sequence[str] = (), started_unix_s: float | None = None
 ) -> tuple[PromptData, PromptData]:
-    """The training rows and the held-out rows of a run.
+    """Opens and checks the data of a run. Returns the training prompts and the held-out prompts.
 
     Args:
-        columns: Texts that each row needs beside its prompt.
-        started_unix_s: Start of the run, the time in chat templates. Default: now.
+        config: Configuration of the run.
+        columns: Names of the texts that each row needs beside its prompt.
+        started_unix_s: Start of the run, Unix time in seconds, which chat templates may use. Default: now.
 
     Raises:
         ConfigError: A source cannot be read, or has a malformed row.

@@ -1,4 +1,4 @@
-"""Readers of rows, by path: JSONL, parquet, and datasets of Hugging Face.
+"""Readers of the rows of JSONL files, parquet files and Hugging Face datasets.
 
 Rows stay on the disk and are read one by one. A JSONL reader holds the offsets of the lines, 8 bytes a row; the others
 use memory-mapped Arrow. A row is a dictionary of JSON values. The libraries for parquet and datasets are those of the
@@ -26,41 +26,41 @@ from rlhf.errors import ConfigError
 Row = dict[str, Any]
 
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files of a directory that `datasets` has saved or prepared."""
+"""Names of files that mark a directory as a dataset that the library `datasets` has saved."""
 SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
-"""Files of a directory that `datasets` can load."""
+"""Patterns of files that the library `datasets` can load from a directory."""
 BATCH = 1000
-"""Rows of a dataset read at once in an iteration."""
+"""Number of rows that an iteration over a dataset reads in one batch."""
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 32
-"""Most lists and objects within each other in a row. A reward's request holds three messages for each of an object's
-levels, and protobuf reads at most 100."""
+"""Maximum nesting of lists and objects in a row. A request to a reward holds three nested messages for each level of
+an object, and protobuf reads at most 100."""
 
 
 class RowReader(Protocol):
-    """Reads the rows of a file or dataset, at least one. A malformed row raises ConfigError."""
+    """Protocol of readers of a file or dataset with at least one row. Reading a malformed row raises ConfigError."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int, /) -> Row: ...
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows in order, faster than one by one."""
+        """Yields all rows in order, faster than reading them one by one."""
         ...
 
     def where(self, row: int) -> str:
-        """Place of a row, for messages."""
+        """Returns the place of a row, such as file and line, for messages."""
         ...
 
 
 def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> RowReader:
-    """A reader of a file or dataset.
+    """Opens a file or dataset and returns a reader of its rows.
 
     Args:
-        path: A parquet file; any other file is JSONL, gzipped where it ends with .gz; a directory with a dataset; or
-            the name of a dataset on the Hugging Face hub, for example openai/gsm8k.
-        key: Config key that names it, for messages.
-        split, subset: Of a dataset.
+        path: A parquet file; a directory with a dataset; the name of a dataset on the Hugging Face hub, for example
+            openai/gsm8k; or any other file, which is read as JSONL, gzipped where its name ends with .gz.
+        key: Config key that names the path, for messages.
+        split, subset: For a dataset: name of the split, and of the configuration; empty: the default configuration.
 
     Raises:
         ConfigError: The file or dataset does not exist or has no rows, or a library is missing.
@@ -78,7 +78,11 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
 
 
 class JsonRows:
-    """Reads a JSONL file. A gzipped one is unpacked to a temporary file."""
+    """Reader of the rows of a JSONL file. A gzipped file is unpacked to a temporary file.
+
+    Raises:
+        ConfigError: The file cannot be opened or unpacked.
+    """
 
     def __init__(self, path: Path, key: str) -> None:
         self._source = f"{key}: {path}"
@@ -109,7 +113,7 @@ class JsonRows:
         return (self[row] for row in range(len(self)))
 
     def where(self, row: int) -> str:
-        """The file and the line, from 1."""
+        """Returns the file and the number of a row's line, from 1, for messages."""
         before, start = 0, self._starts[row]
         for offset in range(0, start, CHUNK_BYTES):
             before += os.pread(self._file, min(CHUNK_BYTES, start - offset), offset).count(b"\n")
@@ -117,7 +121,7 @@ class JsonRows:
 
 
 class DatasetRows:
-    """Reads a `datasets.Dataset`; values without a JSON type, such as dates, become text."""
+    """Reader of the rows of a `datasets.Dataset`. Values without a JSON type, such as dates, become text."""
 
     def __init__(self, dataset: Any, source: str) -> None:
         self._dataset = dataset
@@ -137,7 +141,7 @@ class DatasetRows:
                 number += 1
 
     def where(self, row: int) -> str:
-        """The dataset and the row, from 1."""
+        """Returns the dataset and the number of a row, from 1, for messages."""
         return f"{self._source}, row {row + 1}"
 
     def _plain(self, values: Row, row: int) -> Row:
@@ -148,17 +152,21 @@ class DatasetRows:
 
 
 def is_dataset(directory: Path) -> bool:
-    """Whether `datasets` can load a directory."""
+    """Whether the library `datasets` can load a directory, judged by the names of its files."""
     if any((directory / name).is_file() for name in SAVED):
         return True
     return any(next(directory.rglob(pattern), None) is not None for pattern in SHARDS)
 
 
 def required(module: str, what: str) -> Any:
-    """A module of the extra `data`.
+    """Imports a module that the extra `data` installs, and returns it.
+
+    Args:
+        module: Name of the module.
+        what: What needs it, for the message.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The module is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -167,7 +175,8 @@ def required(module: str, what: str) -> Any:
 
 
 def _may_be_on_hub(path: Path) -> bool:
-    """Whether a path has the form owner/name and names no file or directory."""
+    """Whether a path may be a dataset on the Hugging Face hub: it has the form owner/name, and no such file or
+    directory exists."""
     return not path.exists() and not path.is_absolute() and not path.suffix and len(path.parts) == 2
 
 
@@ -186,7 +195,7 @@ def _unpacked(path: Path) -> BinaryIO:
 
 
 def _line_starts(file: BinaryIO) -> array[int]:
-    """Offsets of the lines that are not blank, and the end of the file."""
+    """Returns the offsets in bytes of the lines that are not blank, and of the end of the file."""
     starts, offset = array("q"), 0
     # Only \n ends a line: JSON texts may contain other line separators.
     for line in file:
@@ -198,7 +207,7 @@ def _line_starts(file: BinaryIO) -> array[int]:
 
 
 def _parse(line: bytes) -> Row:
-    """The object of a line; an empty one where the line is another value.
+    """Parses a line of JSON. Returns its object, or an empty one where the line is a JSON value of another type.
 
     Raises:
         ValueError: The line is not JSON or not UTF-8, or has a value that a request to a reward cannot hold.
@@ -236,7 +245,7 @@ def _integer(text: str) -> int:
 
 
 def _load_parquet(path: Path, key: str) -> Any:
-    """A parquet file as a dataset, unpacked in the cache of `datasets`."""
+    """Loads a parquet file as a `datasets.Dataset`, which unpacks it into the library's cache."""
     if not path.is_file():
         raise ConfigError(f"{key}: {path}: no such file")
     return _loaded(f"{key}: {path}", lambda datasets: datasets.Dataset.from_parquet(str(path)))

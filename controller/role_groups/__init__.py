@@ -1,1 +1,1 @@
-"""Role groups: all ranks of a service called as one, with futures for results."""
+"""Role groups: a method call on a role group goes to all ranks of a service and returns a batch of futures."""

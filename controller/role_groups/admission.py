@@ -1,4 +1,5 @@
-"""Admission of a run to running services: started with its config, in no other session, and their initial weights."""
+"""Admission of a run to running services: checks that they were started with its config and are in no other session,
+and describes where their weights come from."""
 
 from __future__ import annotations
 
@@ -19,20 +20,25 @@ from rlhf.v1 import worker_pb2
 from settings.service import ServiceTable
 
 GONE_WITHIN_S = 15.0
-"""How long to wait for a service whose controller seems to be gone: longer than its ranks keep that session."""
+"""Longest time, in seconds, to wait for a service whose session has no connected controller: longer than its ranks
+keep such a session."""
 POLL_S = 0.2
 WHERE_IT_RUNS = frozenset(
     {"address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
 )
-"""Keys of a service's table on where and how it is started and found, which do not change its results. The number of
-ranks is compared with the running ranks instead."""
+"""Keys of a service's table that say where and how it is started and found, and do not change its results; they may
+differ. The number of ranks is compared with that of the running ranks instead."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
-"""Asks a rank for its description."""
+"""Function that calls Describe on a rank and returns the response."""
 
 
 def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
-    """Compares the config with the tables that the services were started with.
+    """Checks that the services were started with the tables of the config.
+
+    Args:
+        groups: Groups of the services, by name.
+        tables: Tables of the config, by name.
 
     Raises:
         ConfigError: A table differs; the text has the keys and both values.
@@ -47,7 +53,8 @@ def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTa
 
 
 def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
-    """A config with the matmul libraries that the services measured at their start, in place of "auto"."""
+    """Returns the config with `matmul` of each service set to the library that it uses, so that "auto" is replaced by
+    the result of its measurement."""
     tables = {
         name: table.model_copy(update={"matmul": services[name].matmul or table.matmul})
         for name, table in config.services.items()
@@ -56,9 +63,14 @@ def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResp
 
 
 def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse) -> list[str]:
-    """The keys in which a table differs from that of a running service, with both values. A service that does not
-    report its table differs in none. Relative paths begin at the working directory of either process; on another host
-    equal texts count as equal.
+    """Compares a table of the config with the one that a running service was started with.
+
+    Relative paths are resolved in the working directory of the process that read them; for a service on another host,
+    equal texts count as equal too.
+
+    Returns:
+        One text "KEY is VALUE there and VALUE here" per difference; none for a service that does not report its
+        table.
     """
     if not description.table:
         return []
@@ -80,7 +92,8 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
 
 
 def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """(key, theirs, ours) of each difference; keys of nested tables with dots."""
+    """Returns (key, their value, our value) for each difference of two values; keys of nested tables are joined by
+    dots."""
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         return [] if theirs == ours else [(prefix, theirs, ours)]
     found = []
@@ -95,7 +108,7 @@ def _holds_paths(value: Any) -> bool:
 
 
 def _located(value: Any, directory: str) -> Any:
-    """A path, or each of a list, as an absolute one; relative paths begin at `directory`."""
+    """Returns a path, or each path of a list, as an absolute path; relative ones are resolved in `directory`."""
     if isinstance(value, list):
         return [_located(each, directory) for each in value]
     return str((Path(directory) / value).resolve()) if value else value
@@ -106,16 +119,17 @@ def _shown(value: Any) -> str:
 
 
 async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, describe: Describe) -> None:
-    """Waits until no rank of the services is in another session, and claims a start after the youngest that any rank
-    knows: a session may have reached some of the ranks only. A session without a connected controller ends soon.
+    """Waits until no rank of the services is in another session, for at most `GONE_WITHIN_S`: ranks end a session
+    whose controller is gone. Does not wait where `session.take_over` is set. Then claims a start time after those of
+    all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some ranks.
 
     Args:
-        groups: Groups by service.
+        groups: Groups of the services, by name.
         session: Session of the run.
-        describe: Asks a rank for its description.
+        describe: Function that calls Describe on a rank.
 
     Raises:
-        Refused: Another session has a rank, and this one does not take over.
+        Refused: A rank is in another session with a connected controller, or is so for too long.
     """
     deadline = time.monotonic() + GONE_WITHIN_S
     clients = [client for group in groups.values() for client in group.clients]
@@ -133,7 +147,13 @@ async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, des
 
 
 def origin(response: worker_pb2.BeginSessionResponse, *, keeps_weights: bool) -> str:
-    """The origin of a service's weights, in words."""
+    """Returns the origin of a service's weights as text: its model directory, and whether they are fresh or
+    continued.
+
+    Args:
+        response: The service's response to BeginSession.
+        keeps_weights: Whether the run continues from the weights that the service had.
+    """
     if keeps_weights:
         return f"{response.model}, continued from policy version {response.outcome.policy_version}"
     return f"{response.model}, fresh"

@@ -1,27 +1,30 @@
-"""Rows dealt to ranks by their cost instead of by their count; pure functions of sequence lengths."""
+"""Distribution of rows over data ranks so that each part has the same estimated cost, instead of the same number of
+tokens or rows; pure functions of sequence lengths."""
 
 from __future__ import annotations
 
 import numpy as np
 
 LINEAR_TOKENS = 24_576
-"""Length at which attention costs as much as the matrix products of the layers: 6 times the hidden size (Narayanan et
-al. 2021, "Efficient Large-Scale Language Model Training", equation 3), for a hidden size of 4,096."""
+"""Sequence length, in tokens, at which attention costs as much as the matrix products of the layers: 6 times the
+hidden size (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", equation 3), here 4,096."""
 
 
 def deal(lengths: np.ndarray, parts: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a batch in the order in which they are cut into parts, and their numbers, which are ranks by cost.
+    """Orders the rows of a batch so that cutting them into equal parts gives parts of equal cost, and numbers them by
+    cost: number 0 is the most expensive row.
 
-    Numbers do not depend on the mesh, and each part has whole blocks of them: so every mini-batch, which has one row of
-    each block, has sequences of all lengths, and every data rank an equal share of it.
+    The numbers do not depend on the mesh, and each part has whole blocks of consecutive numbers. A mini-batch takes
+    one row of each block; so every mini-batch has sequences of all lengths, and every data rank an equal share of it.
 
     Args:
-        lengths: Tokens of each row [rows] int64.
-        parts: Number of parts.
-        block: Neighbouring numbers that stay in one part.
+        lengths: Tokens of each row, prompt and response together [rows] int64.
+        parts: Number of parts, one for each data rank.
+        block: Size of a block, which is the number of mini-batches.
 
     Returns:
-        Order and numbers, both [rows] int64.
+        Indices of the rows in the order in which they are cut into parts, and the number of each row in this order,
+        both [rows] int64.
     """
     costs = cost_of(lengths)
     by_cost = ranked(costs)
@@ -33,29 +36,31 @@ def deal(lengths: np.ndarray, parts: int, block: int) -> tuple[np.ndarray, np.nd
 
 
 def cost_of(lengths: np.ndarray) -> np.ndarray:
-    """Cost of sequences, in tokens of a short one: layers are linear in the length, attention is quadratic."""
+    """Estimates the cost of computing each sequence [rows]: length * (1 + length / LINEAR_TOKENS), since layers are
+    linear in the length and attention is quadratic. The unit is the cost of a token in a short sequence."""
     return lengths * (1 + lengths / LINEAR_TOKENS)
 
 
 def ranked(costs: np.ndarray) -> np.ndarray:
-    """Rows from the most to the least expensive, [rows] int64."""
+    """Returns the indices of rows from the most to the least expensive [rows] int64; the sort is stable."""
     return np.argsort(-costs, kind="stable")
 
 
 def dealt(costs: np.ndarray, parts: int, block: int = 1) -> list[np.ndarray]:
-    """Deals rows to parts of equal cost, whose sizes differ by at most one, the larger ones first.
+    """Divides rows into parts of about equal cost, whose sizes differ by at most one, the larger parts first.
 
-    Blocks of rows are dealt in rounds, one block to each part: the most expensive to the part with the lowest cost so
-    far. So the costs of parts never differ by more than those of the blocks of one round. Rounds of rows of equal cost
-    are dealt at once, each part's blocks side by side: neighbours often share a prompt and are read in one piece. Rows
-    that do not fill a round are dealt one by one.
+    Blocks of rows are assigned in rounds, one block to each part: the most expensive block to the part with the
+    lowest cost so far. So the costs of parts never differ by more than those of the blocks of one round. Rounds of
+    rows of equal cost are merged so that each part gets neighbouring blocks, since neighbours often share a prompt
+    and are read in one piece. Rows that do not fill a round are assigned one by one.
 
     Args:
-        costs: Costs of the rows, not increasing, [rows].
-        block: Neighbouring rows that stay together; a mini-batch has one row of each block.
+        costs: Cost of each row, in descending order [rows].
+        parts: Number of parts.
+        block: Number of neighbouring rows that stay together; a mini-batch has one row of each block.
 
     Returns:
-        The rows of each part, in order.
+        Indices of the rows of each part, ascending: a list of `parts` arrays.
     """
     owner = np.empty(len(costs), dtype=np.int64)
     sums = np.zeros(parts)

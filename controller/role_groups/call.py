@@ -1,4 +1,5 @@
-"""One call of a role group: waits for its inputs and its turn, sends one request per rank, collects the rows."""
+"""One call of a role group: waits for its input columns and for its devices, sends one request to each rank, and
+collects the rows that the ranks made."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ from rlhf.v1 import common_pb2, worker_pb2
 
 @dataclass(frozen=True)
 class Callee:
-    """The ranks that calls of a group run on.
+    """The receiver of the calls of a role group: the ranks of its service, and what is needed to call them.
 
     Attributes:
-        name: Name of the group in the config.
-        ranks: Their clients and queue.
-        description: Description of the service by rank 0.
-        mesh: Their mesh.
-        endpoints: Where each serves, in rank order.
-        codec: Messages of the role.
+        name: Name of the role group, that of its service or of its second role.
+        ranks: Sends calls to all ranks of the service.
+        description: Response of rank 0 to Describe.
+        mesh: Mesh of the ranks.
+        endpoints: Endpoint of each rank, in rank order.
+        codec: Makes requests from batches, and batches from responses.
         session: Session of the run.
     """
 
@@ -54,16 +55,16 @@ class Callee:
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A call of a method on all ranks of a group.
+    """A call of a method on all ranks of a role group.
 
     Attributes:
-        callee: The ranks.
+        callee: The ranks that are called.
         method: The method.
-        header: Header of the requests, without the sequence number and the epoch of the service.
+        header: Header of the requests; sequence number and epoch are set when the call is sent.
         inputs: Columns that the method reads.
-        options: Further fields of the request.
-        step: The step on whose behalf it is made.
-        place: Its place in the order of calls on its devices.
+        options: Further fields of the request, by name.
+        step: The step that the call belongs to.
+        place: Place of the call in the order of calls on its devices.
     """
 
     callee: Callee
@@ -75,16 +76,17 @@ class GroupCall:
     place: Place
 
     async def run(self, running: dict[str, str]) -> tuple[Batch, CallRecord]:
-        """Makes the call.
+        """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
 
         Args:
-            running: Methods of the running calls by call id; has this one from when it is sent until it ends.
+            running: Names of the methods of running calls, by call id. The call adds itself when it is sent, and
+                removes itself at its end.
 
         Returns:
-            The rows that it made, in the order of its inputs, and its record.
+            The rows that the ranks made, in the order of the inputs, and the record of the call.
 
         Raises:
-            RlhfError: A rank failed, or the call waited too long for its turn.
+            RlhfError: A rank failed, or the call waited longer than `place.patience_s`.
         """
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
@@ -105,10 +107,12 @@ class GroupCall:
         return get_protocol(self.method.spec.transfer_protocol)  # type: ignore[union-attr]
 
     async def _turn(self) -> tuple[np.ndarray, np.ndarray, list[BatchPart]]:
-        """Waits until the call may be sent; returns the order and the numbers of its rows, and its parts.
+        """Waits until the input columns are resolved and the call may be sent. Returns the order and the numbers of
+        its rows, see `deal`, and its parts.
 
         Raises:
-            DeadlineExceeded: The wait is longer than all calls before this one may take.
+            DeadlineExceeded: The wait took longer than `place.patience_s`, the longest time that all calls before
+                this one may take.
         """
         names = list(self.inputs.columns)
         try:
@@ -130,7 +134,8 @@ class GroupCall:
         return order, numbers, parts
 
     def _dealt(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """The order in which the rows are cut into parts, and their numbers: by cost where all lengths are known."""
+        """Returns the order in which the rows are cut into parts, and their numbers: by cost (see `deal`) where the
+        session balances and all lengths are known, else as they are."""
         rows, lengths, protocol = np.arange(batch.rows), _lengths(batch), self._protocol
         if not self.callee.session.balance or lengths is None or not protocol.splits or protocol.pads:
             return rows, rows
@@ -138,7 +143,7 @@ class GroupCall:
         return deal(lengths, protocol.parts(self.callee.mesh), block)
 
     async def _parts(self, batch: Batch) -> list[BatchPart]:
-        """The rows of each part, by the method's transfer protocol; none of a method that takes no rows."""
+        """Cuts the rows into parts by the method's transfer protocol; returns no part for a method without rows."""
         if not self.method.takes_rows:
             return []
         parts = cut(batch, self._protocol, self.callee.mesh)
@@ -150,7 +155,7 @@ class GroupCall:
         )
 
     def _requests(self, parts: Sequence[BatchPart], numbers: np.ndarray) -> list[bytes]:
-        """One serialized request per rank."""
+        """Makes one serialized request per rank, in rank order."""
         if not self.method.takes_rows:
             request = self.method.request(call=self.header, **self.options).SerializeToString()
             return [request] * len(self.callee.endpoints)
@@ -163,7 +168,8 @@ class GroupCall:
         return serialized(parts, self.callee.endpoints, encode)
 
     def _collected(self, order: np.ndarray, responses: Sequence[Any]) -> Batch:
-        """The rows that the ranks made, in the order of the inputs."""
+        """Joins the rows that the ranks made, and restores the order of the inputs. The batch is empty for a method
+        without output columns."""
         protocol, mesh, rows = self._protocol, self.callee.mesh, len(order)
         if not (self.method.outputs and protocol.splits):
             return Batch(0, {})
@@ -191,7 +197,8 @@ class GroupCall:
 
 
 def _lengths(batch: Batch) -> np.ndarray | None:
-    """Tokens of each row's sequence [rows] int64; None where the batch does not have them."""
+    """Returns the number of tokens of each row, prompt and response together [rows] int64; None where the batch does
+    not have columns prompt_ids and response_ids with known lengths."""
     columns = [batch.columns.get(name) for name in ("prompt_ids", "response_ids")]
     lengths = [column.lengths for column in columns if isinstance(column, RemoteColumn)]
     if len(lengths) < 2 or lengths[0] is None or lengths[1] is None:
@@ -200,7 +207,7 @@ def _lengths(batch: Batch) -> np.ndarray | None:
 
 
 def _mean_metrics(responses: Sequence[Any]) -> dict[str, float]:
-    """Means over ranks, weighted by their counts."""
+    """Returns the mean of each metric over the ranks' responses, weighted by the ranks' counts."""
     sums: dict[str, list[float]] = {}
     for response in responses:
         for name, mean in response.outcome.metrics.items():

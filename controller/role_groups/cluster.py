@@ -1,4 +1,4 @@
-"""The running services of a config: connected, checked, and in a session of the run."""
+"""Connects to the running services of a config, checks them, and puts them into the session of the run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ from rlhf.v1 import worker_pb2
 CLOSE_S = 5.0
 NO_OUTPUTS: Mapping[str, Path] = MappingProxyType({})
 GARBAGE_THRESHOLD = 50_000
-"""Objects allocated and not yet freed before Python's garbage collector runs. A call to 1,024 ranks allocates some
-15,000, which reference counting frees at its end."""
+"""Threshold of Python's garbage collector: number of allocated objects not yet freed before it runs. A call to 1,024
+ranks allocates some 15,000, which reference counting frees at its end."""
 
 
 class Cluster:
-    """Role groups by name of their service.
+    """The running services of a config, as role groups.
+
+    Args:
+        config: Configuration of the run.
+        session: Session of the run.
 
     Attributes:
-        groups: One per service of the config.
-        origins: By service with weights, a description of where they came from.
+        groups: Role group of each service of the config, by name; empty before `connect`.
+        origins: Origin of the weights of each service that has weights, as text, by name.
         session: Session of the run.
     """
 
@@ -58,20 +62,21 @@ class Cluster:
         keep_weights: bool = False,
         outputs: Mapping[str, Path] = NO_OUTPUTS,
     ) -> None:
-        """Finds and checks every rank of every service, watches them, begins the session, and introduces the ranks to
-        each other.
+        """Finds every rank of every service, checks that the services fit the config, begins the session on them, and
+        sends every rank the endpoints of all others (Introduce).
 
         Args:
-            say: Called with a line that names the services that are waited for.
-            keep_weights: Continue from the weights, optimizers and policy versions that the services have. False: from
-                their model directories.
-            outputs: By service, the directory that it is going to export to.
+            say: Called with a line of text that names the services that are waited for. Default: does nothing.
+            keep_weights: Whether to continue from the weights, optimizers and policy versions that the services have.
+                False: services load their model directories.
+            outputs: Directory that a service is going to export to, by name; the service checks that it can write
+                there.
 
         Raises:
-            ServiceLost: Services do not answer within `run.connect_timeout_s`; the text names all of them.
+            ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
             ConfigError: A service is not the one that the config describes.
-            Refused: Another run has a service.
-            InvalidRequest: A service could not write its output.
+            Refused: Another run holds a service.
+            InvalidRequest: A service cannot write to its directory in `outputs`.
         """
         self._loop.run(self._connect(say), self.config.run.connect_timeout_s + CLOSE_S)
         ours = self._ours
@@ -94,18 +99,18 @@ class Cluster:
                 self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
 
     def close(self) -> None:
-        """Ends the session on services that still answer, and disconnects. Takes a bounded time and raises nothing, so
-        that the error that ended the run is the one that is raised."""
+        """Ends the session on services that still respond, and disconnects. Takes at most about 20 s
+        and raises no error, so that it does not hide the error that ended the run."""
         # A loop that is stuck is left behind: services notice by themselves that the controller is gone.
         with contextlib.suppress(TimeoutError):
             self._loop.run(self._close(), CLOSE_S * 2)
         self._loop.close()
 
     def group(self, name: str) -> RoleGroup:
-        """The group of a service, or of a role that the ranks of another service serve too.
+        """Returns the role group of a service, or of a role that the ranks of another service serve too.
 
         Raises:
-            ConfigError: The config has no such service; the text lists those it has.
+            ConfigError: The config has no such service; the text lists those that it has.
         """
         groups = self.groups | self._also_served
         if name not in groups:
@@ -114,38 +119,40 @@ class Cluster:
 
     @property
     def descriptions(self) -> dict[str, worker_pb2.DescribeResponse]:
-        """Description of every service, by name."""
+        """Response of every service to Describe, by name."""
         return {name: group.description for name, group in self.groups.items()}
 
     def token_services(self) -> dict[str, worker_pb2.DescribeResponse]:
-        """Descriptions of the services that read token ids, by name."""
+        """Returns the descriptions of the services that read token ids, by name; see `reads_tokens`."""
         return {name: each for name, each in self.descriptions.items() if reads_tokens(each)}
 
     def release(self, step: StepContext) -> None:
-        """Frees the rows that a step's calls have made, on every rank, once none of the calls is under way."""
+        """Waits until no call of a step is under way, and then frees the rows that its calls made, on every rank."""
         step.wait(self._placement.longest_wait_s() + CLOSE_S)
         results([group.release(step) for group in self._ours.values()])
 
     def end_step(self, step: StepContext) -> None:
-        """Releases a step that makes no more calls."""
+        """Marks a step as ended, so that no more calls are made in it, and releases it."""
         step.has_ended = True
         self.release(step)
 
     def memory(self) -> dict[str, int]:
-        """Resident and device memory by service, in bytes, summed over ranks."""
+        """Returns the resident and device memory of each service, in bytes, summed over its ranks."""
         return self._watch.memory()
 
     def running(self) -> dict[str, str]:
-        """Running calls, "service.Method", with their progress, such as "12/64"; empty where unknown."""
+        """Returns the progress of the running calls, such as "12/64", by "service.Method"; empty where it is
+        unknown."""
         return self._watch.running(self.groups | self._also_served)
 
     @property
     def _ours(self) -> dict[str, RoleGroup]:
-        """Groups whose servers are of this package, and so keep sessions and rows."""
+        """Groups whose servers are part of this package, and so have sessions and keep rows."""
         return {name: group for name, group in self.groups.items() if group.description.epoch}
 
     def _introduce(self, groups: Sequence[RoleGroup]) -> None:
-        """Introduces all ranks to each other; ranks connect only to ranks that they were introduced to."""
+        """Sends the endpoints of all ranks to every rank (Introduce); ranks connect only to endpoints that they were
+        sent."""
         endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
         request = worker_pb2.IntroduceRequest(session=self.session.name, endpoints=endpoints)
         serialized = request.SerializeToString()
@@ -182,7 +189,11 @@ class Cluster:
         )
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
-        """The group of a role that the ranks of a service serve beside their own."""
+        """Makes the group of a second role that the ranks of service `host` serve beside their own.
+
+        Raises:
+            ConfigError: The ranks do not serve the methods of this role.
+        """
         group = self.groups[host]
         served = {method.name for method in group.description.methods}
         if not served.issuperset(method.path[1:] for method in SERVICES[role].values()):
@@ -204,8 +215,9 @@ class Cluster:
 
 
 def spare_garbage_collector() -> None:
-    """Freezes all objects that exist, which live as long as the run, and makes garbage collection rare. For a process
-    that is a connected controller and nothing else; saves a fifth of the CPU of a call to 1,024 ranks."""
+    """Excludes all existing objects from garbage collection (`gc.freeze`) and raises its threshold to
+    `GARBAGE_THRESHOLD`. Changes the whole process, which must be a connected controller and nothing else; saves a
+    fifth of the CPU time of a call to 1,024 ranks."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)

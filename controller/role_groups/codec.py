@@ -1,4 +1,4 @@
-"""Requests and responses of group calls: how the rows of a call become messages and how responses become rows."""
+"""Encodes the rows of a group call into requests, and decodes responses into rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rlhf.v1 import common_pb2
 
 
 class BatchCodec:
-    """Messages of the methods of a role: rows as batches of references and of values that the controller holds."""
+    """Encodes and decodes the messages of a role's methods. Rows are sent as batches, whose columns are references to
+    the ranks' memory, or values where the controller holds them."""
 
     def request(
         self,
@@ -26,21 +27,27 @@ class BatchCodec:
         relays: Sequence[Relay],
         options: dict[str, Any],
     ) -> Any:
-        """The request to the ranks of a part.
+        """Makes the request to the ranks of one part of a call.
 
         Args:
-            batch: The part's rows.
-            numbers: Their numbers in the call [rows] int64.
-            relays: Reads that one of the ranks makes for others.
-            options: Further fields.
+            method: The method.
+            header: Header of the call.
+            batch: Rows of the part.
+            numbers: Numbers of these rows in the call [rows] int64.
+            relays: Reads that one of the ranks makes on behalf of others.
+            options: Further fields of the request, by name.
+
+        Returns:
+            A message of type `method.request`.
         """
         return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
-        """The rows that the collected ranks made, end to end.
+        """Concatenates the rows in the responses of a call.
 
         Args:
-            responses: Responses of the collected ranks, in their order.
-            rows: Rows of the call.
+            method: The method.
+            responses: Responses of the ranks whose rows the transfer protocol collects, in its order.
+            rows: Number of rows of the call.
         """
         return Batch.concat([made for each in responses if (made := wire.from_proto(each.batch)).columns])

@@ -1,7 +1,7 @@
 """Batches whose columns are still being computed.
 
-A group call returns a `FutureBatch` at once. The call itself is sent as soon as its input columns are resolved and
-its turn on its devices has come (`placement`).
+A group call returns a `FutureBatch` without waiting. Its requests are sent when its input columns are resolved and
+the calls before it on the same devices have ended (see `placement`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from rlhf.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Record of one finished group call.
+    """Record of a finished group call.
 
     Attributes:
-        service, method: Name in the config; Python name of the method.
-        started_s, ended_s: Unix time of its turn on the first rank, and of the last response.
-        metrics: Means over the ranks by name.
+        service, method: Name of the service in the config, and Python name of the method.
+        started_s, ended_s: Unix times, in seconds, at which the first rank began to execute the call, and at which
+            the last rank responded.
+        metrics: Mean of each metric over the ranks, by name.
         policy_version: Policy version of the service after the call.
-        responses: Response of each rank, in rank order.
+        responses: Response message of each rank, in rank order.
     """
 
     service: str
@@ -43,14 +44,15 @@ class CallRecord:
 
 @dataclass(frozen=True, eq=False)
 class FutureBatch:
-    """Rows x named columns, each resolved or still being computed. The algebra never waits.
+    """A batch of rows with named columns, each of which is a future. Only `result` and `records` wait; the other
+    methods return new batches without waiting.
 
     Attributes:
         rows: Number of rows.
-        columns: Columns by name.
-        calls: The calls that make them.
-        step: The step on whose behalf calls on these rows are made; None: the step begun last. A batch joined of
-            several steps has the first of them.
+        columns: Future of each column, by name.
+        calls: Futures of the records of the calls that make the columns.
+        step: The step that calls on these rows belong to; None: the step begun last. A batch that is joined from
+            batches of several steps has the first of them.
     """
 
     rows: int
@@ -60,32 +62,38 @@ class FutureBatch:
 
     @staticmethod
     def of(**values: np.ndarray | Jagged[np.ndarray] | list[str]) -> FutureBatch:
-        """A batch of columns that the controller holds."""
+        """Makes a batch from values that the controller holds, by name of the column."""
         batch = Batch.of(**values)
         return FutureBatch(batch.rows, {name: resolved(column) for name, column in batch.columns.items()})
 
     def __or__(self, other: FutureBatch) -> FutureBatch:
-        """The columns and calls of both; the right operand's where names are equal."""
+        """Joins two batches of the same rows: returns the columns and calls of both. Where both have a column of the
+        same name, that of `other` is taken.
+
+        Raises:
+            InvalidRequest: The batches have different numbers of rows.
+        """
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         calls = (*self.calls, *(call for call in other.calls if call not in self.calls))
         return FutureBatch(self.rows, {**self.columns, **other.columns}, calls, self.step or other.step)
 
     def of_step(self, step: StepContext | None) -> FutureBatch:
-        """The same rows, as those of a step."""
+        """Returns the same rows with `step` as the step that calls on them belong to."""
         return replace(self, step=step)
 
     def select(self, names: Iterable[str]) -> FutureBatch:
-        """Only these columns."""
+        """Returns a batch with only the named columns. Raises InvalidRequest where one is missing."""
         return replace(self, columns={name: self[name] for name in names})
 
     def drop(self, *names: str) -> FutureBatch:
-        """All columns but these; missing ones are ignored."""
+        """Returns a batch without the named columns; names that it does not have are ignored."""
         kept = {name: column for name, column in self.columns.items() if name not in names}
         return replace(self, columns=kept)
 
     def rename(self, **names: str) -> FutureBatch:
-        """Columns under other names: `costs.rename(rewards="costs")` lets two rewards be in one batch."""
+        """Renames columns, given as old=new: `scored.rename(rewards="costs")`. Raises InvalidRequest where one is
+        missing."""
         missing = sorted(set(names) - set(self.columns))
         if missing:
             raise InvalidRequest(f"the batch has no columns {missing}; it has {sorted(self.columns)}")
@@ -93,17 +101,17 @@ class FutureBatch:
         return replace(self, columns=renamed)
 
     def take(self, rows: np.ndarray) -> FutureBatch:
-        """These rows in this order."""
+        """Returns the rows with indices `rows` [n] int64, in this order."""
         taken = {name: then(column, lambda c: c.take(rows)) for name, column in self.columns.items()}
         return replace(self, rows=len(rows), columns=taken)
 
     def repeat(self, times: int) -> FutureBatch:
-        """Every row `times` times, side by side, for several samples per prompt."""
+        """Repeats every row `times` times; its copies are neighbours. For several samples per prompt."""
         return self.take(np.repeat(np.arange(self.rows), times))
 
     @staticmethod
     def concat(batches: Sequence[FutureBatch]) -> FutureBatch:
-        """The rows of all batches in order, at least one batch; only the columns that all batches have."""
+        """Concatenates the rows of at least one batch, in order. Columns that are not in all batches are dropped."""
         names = [name for name in batches[0].columns if all(name in batch for batch in batches)]
         joined = {name: then(all_of([batch[name] for batch in batches]), concat_columns) for name in names}
         calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
@@ -111,7 +119,8 @@ class FutureBatch:
         return FutureBatch(sum(batch.rows for batch in batches), joined, calls, step)
 
     def checked(self, check: Callable[[CallRecord], CallRecord]) -> FutureBatch:
-        """The same rows, resolved once `check` has passed every call that makes them; its error becomes theirs."""
+        """Returns the same rows, with columns that are resolved only when `check` has returned for the record of
+        every call that makes them. An exception that `check` raises becomes that of the columns."""
         calls = tuple(then(call, check) for call in self.calls)
         passed: Future[Any] = all_of(calls)
         columns = {
@@ -129,10 +138,10 @@ class FutureBatch:
         return name in self.columns
 
     def result(self, names: Iterable[str], timeout_s: float | None = None) -> Batch:
-        """These columns. Waits and raises as `results`."""
+        """Waits for the named columns and returns them as a resolved batch. Raises the errors of `results`."""
         wanted = {name: self[name] for name in names}
         return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
 
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
-        """Records of all calls, in call order. Waits and raises as `results`."""
+        """Waits for all calls and returns their records, in the order of `calls`. Raises the errors of `results`."""
         return results(self.calls, timeout_s)

@@ -16,20 +16,20 @@ from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
 
 RETRY_S = 0.2
-"""Pause between attempts to reach a service."""
+"""Pause between two attempts to reach a service, in seconds."""
 SILENCE_S = 2.0
-"""Time after which the services that are waited for are named."""
+"""Time, in seconds, after which a line names the services that have not responded."""
 
 Descriptions = Mapping[str, worker_pb2.DescribeResponse]
-"""Descriptions of services by name."""
+"""Responses of services to Describe, by name."""
 
 
 class Discovery:
-    """Finds all services of a config.
+    """Finds all services of a config by calling Describe on the address of each.
 
     Args:
         config: The configuration.
-        say: Called with a line that names the services that are waited for.
+        say: Called with a line of text that names the services that are waited for.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -37,11 +37,11 @@ class Discovery:
         self._say = say
 
     async def find_all(self) -> Descriptions:
-        """Descriptions of all services. A wrong service is an error at once, missing ones are listed together.
+        """Waits until all services respond to Describe, and returns their descriptions by name.
 
         Raises:
-            ServiceLost: Services do not answer within `run.connect_timeout_s`.
-            ConfigError: A service is not the one that the config describes.
+            ServiceLost: Services do not respond within `run.connect_timeout_s`; the text lists all of them.
+            ConfigError: A service is not the one that the config describes; raised without waiting for the others.
         """
         timeout_s = self._config.run.connect_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -75,7 +75,8 @@ class Discovery:
         return f"services.{name} ({self._config.services[name].address})"
 
     async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """The description of a service, checked against the config."""
+        """Waits for the description of a service, checks role, ranks and limits against the config, and returns
+        it."""
         table = self._config.services[name]
         description = await self._describe(name, deadline)
         if description.role != table.role:
@@ -96,7 +97,8 @@ class Discovery:
         return description
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """The description of a service by its rank 0, asked for until it answers."""
+        """Calls Describe on rank 0 of a service until it responds, and returns the response. A reward server without
+        this method gets a description made by `_foreign_reward`."""
         table = self._config.services[name]
         client = RankClient(name, 0, table.address)
         try:
@@ -119,12 +121,12 @@ class Discovery:
 
 
 def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
-    """Whether a service reads token ids: every one does but a reward that scores text rows."""
+    """Whether a service reads token ids: all do except a reward that scores texts."""
     return description.role != "reward" or description.input_form == worker_pb2.INPUT_FORM_TENSOR
 
 
 def check_vocabularies(services: Descriptions) -> None:
-    """Raises ConfigError where a service reads token ids of another vocabulary than an actor's."""
+    """Raises ConfigError where a service that reads token ids has a different vocabulary than an actor."""
     for actor, made_by in services.items():
         if made_by.role != "actor":
             continue
@@ -138,7 +140,8 @@ def check_vocabularies(services: Descriptions) -> None:
 
 
 def _connection_failure(error: RlhfError) -> str:
-    """`: REASON`, as gRPC words it, without addresses; empty where the service was silent."""
+    """Returns ": " and gRPC's reason for a failed connection, without addresses; empty where the service did not
+    respond at all."""
     cause = error.__cause__
     if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
         return ""
@@ -152,7 +155,8 @@ def _is_unimplemented(error: RlhfError) -> bool:
 
 
 def _foreign_reward(name: str, address: str) -> worker_pb2.DescribeResponse:
-    """The description of a server of RewardService alone: one rank, text rows, no epoch."""
+    """Makes the description of a server that serves RewardService only: one rank that scores texts, without an
+    epoch."""
     endpoint = common_pb2.Endpoint(address=address, service=name)
     return worker_pb2.DescribeResponse(
         role="reward",

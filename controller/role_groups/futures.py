@@ -1,4 +1,4 @@
-"""Futures that are chained and awaited across threads: of an event loop, and of the algorithm's own thread."""
+"""`concurrent.futures.Future`s that are chained, and awaited from an event loop or from the algorithm's thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ T = TypeVar("T")
 
 
 def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> list[T]:
-    """Results of all futures, in order. The first failure ends the wait and is raised: later ones follow from it.
+    """Waits for all futures and returns their results, in order. Raises the exception of the first future that fails,
+    without waiting for the others.
 
     Args:
-        timeout_s: None: no limit here, since every call has a deadline of its own.
+        futures: The futures.
+        timeout_s: Longest time to wait, in seconds. None: no limit, since every call has a timeout of its own.
 
     Raises:
-        DeadlineExceeded: Some are still pending after this time.
+        DeadlineExceeded: Futures are still pending after `timeout_s`.
     """
     if len(futures) == 1:
         return [_only(futures[0], timeout_s)]
@@ -35,7 +37,7 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
 
 
 def _only(future: Future[T], timeout_s: float | None) -> T:
-    """As `results` of one future, without the cost of watching several."""
+    """Returns the result of one future, as `results` does, without the cost of waiting for several."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
@@ -49,27 +51,28 @@ def _late(pending: int, of: int, timeout_s: float | None) -> DeadlineExceeded:
 
 
 def resolved(value: T) -> Future[T]:
-    """A future that is already resolved."""
+    """Returns a future that is already resolved to `value`."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def promise() -> Future[Any]:
-    """A future that its maker resolves. A caller may stop waiting for it and cannot cancel it."""
+    """Returns a pending future for the caller to resolve; `Future.cancel` has no effect on it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
-    """Results of all futures, in order; a resolved one costs no turn of the loop. Cancelling the wait cancels none of
-    them."""
+    """Awaits all futures on an event loop and returns their results, in order. Futures that are resolved already do
+    not suspend the coroutine. Cancelling the coroutine cancels none of the futures."""
     return [future.result() if future.done() else await _resolution(future) for future in futures]
 
 
 async def _resolution(future: Future[T]) -> T:
-    """The result of a future. `asyncio.wrap_future` would log the failure of a future whose wait was cancelled."""
+    """Awaits the result of a future. Unlike `asyncio.wrap_future`, it does not log the failure of a future whose wait
+    was cancelled."""
     loop, resolved = asyncio.get_running_loop(), asyncio.Event()
 
     def notice(_: object) -> None:
@@ -82,7 +85,8 @@ async def _resolution(future: Future[T]) -> T:
 
 
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
-    """The future of `function(result)`; an error passes through."""
+    """Returns a future of `function(result)`, where `result` is that of `future`. Exceptions of either become its
+    own."""
     following = promise()
 
     def pass_on(done: Future[T]) -> None:
@@ -96,7 +100,8 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
 
 
 def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
-    """The future of all results, in order, once all are done; the first error in that order passes through."""
+    """Returns a future of the results of all futures, in order, which is resolved when all are done. Of several
+    exceptions the first in this order becomes its own."""
     together = promise()
 
     def settle(_: object = None) -> None:
@@ -114,7 +119,7 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
 
 
 def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:
-    """Resolves a future once all futures before it are resolved."""
+    """Resolves `future` to None once all futures in `before` are resolved."""
     left = [other for other in before if not other.done()]
     if left:
         left[0].add_done_callback(lambda _: resolve_after(left[1:], future))
@@ -126,8 +131,8 @@ _resolving = threading.local()
 
 
 def _resolve(future: Future[None]) -> None:
-    """Resolves a future, and then those that its callbacks resolve: nested, a few hundred of them would exceed Python's
-    recursion limit."""
+    """Resolves a future, and then, one after another, those that its callbacks resolve: nested calls for a few
+    hundred of them would exceed Python's recursion limit."""
     if hasattr(_resolving, "next"):
         _resolving.next.append(future)
         return

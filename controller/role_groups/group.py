@@ -29,25 +29,26 @@ from rlhf.v1 import worker_pb2
 G = TypeVar("G", bound="RoleGroup")
 
 LATE_S = 15.0
-"""Longest time of a call past its deadline, in which its outcome is asked for and other ranks are stopped."""
+"""Longest time, in seconds, that a call may take past its timeout: the ranks are asked for its outcome and to cancel
+it."""
 INTRODUCE_S = 60.0
-"""Longest time of Introduce, once in a session."""
+"""Timeout of Introduce, in seconds."""
 
 
 class RoleGroup:
-    """All ranks of one service, in one of its roles.
+    """All ranks of one service in one of its roles. Each method calls all ranks and returns a batch of futures.
 
     Args:
-        ranks: The ranks; groups of two roles of one service share them.
-        description: Description of the service by rank 0.
-        devices: Devices it runs on; calls on common devices take turns.
+        ranks: Sends calls to all ranks; role groups of two roles of one service share it.
+        description: Response of rank 0 to Describe.
+        devices: Names of the devices that the service runs on; calls on the same device run one after another.
         session: Session of the run.
-        placement: Order of calls on devices, one for all groups.
-        loop: Event loop of the clients.
-        name: Name of the group; by default that of the service.
+        placement: Order of calls on devices; all groups share one.
+        loop: Event loop that the clients run on.
+        name: Name of the group. Default: that of the service.
 
     Attributes:
-        running: Methods of the running calls, by call id.
+        running: Names of the methods of running calls, by call id.
     """
 
     def __init__(
@@ -75,11 +76,16 @@ class RoleGroup:
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
 
     def _codec(self) -> BatchCodec:
-        """Messages of the role."""
+        """Makes the codec of the role's messages."""
         return BatchCodec()
 
     def in_role(self, kind: type[G], role: str) -> G:
-        """A group of the same ranks in another role that they serve. Calls of both groups share one queue."""
+        """Returns a group of the same ranks in a different role that they serve too.
+
+        Args:
+            kind: Class of the group.
+            role: The role, which is also the name of the group.
+        """
         description = worker_pb2.DescribeResponse()
         description.CopyFrom(self.description)
         description.role = role
@@ -94,19 +100,20 @@ class RoleGroup:
         outputs: Sequence[str] | None = None,
         **options: Any,
     ) -> FutureBatch:
-        """Calls a method on all ranks, once its inputs are resolved and its devices are free.
+        """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
+        columns are resolved and the calls before it on the same devices have ended.
 
         Args:
             name: Python name of the method.
-            batch: Rows; only the columns that the method declares travel.
-            outputs: Columns that the call returns. Default: all that the method declares.
-            options: Further fields of the request.
+            batch: Rows of the call; only the columns that the method declares are sent. Default: no rows.
+            outputs: Names of the columns that the call returns. Default: all that the method declares.
+            options: Further fields of the request, by name.
 
         Returns:
-            The rows with the columns that the call computes, as futures; the method itself does not wait.
+            The same rows with only the columns that the call computes, as futures.
 
         Raises:
-            InvalidRequest: A column that the method needs is missing.
+            InvalidRequest: `batch` lacks a column that the method needs.
         """
         method = self._methods[name]
         batch = batch or FutureBatch(0, {})
@@ -128,48 +135,53 @@ class RoleGroup:
         return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
 
     async def cancel_all(self) -> None:
-        """Asks the ranks to stop the running calls."""
+        """Asks all ranks to cancel the running calls of this group, and waits for their responses."""
         await asyncio.gather(*(self.ranks.cancel(call_id) for call_id in list(self.running)))
 
     def release(self, step: StepContext) -> Future[None]:
-        """Frees the rows that a step's calls have made, on every rank."""
+        """Frees the rows that the calls of a step made, on every rank. Returns a future that is resolved when all
+        ranks have responded."""
         request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
         return self._loop.start(self.ranks.reach_all(WORKER["Release"], request, self.session.timeout_s))
 
     def introduce(self, request: bytes) -> Future[None]:
-        """Sends every rank the endpoints that take part in the session, in a serialized IntroduceRequest."""
+        """Sends every rank a serialized IntroduceRequest, which has the endpoints of all ranks in the session.
+        Returns a future that is resolved when all ranks have responded."""
         return self._loop.start(self.ranks.reach_all(WORKER["Introduce"], request, INTRODUCE_S))
 
     def begin_session(self, keep_weights: bool, directories: Sequence[str] = ()) -> FutureBatch:
-        """Begins the session from the model directory, or from the weights that the session before left.
+        """Begins the session of the run on all ranks.
 
         Args:
+            keep_weights: Whether to keep the weights that the previous session left. False: load the model directory.
             directories: Directories that the service is going to write to; the call fails where it cannot.
         """
         return self.call("begin_session", keep_weights=keep_weights, directories=directories)
 
     def synchronize(self) -> FutureBatch:
-        """A fence: done when every earlier call of the group is."""
+        """Calls Synchronize, which does nothing: its futures are resolved when all earlier calls of the group have
+        ended."""
         return self.call("synchronize")
 
     def offload(self) -> FutureBatch:
-        """Moves weights and optimizer state off the devices."""
+        """Moves weights and optimizer state from the devices to host memory."""
         return self.call("offload")
 
     def onload(self) -> FutureBatch:
-        """Moves weights and optimizer state back onto the devices."""
+        """Moves weights and optimizer state from host memory back to the devices."""
         return self.call("onload")
 
     def save_checkpoint(self, directory: str, format: worker_pb2.CheckpointFormat) -> FutureBatch:
-        """Writes weights, or weights and optimizer state, on the ranks' hosts."""
+        """Writes a checkpoint to `directory` on the ranks' hosts: weights, or weights and optimizer state, as
+        `format` says."""
         return self.call("save_checkpoint", directory=directory, format=format)
 
     def load_checkpoint(self, directory: str) -> FutureBatch:
-        """Reads a sharded checkpoint back."""
+        """Loads weights and optimizer state from a sharded checkpoint in `directory` on the ranks' hosts."""
         return self.call("load_checkpoint", directory=directory)
 
     def profile(self, directory: str, calls: int) -> FutureBatch:
-        """Traces the next calls of every rank into a directory on its host."""
+        """Makes every rank trace its next `calls` calls with the profiler, into `directory` on its host."""
         return self.call("profile", directory=directory, calls=calls)
 
 

@@ -1,4 +1,4 @@
-"""The controller's event loop."""
+"""The controller's event loop, which runs on a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import uvloop
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""Longest time to wait for running tasks, and again for the thread, when the loop is closed."""
+"""Longest time, in seconds, that `Loop.close` waits for running tasks to end, and again for the thread."""
 CANCEL_S = 3.0
-"""Longest time of cancelled tasks until they end."""
+"""Longest time, in seconds, to wait for cancelled tasks to end."""
 
 
 class Loop:
-    """An event loop on a thread of its own, so that algorithms are plain blocking code."""
+    """Event loop on a thread of its own, so that algorithms can be written as blocking code. Starts when it is
+    made."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -30,8 +31,8 @@ class Loop:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop; safe from any thread. Cancelling the future drops the result and does not
-        stop the coroutine, which costs less than `asyncio.run_coroutine_threadsafe`."""
+        """Starts a coroutine on the loop and returns a future of its result. Thread-safe. Cancelling the future drops
+        the result and does not cancel the coroutine; this costs less than `asyncio.run_coroutine_threadsafe`."""
         future: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._begin, work, future)
         return future
@@ -53,11 +54,13 @@ class Loop:
             future.set_result(task.result())
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine and returns its result. Raises TimeoutError after `timeout_s` seconds."""
+        """Runs a coroutine on the loop, waits for it and returns its result. Raises TimeoutError after `timeout_s`
+        seconds; the coroutine then continues."""
         return self.start(work).result(timeout_s)
 
     def close(self) -> None:
-        """Cancels running tasks and ends the thread. A thread that does not react ends with the process."""
+        """Cancels running tasks, stops the loop and joins its thread. A thread that does not end within `CLOSE_S` is
+        left to end with the process."""
         with contextlib.suppress(TimeoutError):
             self.start(_cancel_all()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -12,16 +12,19 @@ from controller.role_groups.futures import promise, resolve_after
 
 
 class Place:
-    """A call's place in the order of calls on its devices.
+    """Place of a call in the order of calls on its devices.
 
     Args:
-        queue: The queue of calls that the call goes to.
-        before: The last calls on its devices.
-        patience_s: See below.
+        queue: Identity of the queue of calls that the call is sent to.
+        before: Places of the last calls on each of its devices.
+        patience_s: See Attributes.
 
     Attributes:
-        first: Futures that have to be resolved before the call may be sent.
-        patience_s: Longest time that the call may wait for its inputs and for its turn, in seconds.
+        queue: Identity of the queue of calls that the call is sent to.
+        first: Futures that must be resolved before the call may be sent.
+        patience_s: Longest time, in seconds, that the call may wait for its inputs and for the calls before it.
+        sent: Future that is resolved when the call has been sent, or will not be made.
+        ended: Future that is resolved when this call and all before it on its devices have ended.
     """
 
     def __init__(self, queue: object, before: Sequence[Place], patience_s: float) -> None:
@@ -33,38 +36,38 @@ class Place:
         self._all_before = [each.ended for each in before]
 
     def was_sent(self) -> None:
-        """Notes that the call's ranks have it."""
+        """Records that the requests of the call have been sent to its ranks."""
         self.sent.set_result(None)
 
     def leave(self) -> None:
-        """Notes that the call has ended, or will not be made. Calls behind it still wait for those before it."""
+        """Records that the call has ended, or will not be made. Later calls still wait for the calls before it."""
         if not self.sent.done():
             resolve_after(self.first, self.sent)
         resolve_after(self._all_before, self.ended)
 
 
 class Placement:
-    """Keeps calls on common devices in call order."""
+    """Orders calls: calls that share a device are executed in the order in which they entered."""
 
     def __init__(self) -> None:
         self._last: dict[str, Place] = {}
         self._unfinished: dict[Place, float] = {}
 
     def longest_wait_s(self) -> float:
-        """Seconds that all unfinished calls may take, one after another."""
+        """Returns the time, in seconds, that all unfinished calls may take one after another."""
         return sum(self._unfinished.copy().values())
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
-        """Takes a place in the order; called in program order.
+        """Appends a call to the order and returns its place. Must be called in the order of the program.
 
-        A call may wait for as long as all unfinished calls before it, on any devices, may take one after another.
-        So a call within its time never makes a later one give up, and no call waits for ever.
+        A call may wait for as long as all unfinished calls before it, on any devices, may take one after another, and
+        then for `time_s`. So a call within its time never makes a later one give up, and no call waits for ever.
 
         Args:
-            devices: Devices that the call runs on.
-            queue: The queue of calls that the call goes to: calls of one queue run on the same ranks in the order in
-                which they are sent, so several may be under way.
-            time_s: Longest time of the call itself, once its turn has come, in seconds.
+            devices: Names of the devices that the call runs on.
+            queue: Identity of the queue of calls that the call is sent to. Calls of one queue run on the same ranks,
+                which execute them in the order in which they were sent, so that several may be under way.
+            time_s: Longest time of the call itself, in seconds, after the calls before it have ended.
         """
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
         place = Place(queue, before, self.longest_wait_s() + time_s)

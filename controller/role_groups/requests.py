@@ -1,4 +1,4 @@
-"""The requests of a call: its rows are cut into parts, and all ranks of a part get the same bytes.
+"""Makes the requests of a call: cuts its rows into parts; all ranks of a part are sent the same bytes.
 
 Columns that the controller holds travel in the request of a part with one rank. For a part of several ranks they are
 stored on the first of them, and the request refers to them there: they leave the controller once, whatever the mesh.
@@ -26,12 +26,12 @@ from rlhf.v1 import transfer_pb2
 
 @dataclass(frozen=True, eq=False)
 class BatchPart:
-    """Rows of a call that are sent to one or more ranks.
+    """Part of the rows of a call, which is sent to one or more ranks.
 
     Attributes:
-        ranks: These ranks, in order.
-        places: Indices of the rows in the batch of the call, [rows] int64.
-        batch: The rows.
+        ranks: The ranks that the part is sent to, ascending.
+        places: Indices of the part's rows in the batch of the call [rows] int64.
+        batch: The rows of the part.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,8 @@ class BatchPart:
 
 
 def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[BatchPart]:
-    """The parts into which a transfer protocol cuts a batch, each once, in the order of their first ranks."""
+    """Cuts a batch into parts as a transfer protocol distributes its rows over the ranks of a mesh. Ranks that get
+    the same rows share a part. Parts are in the order of their first ranks."""
     keys: dict[int, bytes] = {}  # ranks of a part mostly share one array: its bytes are compared once
     ranks: dict[bytes, list[int]] = {}
     places: dict[bytes, np.ndarray] = {}
@@ -55,7 +56,7 @@ def cut(batch: Batch, protocol: TransferProtocol, mesh: Mesh) -> list[BatchPart]
 
 
 def local_bytes(batch: Batch) -> int:
-    """Bytes of the columns that the controller holds."""
+    """Returns the size, in bytes, of those columns of a batch that the controller holds."""
     return sum(column.nbytes for column in batch.columns.values() if isinstance(column, LocalColumn))
 
 
@@ -66,17 +67,18 @@ async def share_columns(
     step: StepContext,
     timeout_s: float,
 ) -> list[BatchPart]:
-    """Stores the controller's columns of each part with several ranks in the arena of its first rank.
+    """Stores the columns that the controller holds, of each part with several ranks, in the arena of its first rank,
+    which the other ranks read them from.
 
     Args:
         parts: Parts of a call.
-        clients: Clients of all ranks of the group; they serve Dispatch.
+        clients: Clients of all ranks of the group, in rank order.
         session: Name of the session that the rows belong to.
-        step: Step with which the rows are freed, and which counts the bytes.
-        timeout_s: Deadline of each store, in seconds.
+        step: Step that the rows are freed with, and that counts the bytes.
+        timeout_s: Timeout of each Put, in seconds.
 
     Returns:
-        The parts; those with several ranks have all columns by reference.
+        The parts, in order; in those with several ranks all columns are references.
 
     Raises:
         RlhfError: A rank cannot store the rows; the text has the cause.
@@ -98,12 +100,12 @@ async def share_columns(
 def serialized(
     parts: Sequence[BatchPart], ranks: Sequence[Endpoint], encode: Callable[[BatchPart, Sequence[Relay]], Any]
 ) -> list[bytes]:
-    """The request of every rank; ranks of one part share one object.
+    """Makes the serialized request of every rank, in rank order; ranks of one part share one bytes object.
 
     Args:
         parts: Parts that together have every rank once.
-        ranks: Endpoints of the group's ranks.
-        encode: Makes the message of a part with the relays of its ranks.
+        ranks: Endpoints of the group's ranks, in rank order.
+        encode: Function that makes the message of a part from the part and the relays of its ranks.
     """
     requests = [b""] * len(ranks)
     for part in parts:

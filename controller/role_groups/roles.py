@@ -1,4 +1,4 @@
-"""Role groups by role: the methods that the ranks of each role serve."""
+"""Role groups of each role, with a method for each RPC that the ranks of this role serve."""
 
 from __future__ import annotations
 
@@ -12,64 +12,69 @@ from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
 
 class ActorGroup(RoleGroup):
-    """The actor's ranks: generate, compute log-probabilities and losses, and update the policy."""
+    """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
 
     def generate_sequences(
         self, prompts: FutureBatch, sampling: actor_pb2.Sampling, *, return_text: bool = False
     ) -> FutureBatch:
-        """Generates a response per row of column "prompt": columns prompt_ids, response_ids and rollout_log_probs, and
-        with `return_text` column response."""
+        """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids and
+        rollout_log_probs, and with `return_text` also response, the text."""
         outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
         return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
 
     def compute_log_prob(self, batch: FutureBatch, temperature: float) -> FutureBatch:
-        """log_probs of the response tokens under the current weights."""
+        """Computes column log_probs: the log-probability of each response token under the current weights at
+        `temperature`."""
         return self.call("compute_log_prob", batch, temperature=temperature)
 
     def compute_loss(self, batch: FutureBatch) -> FutureBatch:
-        """pretrain_loss [rows]: the mean negative log-likelihood of the tokens of column "text", in nats. An algorithm
-        measures its policy on texts with it; the loss carries no gradient (`data.pretrain` is what is learned)."""
+        """Computes column pretrain_loss [rows]: the mean negative log-likelihood of the tokens of column "text", in
+        nats. It only measures the policy on texts; to train on texts, use `data.pretrain`."""
         return self.call("compute_loss", batch)
 
     def update_actor(
         self, batch: FutureBatch, loss: actor_pb2.PolicyLoss, schedule: actor_pb2.Schedule, temperature: float
     ) -> FutureBatch:
-        """One update of all epochs and mini-batches; one that fails leaves the weights as they were."""
+        """Updates the policy over all epochs and mini-batches of `schedule`. An update that fails leaves the weights
+        unchanged. Returns no columns."""
         return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
 
     def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
-        """prompt_ids and response_ids of columns "prompt" and "response"."""
+        """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids."""
         return self.call("tokenize", rows, max_response_tokens=max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch, schedule: actor_pb2.Schedule) -> FutureBatch:
-        """As `update_actor`, on the likelihood of the responses."""
+        """Updates the policy on the negative log-likelihood of the responses, as `update_actor` does on the policy
+        loss."""
         return self.call("update_supervised", batch, schedule=schedule)
 
 
 class CriticGroup(RoleGroup):
-    """A value model."""
+    """Role group of a critic, a value model."""
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
-        """values of the states in which the response tokens were chosen."""
+        """Computes column values: for each response token the value of the state before it."""
         return self.call("compute_values", batch)
 
     def update_critic(
         self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule
     ) -> FutureBatch:
-        """One update of all epochs and mini-batches; one that fails leaves the weights as they were."""
+        """Updates the value model over all epochs and mini-batches of `schedule`. An update that fails leaves the
+        weights unchanged. Returns no columns."""
         return self.call("update_critic", batch, loss=loss, schedule=schedule)
 
 
 class ReferenceGroup(RoleGroup):
-    """The frozen policy."""
+    """Role group of the reference policy, which is frozen."""
 
     def compute_ref_log_prob(self, batch: FutureBatch, temperature: float) -> FutureBatch:
-        """ref_log_probs of the response tokens under the reference weights."""
+        """Computes column ref_log_probs: the log-probability of each response token under the reference policy at
+        `temperature`."""
         return self.call("compute_ref_log_prob", batch, temperature=temperature)
 
 
 class RewardGroup(RoleGroup):
-    """A reward or cost, in whatever language it is written."""
+    """Role group of a reward or cost, whose server may be written in any language."""
 
     TEXT = ("prompt", "response", "ground_truth", "metadata")
     TENSORS = ("prompt_ids", "response_ids")
@@ -79,14 +84,14 @@ class RewardGroup(RoleGroup):
 
     @property
     def wants_text(self) -> bool:
-        """Whether it scores text rows, which is the default of a service that declares no input form."""
+        """Whether the reward scores texts instead of token ids. True for a service that declares no input form."""
         return self.description.input_form != worker_pb2.INPUT_FORM_TENSOR
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """rewards: one per row [rows] float64, or one per response token (jagged).
+        """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged).
 
         Raises (when resolved):
-            RewardFailed: Rows that could not be scored, with the cause of the first.
+            RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
         """
         tried = self.try_reward(batch)
         both = all_of([tried["rewards"], tried["reward_errors"]])
@@ -94,8 +99,9 @@ class RewardGroup(RoleGroup):
         return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls, batch.step)
 
     def try_reward(self, batch: FutureBatch) -> FutureBatch:
-        """rewards, as `compute_reward`, and reward_errors: the cause of each row that could not be scored, whose reward
-        has no meaning; empty for a row that was scored."""
+        """Scores rows without failing where some cannot be scored. Returns columns rewards, as `compute_reward` does,
+        and reward_errors: the cause for each row that could not be scored, whose reward is undefined; empty for a row
+        that was scored."""
         names = self.TEXT if self.wants_text else self.TENSORS
         needed = ("response",) if self.wants_text else self.TENSORS
         missing = [name for name in needed if name not in batch]
@@ -107,13 +113,14 @@ class RewardGroup(RoleGroup):
         return self.call("compute_reward", rows, ("rewards", "reward_errors"))
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:
-        """chosen_scores and rejected_scores of the pairs, by a reward that learns."""
+        """Scores pairs with a reward that learns. Returns columns chosen_scores and rejected_scores [rows]."""
         return self.call("compare_pairs", pairs, max_response_tokens=max_response_tokens)
 
     def update_reward(
         self, pairs: FutureBatch, loss: str, schedule: actor_pb2.Schedule, max_response_tokens: int
     ) -> FutureBatch:
-        """As `ActorGroup.update_actor`, on the order of the pairs."""
+        """Updates a reward that learns on pairs, over all epochs and mini-batches of `schedule`. An update that fails
+        leaves the weights unchanged. Returns no columns."""
         return self.call(
             "update_reward",
             pairs,
@@ -130,4 +137,4 @@ GROUPS: dict[str, type[RoleGroup]] = {
     "reference": ReferenceGroup,
     "reward": RewardGroup,
 }
-"""Group of each role."""
+"""Class of the role group, by role."""

@@ -1,4 +1,5 @@
-"""Requests and verdicts of RewardService: text rows from columns, reward columns from scores."""
+"""Codec of RewardService: makes text rows from columns, and columns of rewards from verdicts. The verdict on a row is
+a score, a score per response token, or an error."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class RewardCodec(BatchCodec):
-    """Messages of a reward service.
+    """Encodes and decodes the messages of a reward service.
 
     Args:
         service: Name of the service in the config.
-        ranks: Its ranks, for messages.
+        ranks: Its ranks, in rank order; their text names them in errors.
         mesh: Mesh of its ranks.
-        wants_text: Whether it scores text rows instead of token ids.
+        wants_text: Whether the service scores texts instead of token ids.
     """
 
     def __init__(self, service: str, ranks: Sequence[object], mesh: Mesh, *, wants_text: bool) -> None:
@@ -51,11 +52,11 @@ class RewardCodec(BatchCodec):
         return method.request(call=header, text_rows=text_rows(batch), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
-        """The rows that the ranks returned, as `BatchCodec.rows_of`. For ComputeReward, the columns are `rewards` and
-        `reward_errors`.
+        """Joins the rows in the responses of a call, as `BatchCodec.rows_of` does. For ComputeReward, makes columns
+        `rewards` and `reward_errors` from the verdicts.
 
         Raises:
-            RewardFailed: The number of verdicts that a rank returned is not the number of rows that it was sent.
+            RewardFailed: A rank did not return one verdict for each row that it was sent.
         """
         if method.name != "ComputeReward":
             return super().rows_of(method, responses, rows)
@@ -69,10 +70,10 @@ class RewardCodec(BatchCodec):
 
 
 def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    """One text row per row of a batch, of the columns that the controller holds.
+    """Makes one TextRow per row of a batch, from the columns that the controller holds.
 
     Raises:
-        InvalidRequest: Metadata is no JSON object, or one that a request cannot hold.
+        InvalidRequest: The metadata of a row is not a JSON object, or cannot be represented in a request.
     """
     columns: dict[str, list[Any]] = {
         name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
@@ -86,7 +87,8 @@ def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
 
 
 def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | Jagged[np.ndarray]:
-    """Rewards [rows] float64, or per token (jagged); not a number, or no tokens, for a row that was not scored.
+    """Makes the values of column rewards from verdicts: [rows] float64, or per response token (jagged). A row that
+    was not scored has NaN, or no tokens.
 
     Raises:
         RewardFailed: Some rows have one score and others a score per token.
@@ -106,10 +108,10 @@ def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | 
 
 
 def all_scored(rewards: Column, errors: Column, service: str) -> Column:
-    """The column of rewards.
+    """Returns the column `rewards` if every row was scored.
 
     Raises:
-        RewardFailed: A row could not be scored; the text has the cause of the first.
+        RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
     """
     assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
     failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
@@ -122,7 +124,8 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
 
 
 def failure_of(score: reward_pb2.RowScore) -> str:
-    """The reason that a row has no reward to train on; empty for a row that has one."""
+    """Returns the reason that a verdict has no reward to train on: its error, or a score that is not a finite
+    float32; empty where it has one."""
     verdict = score.WhichOneof("verdict")
     if verdict in (None, "error"):
         return score.error or "no verdict"
@@ -132,10 +135,10 @@ def failure_of(score: reward_pb2.RowScore) -> str:
 
 
 def _struct(text: str) -> struct_pb2.Struct:
-    """The object of a JSON text.
+    """Parses a JSON object into a protobuf Struct.
 
     Raises:
-        InvalidRequest: The text is no object, or one that a Struct cannot hold.
+        InvalidRequest: The text is not a JSON object, or a Struct cannot represent it.
     """
     try:
         return json_format.Parse(text, struct_pb2.Struct())

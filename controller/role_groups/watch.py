@@ -1,4 +1,4 @@
-"""Statuses of the ranks, streamed by WorkerService.Watch: progress and memory."""
+"""Progress and memory of the ranks, which they stream over WorkerService.Watch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ from rlhf.errors import RlhfError
 from rlhf.v1 import worker_pb2
 
 INTERVAL_S = 0.5
-"""Time between two statuses of a rank."""
+"""Time between two status messages of a rank, in seconds."""
 
 
 class StatusWatch:
-    """The newest status of each rank, for as long as it answers. Used from the event loop, read from any thread."""
+    """Keeps the newest status message of each rank that responds. `begin` and `end` must be called from the event
+    loop; the other methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, dict[int, worker_pb2.WatchResponse]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, clients: Iterable[RankClient]) -> None:
-        """Starts to watch ranks."""
+        """Starts one task per rank that reads its status messages."""
         self._tasks.extend(asyncio.ensure_future(self._watch(client)) for client in clients)
 
     def end(self) -> None:
-        """Stops watching."""
+        """Cancels the tasks that read status messages."""
         for task in self._tasks:
             task.cancel()
 
     def memory(self) -> dict[str, int]:
-        """Resident and device memory by service, in bytes, summed over ranks."""
+        """Returns the resident and device memory of each service, in bytes, summed over its ranks."""
         return {
             name: sum(status.memory_bytes + status.device_memory_bytes for status in list(ranks.values()))
             for name, ranks in list(self._statuses.items())
         }
 
     def running(self, groups: Mapping[str, RoleGroup]) -> dict[str, str]:
-        """Running calls of groups, "group.Method", with rank 0's progress, such as "12/64"; empty where unknown."""
+        """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; empty
+        where it is unknown.
+
+        Args:
+            groups: Role groups by name.
+        """
         shown = {}
         for name, group in list(groups.items()):
             status = self._statuses.get(group.ranks.service, {}).get(0)
@@ -49,8 +55,8 @@ class StatusWatch:
         return shown
 
     async def _watch(self, client: RankClient) -> None:
-        """Keeps the status of a rank up to date and opens a broken stream again. A lost rank is no error here: the next
-        call on it fails."""
+        """Reads the status messages of a rank, and reopens the stream when it breaks. Does not raise where the rank
+        is lost, since the next call on it does."""
         while True:
             try:
                 request = worker_pb2.WatchRequest(interval_s=INTERVAL_S)

@@ -1,1 +1,1 @@
-"""Outputs of a run: its directory, metrics, samples, timeline, progress and report."""
+"""Outputs of a run: run directory, metrics, samples, timeline, terminal display and report."""

@@ -1,4 +1,4 @@
-"""The files of a run directory that its report is made of."""
+"""Reads the files of a run directory that its report is made from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlhf.errors import RlhfError
 CONFIG_FILES = ("config.toml", "config.json")
 SUMMARY_FILE = "summary.json"
 RUN_FILE = "run.json"
-"""Identity of the run: algorithm, command line, platform. Written before the first step."""
+"""Name of the JSON file with the run's identity: algorithm, command line, platform. It is written before the first
+step."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class RunContents:
 
     Attributes:
         name: Name of the directory.
-        figures: Figures of the metrics and samples.
+        figures: Figures accumulated from metrics and samples.
         run: Content of `run.json`.
         summary: Content of `summary.json`; empty before the end of the run.
-        config: Text of the resolved configuration.
-        is_running: Whether the run goes on.
+        config: Text of the configuration with all defaults.
+        is_running: Whether the run is still under way.
     """
 
     name: str
@@ -42,8 +43,9 @@ class RunContents:
         """Reads a run directory; files that are missing count as empty.
 
         Args:
-            figures: Figures of the metrics and samples, where they are known; else the files are read.
-            is_running: Whether the run goes on.
+            run_dir: The run directory.
+            figures: Figures of the metrics and samples. Default: they are read from the files.
+            is_running: Whether the run is still under way.
 
         Raises:
             RlhfError: There is no such directory, or a file is damaged.

@@ -1,4 +1,5 @@
-"""Figures of a report, accumulated line by line from metrics and samples in bounded memory."""
+"""Figures of a report: curves, means and peaks, accumulated step by step from metrics and samples, in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from controller.tracking.metrics import Sample, each_sample, each_step
 from reports.charts import Point
 
 MAX_STRETCHES = 200
-"""Number of stretches of a curve; each keeps its lowest and its highest point."""
+"""Maximum number of stretches of a curve after they are merged; each keeps its lowest and its highest point."""
 UNCHARTED = ("time/", "mem/", "transfer/")
-"""Prefixes of metrics that a report shows by their mean or their peak."""
+"""Prefixes of the metrics that a report shows as a mean or a peak instead of a curve."""
 THROUGHPUT = "time/tokens_per_s"
 
 
 class Curve:
-    """The outline of a metric over the steps: all points of a short run; of a long one the lowest, the highest and one
-    not finite point of each of equal stretches."""
+    """Curve of a metric over the steps, in bounded memory: all points of a short run; for a long run, the lowest, the
+    highest and one non-finite point of each stretch of steps."""
 
     def __init__(self) -> None:
         self._size = 1
@@ -27,7 +28,7 @@ class Curve:
         self._stretches: list[list[Point]] = []
 
     def add(self, step: float, value: float) -> None:
-        """Adds a point, of a later step than those before it."""
+        """Adds the value at a step, which must be later than those added before."""
         if self._in_last == 0 or self._in_last == self._size:
             self._stretches.append([])
             self._in_last = 0
@@ -57,7 +58,7 @@ def _value(point: Point) -> float:
 
 @dataclass
 class Mean:
-    """A running mean."""
+    """Running mean; NaN before the first value."""
 
     total: float = 0.0
     count: int = 0
@@ -73,16 +74,16 @@ class Mean:
 
 @dataclass
 class Figures:
-    """Figures of a run up to its last step.
+    """Figures of a run, accumulated up to its last step.
 
     Attributes:
-        last_step: Number of the last line of metrics; None before the first.
-        curves: By metric.
-        first, last: The first and last value of each metric.
-        means: By metric that begins with `UNCHARTED`, the mean over the training steps that have it.
-        peaks: By metric that begins with mem/, the highest value.
-        steps: Training steps: lines with time/step_s.
-        samples: By step, of the first and the last evaluation.
+        last_step: Number of the last step with metrics; None before the first.
+        curves: Curve of each metric, by name.
+        first, last: First and last value of each metric, by name.
+        means: Mean over the training steps that have it, for each metric with a prefix in `UNCHARTED`.
+        peaks: Highest value of each metric with prefix mem/.
+        steps: Number of training steps, which are those with the metric time/step_s.
+        samples: Sample responses of the first and of the last evaluation, by step.
     """
 
     last_step: int | None = None
@@ -96,7 +97,7 @@ class Figures:
 
     @staticmethod
     def read(run_dir: Path) -> Figures:
-        """Reads the figures of a run directory.
+        """Accumulates the figures of a run directory from its files `metrics.jsonl` and `samples.jsonl`.
 
         Raises:
             RlhfError: A file is damaged.
@@ -109,7 +110,7 @@ class Figures:
         return figures
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
+        """Adds the metrics of a step, by name."""
         self.last_step = max(step, self.last_step or 0)
         is_training = "time/step_s" in metrics
         self.steps += is_training
@@ -126,15 +127,15 @@ class Figures:
                 self.peaks[key] = max(value, self.peaks.get(key, 0.0))
 
     def add_samples(self, step: int, samples: Iterable[Sample]) -> None:
-        """Add samples of a step; samples of the first and the newest step are kept."""
+        """Adds sample responses of a step. Those of the first and of the newest step are kept."""
         if step not in self.samples:
             self.samples = dict([*self.samples.items()][:1]) | {step: []}
         self.samples[step] += samples
 
     def points(self, key: str) -> list[Point]:
-        """The points of a metric's curve."""
+        """Returns the points (step, value) of a metric's curve; none for an unknown metric."""
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:
-        """The mean of a metric; None without values."""
+        """Returns the mean of a metric in `means`; None where it has no values."""
         return self.means[key].value if key in self.means else None

@@ -1,4 +1,4 @@
-"""Metrics and samples of a run, written line by line."""
+"""Writers and readers of the metrics and sample responses of a run: `metrics.jsonl` and `samples.jsonl`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class MetricsWriter:
-    """Appends the numbers of each step to `metrics.jsonl`, and to TensorBoard events under `tensorboard/`.
+    """Writes the metrics of each step to `metrics.jsonl`, and to TensorBoard events below `tensorboard/`.
 
-    A line is `{"step": 3, "actor/loss": 0.25, ...}`: keys sorted, values as the repr of a float, those that
-    are not finite as "NaN", "Infinity" and "-Infinity" (see `json_text`). Two runs with equal numbers write
-    equal text; only keys under `time/` and `mem/` may differ between runs of one seed.
+    A line is `{"step": 3, "actor/loss": 0.25, ...}`: keys sorted, values as the repr of a float, and values that are
+    not finite as "NaN", "Infinity" and "-Infinity" (see `json_text`). Two runs with equal numbers write equal text;
+    only keys with prefix `time/` or `mem/` may differ between runs of one seed.
 
     After an error of `log` a writer can only be closed.
     """
@@ -29,15 +29,15 @@ class MetricsWriter:
         self._events = EventFile(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the numbers of a step; they are on the disk when this returns.
+        """Writes the metrics of a step, and returns when they are on the disk.
 
         Args:
-            step: 0 is before training.
-            metrics: by name; numpy scalars are fine.
+            step: Number of the step; 0 is the evaluation before training.
+            metrics: Metrics by name; numpy scalars are allowed.
 
         Raises:
-            ValueError: a negative step, or a metric named "step".
-            RlhfError: the disk failed; one line with directory and file.
+            ValueError: The step is negative, or a metric is named "step".
+            RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
         if step < 0 or "step" in metrics:
             raise ValueError(f"step {step} must not be negative, nor a metric be named 'step'")
@@ -46,7 +46,7 @@ class MetricsWriter:
         self._events.log(step, numbers)
 
     def check(self) -> None:
-        """Raises RlhfError where the metrics were deleted."""
+        """Raises RlhfError where `metrics.jsonl` was deleted or replaced."""
         self._lines.check()
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class MetricsWriter:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response as text."""
+    """Sample response of an evaluation, with its prompt, as text."""
 
     prompt: str
     response: str
@@ -67,17 +67,17 @@ class Sample:
 
 
 class SamplesWriter:
-    """Appends sample responses to `samples.jsonl`, one line each: step and the fields of `Sample`."""
+    """Writes sample responses to `samples.jsonl`, one per line: step and the fields of `Sample`."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises RlhfError where the file cannot be created."""
         self._lines = AppendFile(run_dir, SAMPLES_FILE)
 
     def log(self, step: int, rows: Sequence[Sample]) -> None:
-        """Writes the samples of a step; they are on the disk when this returns.
+        """Writes the samples of a step, and returns when they are on the disk.
 
         Raises:
-            RlhfError: the disk failed; one line with directory and file.
+            RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
         self._lines.append(b"".join(_line({"step": step, **asdict(row)}) for row in rows))
 
@@ -87,30 +87,32 @@ class SamplesWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of `metrics.jsonl`, as `each_step`."""
+    """Reads all lines of `metrics.jsonl`; see `each_step`."""
     return list(each_step(run_dir))
 
 
 def each_step(run_dir: Path) -> Iterator[dict[str, float]]:
-    """The lines of `metrics.jsonl` one after the other, `step` among the keys; a line cut off at the end is left out.
+    """Yields the metrics of each line of `metrics.jsonl`, by name; `step` is one of the keys. An incomplete last line
+    is skipped; a missing file yields nothing.
 
     Raises:
-        RlhfError: the file is damaged elsewhere.
+        RlhfError: Another line is damaged.
     """
     for line in read_json_lines(run_dir / METRICS_FILE):
         yield {key: float(value) for key, value in line.items()}
 
 
 def read_samples(run_dir: Path) -> list[tuple[int, Sample]]:
-    """The samples of `samples.jsonl`, as `each_sample`."""
+    """Reads all samples of `samples.jsonl`; see `each_sample`."""
     return list(each_sample(run_dir))
 
 
 def each_sample(run_dir: Path) -> Iterator[tuple[int, Sample]]:
-    """The samples of `samples.jsonl` with their steps, one after the other; a line cut off at the end is left out.
+    """Yields (step, sample) for each line of `samples.jsonl`. An incomplete last line is skipped; a missing file
+    yields nothing.
 
     Raises:
-        RlhfError: the file is damaged elsewhere.
+        RlhfError: Another line is damaged.
     """
     for line in read_json_lines(run_dir / SAMPLES_FILE):
         texts = line["prompt"], line["response"], line["ground_truth"]

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal."""
+"""Display of a run's progress on the terminal."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from reports.units import bytes_text, duration_text, figure_text, percent_text
 
 @dataclass
 class Status:
-    """Status of the run."""
+    """Status of the run, which the display shows."""
 
     total_steps: int = 0
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     elapsed_s: float = 0.0
-    """Since `begin`."""
+    """Time since `Progress.begin`, in seconds."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of every metric."""
+    """Last value of each metric, by name."""
     first: dict[str, float] = field(default_factory=dict)
-    """The first value of every metric of evaluations."""
+    """First value of each metric of evaluations, by name."""
     running: dict[str, str] = field(default_factory=dict)
-    """By running call, "service.method", its progress as in "12/64"; empty where unknown."""
+    """Progress of each running call, such as "12/64", by "service.method"; empty where it is unknown."""
     memory: dict[str, float] = field(default_factory=dict)
-    """Bytes by service."""
+    """Memory of each service, in bytes, by name."""
 
 
 class Progress:
-    """Live display on a terminal; elsewhere one plain line per step.
+    """Context manager that shows the progress of a run: a live display on a terminal, elsewhere one plain line per
+    step.
 
-    A context manager that restores the terminal, whatever ends it. All methods may be called from any thread, also
-    after the end, when only plain lines of `step` and `message` are shown.
+    On exit it restores the terminal, also after an error. All methods may be called from any thread, also after the
+    exit, when only the plain lines of `step` and `message` are shown.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            console: default: standard output.
-            clock: time in seconds, from which the remaining time is estimated.
+            console: Console to write to. Default: standard output.
+            clock: Function that returns a time in seconds, which the remaining time is estimated from.
         """
         # By default, rich takes a pipe with FORCE_COLOR for a terminal.
         self._console = console or Console(force_terminal=sys.stdout.isatty())
@@ -74,23 +75,23 @@ class Progress:
             self._live.stop()
 
     def begin(self, total_steps: int) -> None:
-        """The run starts now, with this number of steps."""
+        """Records that the run starts now, with `total_steps` steps."""
         with self._lock:
             self._status.total_steps = total_steps
             self._began_s = self._clock()
 
     def stage(self, running: Mapping[str, str]) -> None:
-        """Sets the running calls, "service.method", with "done/total", or "" where unknown."""
+        """Sets the progress of the running calls, "done/total" or empty where it is unknown, by "service.method"."""
         with self._lock:
             self._status.running = dict(running)
 
     def memory(self, service: str, num_bytes: float) -> None:
-        """Shows the memory that a service uses, host and device, in bytes over all its ranks."""
+        """Sets the host and device memory that a service uses, in bytes, summed over its ranks."""
         with self._lock:
             self._status.memory[service] = num_bytes
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step (0: the evaluation before training), with the metrics of `metrics.jsonl`."""
+        """Shows a finished step; 0 is the evaluation before training. `metrics` are those of `metrics.jsonl`."""
         with self._lock:
             status = self._status
             status.step = step
@@ -115,7 +116,7 @@ class Progress:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """A step in one plain line, with the metrics that it has."""
+    """Returns a plain line of text for a step: its number, the metrics of `figures` that it has, and its duration."""
     parts = [f"step {step}/{total_steps}", *figures(metrics)]
     if "time/step_s" in metrics:
         parts.append(f"{metrics['time/step_s']:.2f} s")
@@ -123,10 +124,11 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = None) -> list[str]:
-    """The known ones of the figures to watch: reward, KL, held-out metrics, tokens/s.
+    """Returns a text for each main metric that `metrics` has: reward, KL, held-out metrics and tokens/s.
 
     Args:
-        first: First values of the held-out metrics.
+        metrics: Metrics by name.
+        first: First values of the held-out metrics by name, which are shown before the current ones. Default: none.
     """
     texts: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:.3f}",
@@ -149,7 +151,7 @@ def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = No
 
 
 def display(status: Status) -> RenderableType:
-    """The live display: a bar over the steps, then figures, running calls and memory."""
+    """Makes the live display: a progress bar over the steps, then main metrics, running calls and memory."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()

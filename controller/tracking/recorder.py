@@ -1,4 +1,4 @@
-"""Records a run: metrics, samples, timeline, progress, summary, report."""
+"""Records a run: writes metrics, samples, timeline, summary and report, and updates the terminal display."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REPORT_EVERY_S = 60.0
 
 
 class Recorder:
-    """Writes the files of a run as it goes, and shows its progress. A context manager, which writes the report at the
-    end, also after an error.
+    """Context manager that writes the files of a run while it is under way, and shows its progress. On exit it writes
+    the report, also after an error.
 
     Args:
-        directory: Directory of the run.
-        progress: Display of the run.
-        identity: Identity of the run; see `controller.identity`.
-        report_every_s: Seconds between two reports of a running run.
+        directory: Run directory.
+        progress: Terminal display, which is entered and exited with the recorder.
+        identity: Identity of the run as JSON values; see `controller.identity`. Default: empty.
+        report_every_s: Time, in seconds, between two reports while the run is under way.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Recorder:
 
     @property
     def path(self) -> Path:
-        """Directory of the run."""
+        """Path of the run directory."""
         return self.directory.path
 
     def __enter__(self) -> Self:
@@ -81,7 +81,12 @@ class Recorder:
     def following(
         self, running: Callable[[], Mapping[str, str]], memory: Callable[[], Mapping[str, int]]
     ) -> Iterator[None]:
-        """Shows running calls and memory for as long as the context lasts."""
+        """Context manager that updates the displayed running calls and memory every 0.25 s, on a thread of its own.
+
+        Args:
+            running: Function that returns the progress of the running calls, by "service.method".
+            memory: Function that returns the memory of each service, in bytes, by name.
+        """
         ended = threading.Event()
 
         def follow() -> None:
@@ -99,7 +104,8 @@ class Recorder:
             thread.join(1)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a finished step; step 0 is the evaluation before training."""
+        """Records the metrics of a finished step; step 0 is the evaluation before training. Writes a report if the
+        last one is `report_every_s` old."""
         self._metrics.log(step, metrics)
         self._figures.add(step, metrics)
         self.progress.step(step, metrics)
@@ -108,12 +114,13 @@ class Recorder:
             self._reported_s = time.monotonic()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Records sample responses of an evaluation."""
+        """Records the sample responses of an evaluation after step `step`."""
         self._samples.log(step, rows)
         self._figures.add_samples(step, rows)
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
-        """Records calls on the timeline: on the controller, and their phases on each rank."""
+        """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
+        phases (queue, fetch, compute, store) on the track of each rank."""
         for record in records:
             args = {"step": step, "policy_version": record.policy_version}
             track = ("controller", record.service)
@@ -124,7 +131,7 @@ class Recorder:
         self._timeline.flush()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Writes summary.json: these figures and the identity of the run."""
+        """Writes `summary.json`, which has `figures` and the identity of the run."""
         self._metrics.check()
         self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that loads nothing, made from what the run left in its directory so far."""
+"""Writes the report of a run: one HTML file without external resources, made from the files in the run directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ REPORT_FILE = "report.html"
 
 def write_report(run_dir: Path, figures: Figures | None = None, *, is_running: bool = False) -> Path:
     """Writes `report.html` from `metrics.jsonl`, `samples.jsonl`, `run.json`, `summary.json` and `config.toml` or
-    `config.json`; returns its path. A section whose file is missing is left out, so an interrupted run has a report
-    too.
+    `config.json`; returns its path. A section whose file is missing is left out, so that an interrupted run has a
+    report too.
 
     Args:
-        figures: Figures of the metrics and samples, where they are known; else the files are read.
-        is_running: Whether the run goes on.
+        run_dir: The run directory.
+        figures: Figures of the metrics and samples. Default: they are read from the files.
+        is_running: Whether the run is still under way.
 
     Raises:
-        RlhfError: There is no such directory, a file is damaged, or the disk refused.
+        RlhfError: There is no such directory, a file is damaged, or the report cannot be written.
     """
     contents = RunContents.read(run_dir, figures, is_running=is_running)
     return write_atomically(run_dir / REPORT_FILE, render(contents))

@@ -1,4 +1,4 @@
-"""The sections of a run's report."""
+"""Renders the sections of a run's report as HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CURVES = (
 
 
 def render(contents: RunContents) -> str:
-    """The page, as HTML that is well-formed XML too."""
+    """Renders the report as an HTML page, which is well-formed XML too."""
     figures = contents.figures
     sections = [
         _header(contents),
@@ -50,7 +50,8 @@ def render(contents: RunContents) -> str:
 
 
 def headline(contents: RunContents) -> list[tuple[str, str]]:
-    """Titles and texts of the figures on top: from the summary, or up to the last step."""
+    """Returns (title, text) of each headline figure of the report, from the summary where there is one, else from the
+    steps so far."""
     figures = contents.figures
     values: dict[str, Any] = {"steps": figures.last_step, "tokens_per_s": figures.mean(THROUGHPUT)}
     for name in ("accuracy", "reward", "loss"):
@@ -74,7 +75,8 @@ def headline(contents: RunContents) -> list[tuple[str, str]]:
 
 
 def stage_means(figures: Figures) -> dict[str, float]:
-    """Mean seconds per training step of each stage, the longest first, from the keys `time/<stage>_s`."""
+    """Returns the mean time of each stage in seconds per training step, by name, the longest first; from the metrics
+    `time/<stage>_s`."""
     means = {
         key.removeprefix("time/").removesuffix("_s"): mean.total / figures.steps
         for key, mean in figures.means.items()
@@ -87,9 +89,9 @@ def stage_means(figures: Figures) -> dict[str, float]:
 
 
 def before_and_after(samples: Mapping[int, Sequence[Sample]]) -> tuple[list[int], list[tuple[Sample, ...]]]:
-    """First and last step that has samples, and for each prompt of the last its samples at these steps.
+    """Returns the first and the last step with samples, and for each prompt with samples at both the two samples.
 
-    One step, and one sample per prompt, where there are samples of a single step only.
+    Returns one step, and one sample per prompt, where only one step has samples.
     """
     steps = sorted(samples)
     last = samples[steps[-1]]
@@ -118,8 +120,8 @@ def _tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def _learning_curves(figures: Figures) -> list[str]:
-    """Charts of the held-out metric and the training reward: in one chart where one axis fits both, rewards from
-    about 0 to 1, else in two."""
+    """Renders the held-out metric and the training reward: in one chart where all values are between -0.25 and 1.25,
+    else in two."""
     key, name = next((each for each in _HELDOUT if each[0] in figures.curves), _HELDOUT[0])
     heldout = Series(name, figures.points(key))
     reward = Series("mean training reward", figures.points(_REWARD))
@@ -133,7 +135,7 @@ def _learning_curves(figures: Figures) -> list[str]:
 
 
 def _wide_card(title: str, series: Sequence[Series], include: Sequence[float]) -> str:
-    """A card over the whole width, with a chart for wide screens and one for phones."""
+    """Renders a card over the whole width, with one chart for wide screens and one for phones."""
     drawn = [line for line in series if line.points]
     wide = _by_step(title, drawn, include, width=940, height=320)
     narrow = _by_step(title, drawn, include)
@@ -153,10 +155,13 @@ def _by_step(
     width: int = 440,
     height: int = 240,
 ) -> str:
-    """A chart over the steps; empty where no point is finite.
+    """Renders a line chart over the steps; returns an empty text where no point is finite.
 
     Args:
-        include: Values that the y axis reaches.
+        title: Title of the chart.
+        series: Lines of the chart.
+        include: Values that the y axis must include.
+        width, height: Size in user units of the SVG.
     """
     points = [point for line in series for point in line.finite]
     if not points:
@@ -223,7 +228,7 @@ def _sample_table(samples: Mapping[int, Sequence[Sample]]) -> str:
 
 
 def _run_table(values: Mapping[str, Any]) -> str:
-    """Table of the run's identity and platform, as far as known."""
+    """Renders a table of the run's identity and platform, with the values that are known."""
     shown = {
         "Algorithm": values.get("algorithm"),
         "Command line": values.get("command_line"),

@@ -1,4 +1,4 @@
-"""The directory of a run, and the boundary at which errors of the disk become RlhfErrors."""
+"""The run directory, and functions that read and write its files and turn OSErrors into RlhfErrors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_FREE_BYTES = 16 * 2**20
 
 
 class RunDirectory:
-    """The directory of one run: always new."""
+    """Directory of one run. `create` makes a new one; the constructor wraps an existing path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,16 +29,17 @@ class RunDirectory:
     def create(
         cls, parent: Path, name: str, clock: Callable[[], float] = time.time, algorithm: str = ""
     ) -> RunDirectory:
-        """Makes `parent/name-ALGORITHM-YYYYmmdd-HHMMSS`, with -2, -3, ... where the name is taken.
+        """Makes the directory `parent/NAME-ALGORITHM-YYYYmmdd-HHMMSS`, with -2, -3, ... appended where it exists.
 
         Args:
-            parent: made too where it is missing.
-            algorithm: name of the algorithm; empty: left out.
-            clock: Unix time in seconds, in the name as local time.
+            parent: Parent directory, which is made too where it is missing.
+            name: Name of the run.
+            clock: Function that returns the Unix time in seconds; the directory's name has it as local time.
+            algorithm: Name of the algorithm; empty: left out of the directory's name.
 
         Raises:
-            ConfigError: a name that is not one path component, a parent that cannot be written to, or less
-                than `MIN_FREE_BYTES` of free space.
+            ConfigError: `name` is not one path component, `parent` cannot be written to, or less than
+                `MIN_FREE_BYTES` of space are free.
         """
         if not name or "/" in name or name in (".", ".."):
             raise ConfigError(f"run name {name!r} cannot be part of a directory's name")
@@ -58,36 +59,40 @@ class RunDirectory:
             raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
 
     def output(self, service: str) -> Path:
-        """Directory of a service's trained model: an absolute path, since services may run in other directories."""
+        """Returns the directory for a service's trained model, as an absolute path, since services may run in
+        different working directories."""
         return self.path.resolve() / service
 
     def remove_if_only(self, names: Set[str]) -> None:
-        """Removes the directory where it holds no files but these. One that cannot be read, or is gone, stays so."""
+        """Removes the directory if it has no entries except those in `names`. Does nothing where it cannot be read or
+        no longer exists."""
         with contextlib.suppress(OSError):
             if {path.name for path in self.path.iterdir()} <= names:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, name: str, obj: Any) -> Path:
-        """Writes `obj` as indented strict JSON (see `json_text`), atomically; returns the file's path.
+        """Writes `obj` to file `name` as indented strict JSON (see `json_text`), atomically; returns the file's path.
 
         Raises:
-            RlhfError: the disk failed; one line with directory and file.
+            RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
         return self.write_text(name, json_text(obj, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Writes a text file, atomically; returns its path. Raises as `write_json`."""
+        """Writes `text` to file `name`, atomically; returns the file's path. Raises RlhfError where writing fails."""
         return write_atomically(self.path / name, text)
 
 
 class AppendFile:
-    """A file of a run that grows record by record; each record is on the disk when `append` returns.
+    """File in a run directory that records are appended to; each record is on the disk when `append` returns.
 
-    There is no buffer and no thread between the caller and the file, so a full disk is an error of the record that did
-    not fit, and `close` writes nothing.
+    There is no buffer and no thread between caller and file, so that a full disk raises an error in the `append`
+    whose record did not fit, and `close` writes nothing.
 
     Args:
-        syncs: Whether `append` waits for the disk. False: records of the last seconds are lost if the machine crashes.
+        run_dir: The run directory.
+        name: Path of the file in it.
+        syncs: Whether `append` calls fsync. False: records of the last seconds may be lost if the machine crashes.
     """
 
     def __init__(self, run_dir: Path, name: str, *, syncs: bool = True) -> None:
@@ -97,10 +102,10 @@ class AppendFile:
             self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, record: bytes) -> None:
-        """Writes and syncs one record.
+        """Appends one record, and syncs it where `syncs` is set.
 
         Raises:
-            RlhfError: the disk failed, and part of the record may be written; or the file was deleted.
+            RlhfError: Writing failed, and part of the record may be written; or the file was deleted or replaced.
         """
         self.check()
         rest = memoryview(record)
@@ -112,7 +117,7 @@ class AppendFile:
                 os.fsync(self._file.fileno())
 
     def check(self) -> None:
-        """Raises RlhfError where the file was deleted, since further records would be lost silently."""
+        """Raises RlhfError where the file was deleted or replaced, since further records would be lost silently."""
         try:
             is_there = os.path.samestat(os.stat(self._run_dir / self._name), os.fstat(self._file.fileno()))
         except OSError:
@@ -129,7 +134,8 @@ class AppendFile:
 
 @contextmanager
 def writing(run_dir: Path, name: str) -> Iterator[None]:
-    """Turns an OSError inside into an RlhfError: directory, reason and file in one line."""
+    """Context manager that turns an OSError in its body into an RlhfError with directory, reason and file in one
+    line."""
     try:
         yield
     except OSError as error:
@@ -137,10 +143,11 @@ def writing(run_dir: Path, name: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> Path:
-    """Writes a file as a whole or, on any failure, leaves it as it was; returns its path.
+    """Writes a text file by writing a temporary file and renaming it, so that a failure leaves the old file
+    unchanged; returns the path.
 
     Raises:
-        RlhfError: the disk failed; one line with directory and file.
+        RlhfError: Writing failed; the text is one line with directory, reason and file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path.parent, path.name):
@@ -157,7 +164,8 @@ def write_atomically(path: Path, text: str) -> Path:
 
 
 def json_text(obj: Any, indent: int | None = None) -> str:
-    """Strict JSON in insertion order, floats as repr: equal objects give equal text.
+    """Returns `obj` as strict JSON, with keys in insertion order and floats as their repr: equal objects give equal
+    text.
 
     Floats that are not finite become the strings "NaN", "Infinity" and "-Infinity" (as in the JSON form of protobuf),
     which `float()` reads back. Other values without a JSON type become their `str()`.
@@ -166,12 +174,12 @@ def json_text(obj: Any, indent: int | None = None) -> str:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON Lines file, or nothing if the file is missing.
+    """Yields the objects of a JSON Lines file, or nothing where the file is missing.
 
     A last line without a newline, left by a writer that was killed, is skipped.
 
     Raises:
-        RlhfError: another line is not a JSON object, or the file cannot be read.
+        RlhfError: Another line is not a JSON object, or the file cannot be read.
     """
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:

@@ -1,4 +1,4 @@
-"""Scalars as a TensorBoard event file.
+"""Writes scalars to a TensorBoard event file.
 
 tensorboardX imports torch where that is installed (1,204 modules), which a controller must not, and the usual
 writers write from a thread of their own, in which a full disk goes unseen; the format is small enough to write
@@ -26,7 +26,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
 
 class EventFile:
-    """One event file below `run_dir/tensorboard/`; each step is on the disk when `log` returns."""
+    """Writer of one event file in `run_dir/tensorboard/`; each step is on the disk when `log` returns."""
 
     def __init__(self, run_dir: Path) -> None:
         name = f"{DIRECTORY}/events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
@@ -34,7 +34,7 @@ class EventFile:
         self._file.append(record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2")))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends the scalars of a step. Raises RlhfError where the disk fails."""
+        """Appends the scalars of a step, by name. Raises RlhfError where writing fails."""
         self._file.append(record(scalar_event(time.time(), step, scalars)))
 
     def close(self) -> None:
@@ -43,19 +43,19 @@ class EventFile:
 
 
 def scalar_event(unix_s: float, step: int, scalars: Mapping[str, float]) -> bytes:
-    """The serialized Event of scalars, which TensorBoard stores as float32."""
+    """Returns a serialized `tensorflow.Event` with scalars, which the format stores as float32."""
     values = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in scalars.items())
     return _wall_time(unix_s) + _key(2, _VARINT) + _varint(step) + _bytes(5, values)
 
 
 def record(data: bytes) -> bytes:
-    """One TFRecord."""
+    """Returns `data` framed as a TFRecord."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _masked_crc(length), data, _masked_crc(data)))
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli; RFC 3720, appendix B.4)."""
+    """Returns the CRC-32C of `data` (Castagnoli; RFC 3720, appendix B.4)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)

@@ -16,17 +16,18 @@ from typing import Any
 from controller.tracking.run_directory import AppendFile, json_text
 
 Track = tuple[str, str]
-"""Process and thread, for example ("actor", "rank 0 compute"): a service and one of its ranks or phases."""
+"""Names of the process and the thread that an event is shown in, for example ("actor", "rank 0") for a service and
+one of its ranks."""
 
 TIMELINE_FILE = "timeline.json"
 EARLIER_FILE = "timeline-earlier.json"
 MAX_BYTES = 64 << 20
-"""Size at which a file is closed and the next one begun: a viewer takes some seconds to open it."""
+"""Size in bytes at which a timeline file is closed and the next one begun; viewers take some seconds to open it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """An event of the trace; times are Unix times in microseconds, `end_us` not before `start_us`."""
+    """Event of the trace. Times are Unix times in microseconds, and `end_us` is not before `start_us`."""
 
     track: Track
     name: str
@@ -42,8 +43,9 @@ class Timeline:
     the two files have the last events of a run, and memory holds none.
 
     Args:
-        run_dir: Directory of the run.
-        started_unix_s: Time 0 of the trace.
+        run_dir: The run directory.
+        started_unix_s: Unix time, in seconds, that is time 0 of the trace.
+        max_bytes: Size in bytes at which the next file is begun.
     """
 
     def __init__(self, run_dir: Path, started_unix_s: float, max_bytes: int = MAX_BYTES) -> None:
@@ -63,12 +65,15 @@ class Timeline:
         end_unix_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds an event, which `flush` writes.
+        """Adds an event, which the next `flush` writes.
 
         Args:
-            track: Process and thread of the event, created with their first event. Overlapping events are in one thread
-                where one contains the other, else in lanes `thread`, `thread (2)`, ...
-            end_unix_s: An end before the start, from a clock that was set back, counts as the start.
+            track: Process and thread of the event, created with their first event. Overlapping events are in one
+                thread where one contains the other, else in lanes `thread`, `thread (2)`, ...
+            name: Name of the event.
+            start_unix_s: Start of the event, Unix time in seconds.
+            end_unix_s: End of the event, likewise. An end before the start, from a clock that was set back, counts as
+                the start.
             args: Values shown with the event.
         """
         start_us, end_us = round(start_unix_s * 1e6), round(end_unix_s * 1e6)
@@ -80,7 +85,7 @@ class Timeline:
         """Writes the events that were added. Lanes are assigned best where overlapping events are flushed together.
 
         Raises:
-            RlhfError: The disk failed; one line with directory and file.
+            RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
         with self._lock:
             added, self._added = self._added, []
@@ -114,7 +119,8 @@ class Timeline:
         self._num_bytes += len(encoded)
 
     def _events(self, span: Span) -> Iterator[dict[str, Any]]:
-        """The names of the span's process and thread where they are new, and its "X" event."""
+        """Yields the events of the trace for a span: names of its process and thread where they are new, and its "X"
+        event."""
         (pid, tid), names = self._tracks.place(span)
         yield from names
         yield {
@@ -130,10 +136,10 @@ class Timeline:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The complete events of a timeline file, whose writer may have been killed.
+    """Reads the events of a timeline file. An incomplete last line, left by a writer that was killed, is skipped.
 
     Raises:
-        ValueError: The file is no timeline.
+        ValueError: The file is not a timeline, or another line is damaged.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     if lines[0] != "[":
@@ -151,7 +157,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class _Tracks:
-    """Numbers of processes and threads, from 1 in the order of their first events."""
+    """Assigns numbers to processes and threads, from 1 in the order of their first events."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -159,7 +165,7 @@ class _Tracks:
         self._lanes: dict[Track, list[_Lane]] = {}
 
     def place(self, span: Span) -> tuple[tuple[int, int], list[dict[str, Any]]]:
-        """Process and thread of a span, and the events that name them where they are new.
+        """Returns the numbers (process, thread) of a span, and the events that name them where they are new.
 
         Viewers drop or misdraw events of one thread that overlap in part, so a span goes into the first lane of its
         track without an event that it overlaps in part."""
@@ -184,11 +190,11 @@ class _Tracks:
 
 @dataclass
 class _Lane:
-    """Spans of one thread; any two of them are disjoint or nested."""
+    """Spans that are shown in one thread; any two of them are disjoint or nested."""
 
     tid: int
     settled_us: int = -(1 << 62)
-    """End of the spans that later ones are no longer compared with."""
+    """End of the spans that later ones need not be compared with, Unix time in microseconds."""
     open: list[Span] = field(default_factory=list)
 
     def has_room_for(self, span: Span) -> bool:

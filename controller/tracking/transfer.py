@@ -1,4 +1,4 @@
-"""Transfer metrics of a step, for metrics.jsonl."""
+"""Metrics of a step about the bytes that ranks fetched from each other, for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nccl_transfer.transports import Traffic
 
 
 def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
-    """Totals over all ranks and calls.
+    """Sums the traffic of calls over ranks and calls, by transport and by method.
 
     Returns:
-        `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is a
-        transport, or SERVICE.METHOD of a method, whose ranks fetched bytes: every call of a method has the same plan.
-        Seconds are summed over ranks, so the rate is that of one rank. For transports also `transfer/NAME/transfers`.
+        Metrics `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is a
+        transport, or SERVICE.METHOD of a method whose ranks fetched bytes. Seconds are summed over ranks, so that the
+        rate is that of one rank. For transports also `transfer/NAME/transfers`, the number of transfers.
     """
     by_transport: dict[str, Traffic] = {}
     by_method: dict[str, Traffic] = {}

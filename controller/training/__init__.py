@@ -1,1 +1,1 @@
-"""A run: its steps, rewards and evaluation, and the interface of algorithms."""
+"""The interface that algorithms use: a run with its roles, steps, rewards and evaluation."""

@@ -1,4 +1,4 @@
-"""An algorithm: a function of a run, with its declaration. No other module knows an algorithm by name."""
+"""The class of algorithms and the decorator that declares one. No other module knows an algorithm by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rlhf.errors import ConfigError
 from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
-"""Keys of `[algorithm]` that every update reads. The tuples below are read by the part that they are named after."""
+"""Keys of `[algorithm]` that every update reads. The tuples below hold the keys that the update of the policy, that
+of the critic, the reward, and the KL penalty in the reward read."""
 POLICY = (
     *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
     "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
@@ -26,25 +27,26 @@ KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_ho
 
 
 class NoOptions(Strict):
-    """Options of an algorithm without any."""
+    """Empty type of `[algorithm.options]`, for algorithms without options."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A function of a run, called as `function(run)`, or as `function(run, options)` where it has options.
+    """An algorithm: a function that takes a `Run`, with a declaration of what it needs.
 
     Attributes:
-        function: The algorithm.
-        services: Role by name of the services that it needs; None: all of the configuration.
-        options: Type of `[algorithm.options]`.
-        defaults: The algorithm's own defaults of keys of `[algorithm]`.
-        compares_groups: Whether it compares the responses to a prompt with each other, and so needs several.
-        quickstart: Name of the bundled configuration that it runs with by default.
-        columns: Texts that every row of its data needs beside the prompt.
+        function: The function, called as `function(run)`, or as `function(run, options)` where `options` is given.
+        services: Role of each service that it needs, by name; None: all services of the configuration.
+        options: Type of `[algorithm.options]`. Default: no options.
+        defaults: Defaults of this algorithm for keys of `[algorithm]`.
+        compares_groups: Whether it compares the responses to a prompt with each other, and so needs at least 2.
+        quickstart: Name of the bundled configuration that it runs with where none is given.
+        columns: Names of the texts that every row of the data needs beside the prompt.
         trains: Name of the service that it trains.
-        reads: Keys of `[algorithm]` that it reads, beside its options; None: all.
-        check: Called with the configuration and the options; raises ConfigError where they are incompatible.
-        only_for: Key of `[algorithm]` by name of a service that it needs only where that key is not 0.
+        reads: Keys of `[algorithm]` that it reads beside its options, so that others are refused; None: all.
+        check: Function that takes the configuration and the options, and raises ConfigError where they are
+            incompatible; None: no further check.
+        only_for: Key of `[algorithm]` for each service that is needed only where that key is not 0, by its name.
     """
 
     function: Callable[..., Any]
@@ -61,23 +63,23 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """Name of the function."""
+        """Name of the algorithm: that of its function."""
         return getattr(self.function, "__name__", repr(self.function))
 
     def __call__(self, run: Run) -> None:
-        """Runs the algorithm on a run whose configuration `configure` has made."""
+        """Executes the algorithm on a run, whose configuration must be one that `configure` returned."""
         if self.options is NoOptions:
             self.function(run)
         else:
             self.function(run, self.options.model_validate(run.config.algorithm.options))
 
     def configure(self, config: Config) -> Config:
-        """The configuration of a run of this algorithm: the services that it needs, its own defaults for keys that are
-        not set, and all of its options.
+        """Returns the configuration for a run of this algorithm: only the services that it needs, with the
+        algorithm's defaults for keys that are not set, and all of its options.
 
         Raises:
-            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is set that the
-                algorithm does not read, or the configuration is incompatible with it.
+            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is set that
+                the algorithm does not read, or the configuration is incompatible with it.
         """
         given = config.algorithm.model_dump(exclude_unset=True)
         self._check_keys(given)
@@ -92,8 +94,8 @@ class Algorithm:
         return configured
 
     def resolved(self, config: Config) -> dict[str, Any]:
-        """A configuration that `configure` has made as tables of a file: all keys that the algorithm reads, with their
-        defaults. `configure` accepts the file again."""
+        """Returns a configuration that `configure` returned as the tables of a config file, with all keys that the
+        algorithm reads and their values. `configure` accepts such a file again."""
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": self._unread()})
 
     def _unread(self) -> set[str]:
@@ -108,7 +110,11 @@ class Algorithm:
             )
 
     def _needed(self, config: Config) -> Iterable[str]:
-        """Names of the services that it needs, in the order of the configuration."""
+        """Returns the names of the services that the algorithm needs, in the order of the configuration.
+
+        Raises:
+            ConfigError: A service is missing, or has a different role.
+        """
         needed = (
             {name: table.role for name, table in config.services.items()}
             if self.services is None
@@ -131,7 +137,7 @@ class Algorithm:
         return [name for name in config.services if name in needed or name in hosts]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
-        """The services without those whose key in `only_for` is 0."""
+        """Returns `services` without those whose key in `only_for` is 0."""
         given = config.algorithm.model_dump(exclude_unset=True)
         table = AlgorithmTable(**{**self.defaults, **given})
         return {
@@ -156,7 +162,8 @@ class Algorithm:
 
 
 def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Role by name of the services, with a composed reward or cost replaced by its services."""
+    """Returns the role of each service by name, with composed rewards and costs replaced by the services that they
+    are sums of."""
     parts: dict[str, str] = {}
     for name, role in services.items():
         recipes = config.recipes(name).values() if role == "reward" else [{name: 1.0}]
@@ -177,10 +184,10 @@ def algorithm(
     check: Callable[[Config, Any], None] | None = None,
     only_for: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Algorithm]:
-    """Declares a function as an algorithm.
+    """Decorator that makes an `Algorithm` of a function.
 
     Args:
-        services: Names of the services that it needs, which are also their roles; else role by name.
+        services: Names of the services that it needs, where each is named like its role; else roles by name.
         options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for: As in `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}

@@ -1,4 +1,4 @@
-"""Columns on the controller: the floats that `compute_advantage` reads, and the lengths of responses."""
+"""Reads columns on the controller: floats that advantages are computed from, lengths of responses, and texts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlhf.errors import InvalidRequest
 
 
 class ColumnReader:
-    """Reads columns of the ranks.
+    """Fetches columns from the memory of the ranks.
 
     Args:
-        fetcher: Reads rows from the ranks' memory.
+        fetcher: Fetches rows from the ranks' memory.
         session: Session of the run, whose steps count the bytes.
-        timeout_s: Longest time of a fetch, in seconds.
+        timeout_s: Timeout of a fetch, in seconds.
     """
 
     def __init__(self, fetcher: Fetcher, session: Session, timeout_s: float) -> None:
@@ -31,10 +31,18 @@ class ColumnReader:
         self._timeout_s = timeout_s
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
-        """Values of float columns of the ranks, and of columns that the controller holds. Waits for them.
+        """Waits for columns and returns their values by name: float columns of the ranks, and any column that the
+        controller holds.
+
+        Args:
+            batch: The batch.
+            names: Names of the columns.
+
+        Returns:
+            An array, a jagged array or a list of texts per column; copies that stay valid after the step.
 
         Raises:
-            InvalidRequest: A column of the ranks has another type, such as token ids, which stay on the ranks.
+            InvalidRequest: A column on the ranks is not of a float type, such as token ids, which stay on the ranks.
         """
         resolved = batch.result(names)
         for name, column in resolved.columns.items():
@@ -56,7 +64,7 @@ class ColumnReader:
 
 
 def lengths_of(column: Column) -> np.ndarray:
-    """Entries per row [rows] int64 of a jagged column, which a reference has without the values.
+    """Returns the number of entries of each row of a jagged column [rows] int64. Does not fetch the values.
 
     Raises:
         InvalidRequest: The rows have a fixed shape.
@@ -69,19 +77,20 @@ def lengths_of(column: Column) -> np.ndarray:
 
 
 def count_tokens(batch: Batch, name: str) -> int:
-    """Tokens in a column; 0 where the batch does not have it."""
+    """Returns the number of tokens in column `name`; 0 where the batch does not have it."""
     return int(lengths_of(batch[name]).sum()) if name in batch.columns else 0
 
 
 def texts_of(batch: FutureBatch, name: str) -> list[str]:
-    """Texts of a column that the controller holds. Waits for them."""
+    """Waits for a column of texts that the controller holds, and returns them."""
     column = batch.result([name])[name]
     assert isinstance(column, LocalColumn)
     return column.texts
 
 
 def _owned(values: Any) -> Any:
-    """A copy: rows that are read in place are valid until their step is released."""
+    """Returns a copy of fetched values, since rows that are read in place are valid only until their step is
+    released."""
     if isinstance(values, Jagged):
         return Jagged(values.values.copy(), values.lengths)
     return values.copy() if isinstance(values, np.ndarray) else values

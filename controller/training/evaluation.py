@@ -19,19 +19,20 @@ from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
 
 ROW = "heldout_row"
-"""Column of a batch of held-out rows: the number of each row among those evaluated, from 0."""
+"""Name of the column of a batch of held-out rows that has the number of each row among those evaluated, from 0."""
 
 Measured = tuple[Mapping[str, np.ndarray], Sequence[FutureBatch]]
-"""Numbers by name, one for each row of a batch [rows], and the batches whose calls made them."""
+"""Return type of `Evaluation.measure`: arrays with one number per row of a batch [rows], by name, and the batches
+whose calls made them."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of the held-out rows.
+    """Definition of the metrics of held-out rows.
 
     Attributes:
-        measure: Called with one batch of rows after the other, in the order of the rows.
-        summarize: Called with the numbers of all rows, by name; returns the metrics of the evaluation.
+        measure: Function that measures one batch of held-out rows; called for one batch after another.
+        summarize: Function that takes the numbers of all rows by name, and returns the metrics of the evaluation.
     """
 
     measure: Callable[[FutureBatch], Measured]
@@ -39,17 +40,17 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the held-out rows that are not too long.
+    """Evaluates the held-out rows whose prompts are not too long.
 
     Args:
         data: Held-out rows.
-        limit: Of their prompts; None: any length.
-        batch_rows: Rows measured at once.
+        limit: Limit on the length of their prompts; None: any length.
+        batch_rows: Maximum number of rows in a batch.
         cluster: Connected services.
         recorder: Records the calls.
 
     Attributes:
-        history: Metrics of each evaluation.
+        history: Metrics of each evaluation, in order.
     """
 
     def __init__(
@@ -64,16 +65,17 @@ class Evaluator:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Numbers of the rows that are evaluated [n] int64."""
+        """Numbers of the held-out rows that are evaluated [n] int64."""
         return rows_that_fit(self._data, self._limit, lambda prompt: prompt.text)
 
     @property
     def left_out(self) -> int:
-        """Held-out rows that are too long."""
+        """Number of held-out rows that are left out because they are too long."""
         return len(self._data) - len(self.rows)
 
     def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:
-        """Metrics of the held-out rows, after a step. The rows of one batch are freed before the next."""
+        """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/, and
+        time/evaluation_s. All rows of the step are freed after each batch."""
         started = time.time()
         parts: list[Mapping[str, np.ndarray]] = []
         for batch in batches(self._data, self.rows, self._batch_rows):
@@ -90,14 +92,20 @@ class Evaluator:
 
 
 def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBatch]:
-    """These rows of the data in batches of at most `most`, with column `ROW`."""
+    """Yields rows of the data in batches of at most `most` rows, with column `ROW`.
+
+    Args:
+        data: The rows.
+        rows: Numbers of the rows [n] int64.
+        most: Maximum number of rows in a batch.
+    """
     for first in range(0, len(rows), most):
         part = rows[first : first + most]
         yield data.batch(part) | FutureBatch.of(**{ROW: first + np.arange(len(part))})
 
 
 def row_scores(scored: FutureBatch) -> np.ndarray:
-    """Score of each response [rows] float64; scores of tokens are summed. Waits for them."""
+    """Waits for column rewards and returns the score of each response [rows] float64; scores per token are summed."""
     rewards = scored.result(["rewards"])["rewards"]
     assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
     if isinstance(rewards.values, Jagged):
@@ -106,7 +114,7 @@ def row_scores(scored: FutureBatch) -> np.ndarray:
 
 
 def mean_of_scored(scores: np.ndarray) -> float:
-    """Mean of the scores that are numbers [rows]; not a number where none is."""
+    """Returns the mean of the scores [rows] that are not NaN; NaN where all are."""
     found = scores[~np.isnan(scores)]
     return float(np.mean(found)) if len(found) else float("nan")
 

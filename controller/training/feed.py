@@ -1,4 +1,4 @@
-"""Rows of the training data, drawn step by step."""
+"""Draws the rows of the training data, step by step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Feed:
     Args:
         config: Configuration of the run.
         prompts: Prompts to train on.
-        texts: Texts of data.pretrain, where there are any.
-        limits: Of prompts and of texts; None: any length.
+        texts: Texts of data.pretrain; None where it is not set.
+        limits: Limits on the length of prompts and of texts; None: any length.
 
     Attributes:
-        loader: Position in the prompts.
-        text_loader: Position in the texts, where there are any.
-        batches_drawn: Batches of prompts drawn so far.
+        loader: Loader that draws the prompts.
+        text_loader: Loader that draws the texts; None without texts.
+        batches_drawn: Number of batches of prompts drawn so far.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Feed:
         self._limit, self._text_limit = limits
 
     def next_prompts(self) -> tuple[FutureBatch, FutureBatch]:
-        """The next prompts, each repeated for its samples, and column "group" of the same rows."""
+        """Draws the prompts of the next batch. Returns two batches of the same rows: the prompts, each repeated
+        rollout.samples_per_prompt times, and column "group", the number of each row's prompt, unique in the run."""
         config, count = self._config, self._config.data.prompts_per_step
         numbers = self.batches_drawn * count + np.arange(count)
         self.batches_drawn += 1
@@ -52,7 +53,8 @@ class Feed:
         return columns_of(drawn).repeat(samples), FutureBatch.of(group=numbers).repeat(samples)
 
     def next_texts(self) -> FutureBatch:
-        """Column "pretrain_text" of the next texts, one per row of a step; no column where there are no texts."""
+        """Draws as many pretraining texts as a step has rows, and returns them as column "pretrain_text"; no column
+        where there are no texts."""
         rows = self._config.rows_per_step
         if self._texts is None or self.text_loader is None:
             return FutureBatch(rows, {})
@@ -60,7 +62,7 @@ class Feed:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Metrics: rows read and left out so far, because they are too long."""
+        """Metrics with the number of rows that were left out so far because they are too long, by name."""
         loaders = {"data/prompts_left_out": self.loader, "data/texts_left_out": self.text_loader}
         return {
             name: sum(position.left_out for position in loader.state.positions)

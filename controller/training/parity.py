@@ -12,20 +12,21 @@ from rlhf.v1 import actor_pb2
 
 
 def parities(records: Iterable[CallRecord]) -> list[actor_pb2.RolloutParity]:
-    """Parity figures of the ranks that compared log-probabilities."""
+    """Returns the parity figures in the responses to compute_log_prob, one per rank that compared
+    log-probabilities."""
     answers = [answer for record in records for answer in record.responses]
     compared = [answer for answer in answers if isinstance(answer, actor_pb2.ComputeLogProbResponse)]
     return [answer.parity for answer in compared if answer.parity.tokens]
 
 
 def largest(found: Iterable[actor_pb2.RolloutParity]) -> float:
-    """The largest difference of a token's log-probability, in nats; not a number where any difference is none."""
+    """Returns the largest absolute difference of a token's two log-probabilities, in nats; NaN where any is NaN."""
     differences = [parity.max_abs for parity in found]
     return max(differences, key=lambda x: (x != x, x))
 
 
 def parity_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
-    """Figures of a step, in nats; none where no log-probabilities were compared.
+    """Computes the parity metrics of a step, in nats; empty where no log-probabilities were compared.
 
     Returns:
         `rollout/parity_max_abs` and `rollout/parity_mean_abs`, the largest and mean |difference| of a token's two
@@ -44,21 +45,21 @@ def parity_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DriftCheck:
-    """Refuses calls of compute_log_prob in which the two engines differ too much.
+    """Callable that raises an error for a call of compute_log_prob in which the two engines differ too much.
 
     Attributes:
-        step: Number of the step.
-        limit: Largest difference allowed, in nats.
+        step: Number of the step, for messages.
+        limit: Largest absolute difference allowed, in nats.
     """
 
     step: int
     limit: float
 
     def __call__(self, record: CallRecord) -> CallRecord:
-        """The record itself.
+        """Returns the record of the call unchanged.
 
         Raises:
-            RlhfError: A difference is above the limit or not a number, or the service made no comparison.
+            RlhfError: A difference is above `limit` or NaN, or no rank compared log-probabilities.
         """
         found = parities([record])
         if not found:

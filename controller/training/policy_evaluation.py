@@ -1,4 +1,4 @@
-"""The evaluation of a policy: the mean reward of its greedy responses to the held-out prompts."""
+"""Evaluation of a policy by the mean reward of its greedy responses to the held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nccl_transfer.refs.batch import LocalColumn
 from rlhf.v1 import worker_pb2
 
 SCORES, SOURCES = "/scores", "/sources"
-"""Metrics measured of every row, under names that no reward has."""
+"""Names of the numbers that are measured for every row: its score and its source. No reward can have these names."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class PolicyEvaluation:
 
     Attributes:
         config: Configuration of the run.
-        groups: Groups of the services by name.
+        groups: Role groups of the services, by name.
         actor: The policy.
-        reward: The reward or cost of a name.
-        write_samples: Writes samples of responses.
+        reward: Function that returns the reward or cost of a name.
+        write_samples: Function that writes sample responses.
     """
 
     config: Config
@@ -44,7 +44,7 @@ class PolicyEvaluation:
     write_samples: Callable[[list[Sample]], None]
 
     def evaluation(self) -> Evaluation:
-        """The evaluation of held-out rows."""
+        """Returns the `Evaluation` of held-out rows."""
         return Evaluation(self._measure, self._summarize)
 
     def _measure(self, prompts: FutureBatch) -> Measured:
@@ -71,7 +71,8 @@ class PolicyEvaluation:
         return measured | {name: mean_of_scored(each) for name, each in others.items()}
 
     def _other_rewards(self) -> list[str]:
-        """Rewards and costs that are no part of the reward: services, and compositions of [rewards]."""
+        """Returns the names of the rewards and costs that are measured too: reward services that are part of no
+        composition, and compositions of `[rewards]`, that are not the reward itself."""
         config, groups = self.config, self.groups
         composed = {
             name: weights for name, weights in config.rewards.items() if weights.keys() <= groups.keys()
@@ -85,7 +86,7 @@ class PolicyEvaluation:
         return [name for name in (*alone, *composed) if name not in own]
 
     def _write_samples(self, prompts: FutureBatch, responses: FutureBatch, scores: np.ndarray) -> None:
-        """Writes the rows of this batch that are among the first `run.samples` held-out rows."""
+        """Writes samples for those rows of a batch that are among the first `run.samples` held-out rows."""
         column = prompts.result([ROW])[ROW]
         assert isinstance(column, LocalColumn)
         count = int(np.sum(np.asarray(column.values) < self.config.run.samples))
@@ -102,7 +103,7 @@ class PolicyEvaluation:
 
 
 def is_share(weights: Mapping[str, float], services: Mapping[str, worker_pb2.DescribeResponse]) -> bool:
-    """Whether a composed reward lies between 0 and 1.
+    """Whether a weighted sum of rewards lies between 0 and 1, by the score ranges that the services declare.
 
     Args:
         weights: Weights of its services, by name.

@@ -1,4 +1,5 @@
-"""Rewards and costs for algorithms: one service, a weighted sum of several, or another one per source of the rows.
+"""Rewards and costs as algorithms call them: one service, a weighted sum of several, or a different one per source of
+the rows.
 
 Rows that could not be scored stop the run, are sent again, or are dropped with their group. They never count as zero.
 """
@@ -31,16 +32,16 @@ from nccl_transfer.refs.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
 Recipe = Mapping[str, float]
-"""Weight of each service."""
+"""Weight of each service of a reward, by name."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Policy for rows that could not be scored.
+    """Handling of rows that could not be scored.
 
     Attributes:
-        policy: stop, retry or drop_group; see `algorithm.on_failed_reward`.
-        retries: Most times that a row is sent again, with retry.
+        policy: "stop", "retry" or "drop_group"; see `algorithm.on_failed_reward`.
+        retries: Maximum number of times that a row is sent again with policy retry.
     """
 
     policy: str = "stop"
@@ -49,7 +50,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """The rows [n] of a batch that one service scores, each with a weight [n]."""
+    """The rows of a batch that one service scores: their indices `rows` [n] int64, and a weight for each [n]."""
 
     service: str
     group: RewardGroup
@@ -58,14 +59,14 @@ class WeightedRows:
 
 
 class Reward:
-    """A reward or cost of a run.
+    """A reward or cost, as an algorithm calls it.
 
     Args:
         name: Name of the reward in the algorithm.
-        groups: The services by name.
-        recipes: By source of the rows, the weight of each service.
-        failures: Policy for rows that could not be scored.
-        step_of: The step of a batch, whose metrics count these rows.
+        groups: Role groups of its services, by name.
+        recipes: Weight of each service, by source of the rows.
+        failures: Handling of rows that could not be scored.
+        step_of: Function that returns the step of a batch, in whose metrics such rows are counted.
     """
 
     def __init__(
@@ -83,20 +84,21 @@ class Reward:
         self._step_of = step_of
 
     def score(self, batch: FutureBatch, column: str = "rewards", **others: FutureBatch) -> FutureBatch:
-        """The batch with its rewards. With policy drop_group, groups with a row that could not be scored are left out;
-        a row's group is that of column "group", and without this column each row is its own group.
+        """Scores a batch and returns it with its rewards. With policy drop_group, groups with a row that could not be
+        scored are left out; column "group" has the group of each row, and without it each row is its own group.
 
-        A composed reward adds the scores of its services, unweighted and of the whole response, as columns
-        "rewards/SERVICE" [rows] float64: not a number where the service does not score the row.
+        A composed reward also adds the scores of its services, unweighted and summed over the response, as columns
+        "rewards/SERVICE" [rows] float64, with NaN where the service does not score the row.
 
         Args:
+            batch: Rows to score.
             column: Name of the column of rewards.
             others: Further batches to score, by the name of the column of their rewards: each of their rows belongs to
                 one row of the batch, or to an equal number of neighbouring rows.
 
         Raises:
-            RewardFailed: Rows could not be scored, or with drop_group none could. With policy stop when the rewards are
-                resolved, else at once.
+            RewardFailed: Rows could not be scored, or, with drop_group, every group has such a row. With policy stop,
+                it is raised where the rewards are read; with the others, here.
         """
         asked = {column: batch, **others}
         if self._failures.policy != "drop_group":
@@ -119,12 +121,12 @@ class Reward:
         return scored
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """rewards: one per row [rows] float64, or one per response token (jagged); and as in `score` the columns of a
-        composed reward.
+        """Scores rows. Returns column rewards, one per row [rows] float64 or one per response token (jagged), and for
+        a composed reward the columns "rewards/SERVICE" of `score`.
 
         Raises:
-            RewardFailed: Rows could not be scored, with the cause of the first. With policy retry at once, else when
-                resolved.
+            RewardFailed: Rows could not be scored; the text has the cause of the first. With policy retry, it is
+                raised here; with the others, where the rewards are read.
         """
         if self._failures.policy == "retry":
             settled = self._settle(batch)
@@ -149,7 +151,7 @@ class Reward:
 
     @property
     def _composed(self) -> list[str]:
-        """All services, where a source's reward is composed of several; else none."""
+        """Names of all services, where the reward of any source is composed of several; else empty."""
         is_composed = any(len(recipe) > 1 for recipe in self._recipes.values())
         return (
             list(dict.fromkeys(name for recipe in self._recipes.values() for name in recipe))
@@ -167,7 +169,8 @@ class Reward:
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
     def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
-        """rewards, as `compute_reward`; with policy drop_group not a number for a row that could not be scored."""
+        """Scores rows for an evaluation. Returns column rewards as `compute_reward` does, except that with policy
+        drop_group a row that could not be scored has NaN."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)
@@ -180,7 +183,7 @@ class Reward:
         return FutureBatch(batch.rows, columns, settled.calls, batch.step)
 
     def _parts(self, batch: FutureBatch) -> list[WeightedRows]:
-        """The rows of each service, with their weights."""
+        """Returns for each service the rows that it scores, with their weights, by the source of each row."""
         recipes = list(self._recipes.values())
         if len(recipes) == 1:
             recipe_of = np.zeros(batch.rows, np.int64)
@@ -197,7 +200,7 @@ class Reward:
         return parts
 
     def _combined(self, rows: int, parts: Sequence[WeightedRows], columns: Sequence[Column]) -> list[Verdict]:
-        """Weighted sum of the services' verdicts on each row."""
+        """Returns the weighted sum of the services' verdicts on each row."""
         totals: list[Verdict | None] = [None] * rows
         for part, column in zip(parts, columns, strict=True):
             for row, weight, verdict in zip(part.rows, part.weights, verdicts_of(column), strict=True):
@@ -205,7 +208,7 @@ class Reward:
         return [total for total in totals if total is not None]
 
     def _settle(self, batch: FutureBatch) -> Settled:
-        """Waits for the verdict on every row, with the retries of the policy."""
+        """Waits for the verdict on every row, and sends failed rows again where the policy is retry."""
         parts = self._parts(batch)
         # All services are called before the first is waited for.
         tried = [part.group.try_reward(_rows_of(batch, part.rows)) for part in parts]

@@ -1,4 +1,4 @@
-"""Roles of a run as an algorithm calls them: a role group with the options of the config."""
+"""Roles as an algorithm calls them: each class calls a role group with the options of the config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhf.v1 import actor_pb2, critic_pb2
 
 
 class Actor:
-    """The policy.
+    """The actor as an algorithm calls it: calls the ranks of the policy with the options of the config.
 
     Args:
-        group: Its ranks.
+        group: Role group of the actor.
         config: Configuration of the run.
-        returns_text: Whether responses come as text too, by default.
-        step_of: The step on whose behalf calls on a batch are made.
+        returns_text: Whether `generate_sequences` returns the texts of responses by default.
+        step_of: Function that returns the step that calls on a batch belong to.
     """
 
     def __init__(
@@ -38,9 +38,16 @@ class Actor:
     def generate_sequences(
         self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
     ) -> FutureBatch:
-        """Generates responses with the sampling options of the config: columns prompt_ids, response_ids and
-        rollout_log_probs, and with `return_text` column response, their text. By default text is returned where a
-        reward of the run scores text."""
+        """Generates one response to each row of column prompt, with the sampling options of the config.
+
+        Args:
+            prompts: Rows with column prompt.
+            greedy: Whether to take the most probable token instead of sampling.
+            return_text: Whether to return the texts of responses. Default: where a reward of the run scores text.
+
+        Returns:
+            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text.
+        """
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
             greedy=greedy,
@@ -54,10 +61,11 @@ class Actor:
         return self._group.generate_sequences(prompts, sampling, return_text=with_text)
 
     def compute_log_prob(self, batch: FutureBatch) -> FutureBatch:
-        """log_probs under the weights that sampled: recomputed by the training engine, or the rollout's own.
+        """Returns column log_probs of the response tokens: recomputed by the training engine with the current
+        weights, or those of the rollout engine where `algorithm.recompute_log_probs` is false.
 
         Raises (when resolved):
-            RlhfError: The two differ by more than `algorithm.max_log_prob_drift`.
+            RlhfError: The log-probabilities of the two engines differ by more than `algorithm.max_log_prob_drift`.
         """
         config = self._config
         if not config.algorithm.recompute_log_probs:
@@ -69,8 +77,8 @@ class Actor:
         return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
-        """One update, by the losses and the schedule of the config. Columns that the losses do not read stay where they
-        are."""
+        """Updates the policy with the losses and the schedule of the config. Columns that the losses do not read are
+        not sent."""
         config, algorithm = self._config, self._config.algorithm
         loss = actor_pb2.PolicyLoss(
             surrogate=algorithm.surrogate,
@@ -98,50 +106,51 @@ class Actor:
         return self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
 
     def log_likelihood(self, batch: FutureBatch) -> FutureBatch:
-        """log_probs under the current weights at temperature 1."""
+        """Computes column log_probs of the response tokens with the current weights at temperature 1."""
         return self._group.compute_log_prob(batch, 1.0)
 
     def tokenize(self, rows: FutureBatch) -> FutureBatch:
-        """prompt_ids and response_ids of columns prompt and response."""
+        """Tokenizes columns prompt and response; returns columns prompt_ids and response_ids."""
         return self._group.tokenize(rows, self._config.rollout.max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:
-        """One update on the likelihood of the responses, by the schedule of the config."""
+        """Updates the policy on the negative log-likelihood of the responses, with the schedule of the config."""
         return self._group.update_supervised(
             batch, _schedule(self._config, batch, self._config.algorithm.epochs)
         )
 
 
 class RewardModel:
-    """A reward or cost that learns."""
+    """A reward or cost model that is trained, as an algorithm calls it."""
 
     def __init__(self, group: RewardGroup, config: Config) -> None:
         self._group = group
         self._config = config
 
     def compare_pairs(self, pairs: FutureBatch) -> FutureBatch:
-        """chosen_scores and rejected_scores of columns prompt, chosen and rejected."""
+        """Scores pairs of responses, columns prompt, chosen and rejected; returns columns chosen_scores and
+        rejected_scores [rows]."""
         return self._group.compare_pairs(pairs, self._config.rollout.max_response_tokens)
 
     def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:
-        """One update on pairs, by the schedule of the config."""
+        """Updates the model on pairs, with the schedule of the config. `loss` is "bradley_terry" or "cost"."""
         schedule = _schedule(self._config, pairs, self._config.algorithm.epochs)
         return self._group.update_reward(pairs, loss, schedule, self._config.rollout.max_response_tokens)
 
 
 class Critic:
-    """A value model."""
+    """A critic (value model), as an algorithm calls it."""
 
     def __init__(self, group: CriticGroup, config: Config) -> None:
         self._group = group
         self._config = config
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
-        """values of the response tokens."""
+        """Computes column values: for each response token the value of the state before it."""
         return self._group.compute_values(batch)
 
     def update_critic(self, batch: FutureBatch) -> FutureBatch:
-        """One update, by the loss and the schedule of the config."""
+        """Updates the value model with the loss and the schedule of the config."""
         algorithm = self._config.algorithm
         loss = critic_pb2.ValueLoss(
             clip=algorithm.value_clip,
@@ -152,14 +161,14 @@ class Critic:
 
 
 class Reference:
-    """The frozen policy."""
+    """The reference policy, which is frozen, as an algorithm calls it."""
 
     def __init__(self, group: ReferenceGroup, config: Config) -> None:
         self._group = group
         self._config = config
 
     def compute_ref_log_prob(self, batch: FutureBatch) -> FutureBatch:
-        """ref_log_probs of the response tokens."""
+        """Computes column ref_log_probs: the log-probability of each response token under the reference policy."""
         return self._group.compute_ref_log_prob(batch, self._config.rollout.temperature)
 
 

@@ -1,4 +1,4 @@
-"""A run: the roles that an algorithm calls, the steps that it loops over, evaluation, and the export."""
+"""The run that an algorithm is given: its roles, its training steps, evaluation, and the export of the model."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ S = TypeVar("S")
 
 
 class Run:
-    """The run that an algorithm's function is given.
+    """The run that the function of an algorithm is given.
 
     Args:
-        config: The whole configuration.
-        data: Prompts to train on, and held-out ones.
+        config: Configuration of the run.
+        data: Training prompts and held-out prompts.
         cluster: Connected services.
         recorder: Writes metrics, samples, timeline and progress.
-        pretrain: Texts of data.pretrain, where there are any.
-        limits: Of prompts and of texts; None: any length.
+        pretrain: Texts of data.pretrain. Default: none.
+        limits: Limits on the length of prompts and of texts; None: any length.
 
     Attributes:
-        loader: Position in the prompts.
-        kept: By name, dataclasses that an algorithm changes from step to step.
+        loader: Loader that draws the prompts.
+        kept: State that the algorithm registered with `keep`, by name.
     """
 
     def __init__(
@@ -74,21 +74,22 @@ class Run:
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
 
     def actor(self, name: str = "actor") -> Actor:
-        """The policy; `name` is that of its service, here and below."""
+        """Returns the policy that service `name` holds."""
         group, groups = self._group(name, ActorGroup), self.groups.values()
         wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
         return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
 
     def critic(self, name: str = "critic") -> Critic:
-        """A value model."""
+        """Returns the value model that service `name` holds."""
         return Critic(self._group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
-        """The frozen policy."""
+        """Returns the reference policy that service `name` holds."""
         return Reference(self._group(name, ReferenceGroup), self.config)
 
     def reward(self, name: str = "reward") -> Reward:
-        """A reward or cost: the service of this name, or the services that the config composes it of."""
+        """Returns the reward or cost `name`: the service of this name, or the weighted sum of services in
+        `[rewards]`."""
         recipes = self.config.recipes(name)
         parts = {part: self._group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
         table = self.config.algorithm
@@ -96,23 +97,27 @@ class Run:
         return Reward(name, parts, recipes, failures, self.step_of)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
-        """A reward service that learns."""
+        """Returns the reward model that service `name` trains."""
         return RewardModel(self._group(name, RewardGroup), self.config)
 
     @property
     def groups(self) -> Mapping[str, RoleGroup]:
-        """Groups of the configured services by name."""
+        """Role groups of the configured services, by name."""
         return self._cluster.groups
 
     def step_of(self, batch: FutureBatch) -> StepContext:
-        """The step on whose behalf calls on these rows are made."""
+        """Returns the step that calls on these rows belong to."""
         return self._cluster.session.step_of(batch.step)
 
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
-        """The training steps, with evaluations between them. After each step the rows that it made are freed.
+        """Iterates over the training steps. Evaluates before the first step, between steps as `run.evaluate_every`
+        says, and after the last. Frees the rows of a step when the next is requested.
 
         Args:
-            evaluation: Measures the held-out rows; default: the mean reward of greedy responses to them.
+            evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
+
+        Raises:
+            InvalidRequest: The algorithm did not call `Step.finish`.
         """
         table, session = self.config.run, self._cluster.session
         evaluation = evaluation or self._policy_evaluation()
@@ -134,20 +139,21 @@ class Run:
             self.recorder.step(number, metrics)
 
     def keep(self, name: str, state: S) -> S:
-        """Registers a dataclass of plain values that an algorithm changes from step to step, and returns it."""
+        """Registers a dataclass with state that the algorithm changes from step to step, and returns it."""
         self.kept[name] = state
         return state
 
     def lengths(self, batch: FutureBatch) -> np.ndarray:
-        """Tokens per response [rows] int64, read from references. Waits for the responses."""
+        """Waits for column response_ids and returns the number of tokens of each response [rows] int64, without
+        fetching the tokens."""
         return lengths_of(batch.result(["response_ids"])["response_ids"])
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
-        """Values of columns that `compute_advantage` reads, as `ColumnReader.fetch`."""
+        """Waits for columns and returns their values by name; see `ColumnReader.fetch`."""
         return self._columns.fetch(batch, *names)
 
     def finish(self, trained: str = "actor") -> dict[str, Any]:
-        """Exports the trained model and writes the summary; returns its figures.
+        """Exports the trained model to the run directory, writes the summary and returns its figures by name.
 
         Args:
             trained: Name of the service that was trained.

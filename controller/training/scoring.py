@@ -1,4 +1,4 @@
-"""Verdicts on rows: scores of responses or of their tokens, with the causes of the rows that could not be scored."""
+"""Verdicts of rewards on rows: a score per response or per token, and the cause for rows that could not be scored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed
 
 Verdict = float | np.ndarray
-"""A score of the response, or one per token of it [tokens]."""
+"""Verdict on a row: one score for the response, or one per response token [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Settled:
     """Verdicts on the rows of a batch.
 
     Attributes:
-        verdicts: One per row; that of a failed row has no meaning.
-        causes: Cause of each failed row, by row.
-        calls: Calls that made the verdicts.
-        parts: Of a composed reward, the scores of each service [rows]; see `Reward.score`.
+        verdicts: One verdict per row; that of a failed row is undefined.
+        causes: Cause for each row that could not be scored, by index of the row.
+        calls: Futures of the records of the calls that made the verdicts.
+        parts: For a composed reward, the scores of each service [rows], by name; see `Reward.score`.
     """
 
     verdicts: list[Verdict]
@@ -35,7 +35,7 @@ class Settled:
 
     @staticmethod
     def of(tried: FutureBatch) -> Settled:
-        """The verdicts of `RewardGroup.try_reward`. Waits for them."""
+        """Waits for the columns of `RewardGroup.try_reward` and makes verdicts of them."""
         found = tried.result(["rewards", "reward_errors"])
         errors = found["reward_errors"]
         assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
@@ -43,7 +43,8 @@ class Settled:
         return Settled(verdicts_of(found["rewards"]), causes, tried.calls)
 
     def replaced(self, rows: np.ndarray, again: Settled) -> Settled:
-        """These verdicts with those on `rows` replaced by the verdicts of a later attempt."""
+        """Returns these verdicts with those on `rows`, which had failed, replaced by the verdicts of a later
+        attempt."""
         verdicts = list(self.verdicts)
         for row, verdict in zip(rows, again.verdicts, strict=True):
             verdicts[row] = verdict
@@ -51,14 +52,15 @@ class Settled:
         return Settled(verdicts, causes, (*self.calls, *again.calls))
 
     def repeated(self, times: int) -> Settled:
-        """The verdicts with each row repeated `times` times, side by side."""
+        """Returns the verdicts with each row repeated `times` times; its copies are neighbours."""
         verdicts = [verdict for verdict in self.verdicts for _ in range(times)]
         causes = {row * times + i: cause for row, cause in self.causes.items() for i in range(times)}
         parts = {service: np.repeat(scores, times) for service, scores in self.parts.items()}
         return Settled(verdicts, causes, self.calls, parts)
 
     def error(self, name: str) -> RewardFailed:
-        """The error of a reward whose rows could not all be scored."""
+        """Makes the error of reward `name`, with the number of failed rows and the cause of the first. There must be
+        a failed row."""
         row, cause = next(iter(self.causes.items()))
         return RewardFailed(
             f"{name}: {len(self.causes)} of {len(self.verdicts)} rows could not be scored; row {row}: {cause}"
@@ -66,17 +68,17 @@ class Settled:
 
 
 def rows_to_keep(failed: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Rows [n] of the groups in which no row failed.
+    """Returns the indices of the rows of groups in which every row was scored [n] int64.
 
     Args:
-        failed: Rows that could not be scored.
-        group: Group of each row [rows].
+        failed: Indices of the rows that could not be scored.
+        group: Number of each row's group [rows] int64.
     """
     return np.flatnonzero(~np.isin(group, group[failed]))
 
 
 def verdicts_of(column: Column) -> list[Verdict]:
-    """The verdict on each row, from column "rewards"."""
+    """Returns the verdict on each row from column rewards."""
     assert isinstance(column, LocalColumn), "verdicts are in the response itself"
     values = column.values
     if isinstance(values, Jagged):
@@ -85,7 +87,7 @@ def verdicts_of(column: Column) -> list[Verdict]:
 
 
 def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
-    """The sum of two verdicts on a response.
+    """Returns the sum of two verdicts on a row; `verdict` itself where `total` is None.
 
     Raises:
         RewardFailed: The verdicts differ in shape: a score of the response and one per token, or other token counts.
@@ -100,7 +102,7 @@ def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
 
 
 def column_of(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.ndarray]:
-    """Scores [rows] float64, or per token (jagged).
+    """Makes a column of verdicts: scores [rows] float64, or one per response token (jagged).
 
     Raises:
         RewardFailed: Some rows have one score and others a score per token.
@@ -115,14 +117,20 @@ def column_of(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.
 
 
 def spread(rows: int, numbers: np.ndarray, verdicts: Sequence[Verdict]) -> np.ndarray:
-    """Scores of whole responses [rows], from the verdicts on some rows; not a number for the others."""
+    """Returns one score per response [rows] float64; scores per token are summed.
+
+    Args:
+        rows: Number of rows.
+        numbers: Indices of the rows that have a verdict.
+        verdicts: Verdicts on these rows; the others get NaN.
+    """
     scores = np.full(rows, np.nan)
     scores[numbers] = [float(np.sum(verdict)) for verdict in verdicts]
     return scores
 
 
 def unscored(settled: Settled) -> Verdict:
-    """Not a number, in the shape of the other rows' verdicts."""
+    """Returns NaN as a verdict of the same kind as those of scored rows: one score, or one for a token."""
     scored = (v for row, v in enumerate(settled.verdicts) if row not in settled.causes)
     is_per_token = np.ndim(next(scored, 0.0)) == 1
     return np.asarray([np.nan]) if is_per_token else float("nan")

@@ -13,19 +13,22 @@ from rlhf.errors import InvalidRequest
 
 
 class Step:
-    """One training step.
+    """One training step, as an algorithm sees it.
 
     Args:
-        context: The step as its calls see it.
-        draw: The next prompts of the data, each repeated for its samples, and their groups.
-        pretraining: See below.
+        context: The step in the session, which its calls belong to.
+        draw: Function that draws the next prompts, each repeated for its samples, and their groups.
+        pretraining: See Attributes.
 
     Attributes:
-        number: From 1.
-        prompts: The step's prompts, each repeated for its samples.
-        groups: Column "group" of the same rows [rows] int64: the number of the row's prompt, unique in the run.
-        pretraining: Column "pretrain_text" of the same rows, where the config has such texts; else no column.
-        metrics: Metrics that the algorithm adds.
+        number: Number of the step, from 1.
+        context: The step in the session, which its calls belong to.
+        prompts: Prompts of the step, each repeated rollout.samples_per_prompt times.
+        groups: Column "group" of the same rows [rows] int64: the number of each row's prompt, unique in the run.
+        pretraining: Column "pretrain_text" for the same rows where the config has such texts; else no column.
+        metrics: Metrics that the algorithm adds to the step, by name.
+        records: Records of the step's calls, after `finish`.
+        batch: Batch that the step trained on, after `finish`.
     """
 
     def __init__(
@@ -44,15 +47,20 @@ class Step:
         self.batch = self.prompts
 
     def rounds(self, most: int) -> Iterator[FutureBatch]:
-        """At most `most` batches of prompts with their groups, each of a step's size: those of the step, then further
-        ones of the data."""
+        """Yields at most `most` batches of prompts with column "group", each with the size of a step: first the
+        prompts of the step, then newly drawn ones."""
         yield self.prompts | self.groups
         for _ in range(most - 1):
             prompts, groups = self._next()
             yield prompts | groups
 
     def compute(self, function: Callable[..., Advantage], *columns: Any, **options: Any) -> FutureBatch:
-        """The columns of an advantage, computed by a pure function of numbers; its metrics become those of the step.
+        """Calls a function that computes advantages, adds its metrics to those of the step, and returns its columns.
+
+        Args:
+            function: Function that returns an `Advantage`.
+            columns: Positional arguments of the function.
+            options: Keyword arguments of the function.
 
         Raises:
             InvalidRequest: The function raised ValueError.
@@ -65,7 +73,8 @@ class Step:
         return FutureBatch.of(**result.columns).of_step(self.context)
 
     def finish(self, *batches: FutureBatch) -> None:
-        """Waits for every call that made these batches; the first is the one that the step trained on."""
+        """Waits for all calls that made these batches. Must be called at the end of each step; the first batch is the
+        one that the step trained on. Raises the error of the first call that fails."""
         self.batch = batches[0]
         self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
 

@@ -1,4 +1,4 @@
-"""Metrics of a step: times, tokens, transfers and memory, beside those of the algorithm."""
+"""Computes the metrics of a step: times, tokens, transfers and memory, beside those of the algorithm."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from controller.training.parity import parity_metrics
 from controller.training.step import Step
 
 COUNTED = ("prompt_ids", "response_ids")
-"""Columns whose tokens count for tokens/s."""
+"""Names of the columns whose tokens are counted for tokens per second."""
 
 
 class StepMetrics:
     """Computes the metrics of each step and the totals of a run.
 
     Attributes:
-        steps: Steps finished.
-        tokens: Tokens of all steps, prompts included.
-        seconds: Duration of all steps, without evaluations.
+        steps: Number of finished steps.
+        tokens: Number of tokens of all steps, prompts included.
+        seconds: Duration of all steps in seconds, without evaluations.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -30,11 +30,12 @@ class StepMetrics:
         self.seconds = 0.0
 
     def of(self, step: Step, seconds: float, left_out: dict[str, int]) -> dict[str, float]:
-        """Metrics of a finished step.
+        """Returns the metrics of a finished step, by name, and adds the step to the totals.
 
         Args:
-            seconds: Duration of the step.
-            left_out: Metrics of the rows left out so far.
+            step: The finished step.
+            seconds: Duration of the step in seconds.
+            left_out: Metrics with the number of rows left out so far; see `Feed.left_out`.
         """
         calls: dict[tuple[str, str], list[CallRecord]] = {}
         stages: dict[str, float] = {}
@@ -63,13 +64,14 @@ class StepMetrics:
         return metrics | parity_metrics(step.records) | transfer_metrics(step.records) | stages | memory
 
     def _stage(self, record: CallRecord) -> str:
-        """The method; with the service's name before it where that is not the name of its role."""
+        """Returns the name of a call's stage: its method, with the name of the service before it where that is not
+        named like its role."""
         role = self._cluster.group(record.service).description.role
         return record.method if record.service == role else f"{record.service}_{record.method}"
 
 
 def _mean_metrics(records: list[CallRecord]) -> dict[str, float]:
-    """Means over the calls of one method."""
+    """Returns the mean of each metric over the calls of one method."""
     names = dict.fromkeys(name for record in records for name in record.metrics)
     values = {name: [r.metrics[name] for r in records if name in r.metrics] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
