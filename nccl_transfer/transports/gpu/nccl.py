@@ -1,9 +1,9 @@
 """The nccl transport, between two GPUs: a source sends and a reader receives in NCCL groups, under a transaction.
 
 The reader calls the source's RPCs. Attach creates a communicator of the two. Prepare sends the manifest to the
-source, which responds once the bytes are staged on its GPU. Commit then makes both sides enqueue their NCCL group. Any failure
-except a refused Prepare, a missed deadline included, aborts the communicator on both sides, because NCCL would wait
-forever. The next transfer creates a new communicator, with the next communicator epoch.
+source, which responds once the bytes are staged on its GPU. Commit then makes both sides enqueue their NCCL group.
+Any failure except a refused Prepare, a missed deadline included, aborts the communicator on both sides, because NCCL
+would wait forever. The next transfer creates a new communicator, with the next communicator epoch.
 """
 
 from __future__ import annotations
