@@ -1,19 +1,19 @@
-"""One exception tree, mapped to gRPC status codes and back at one boundary.
+"""The exceptions of the cluster, and their conversion to gRPC statuses and back.
 
-RlhfError                      INTERNAL             something failed that has no better name below
+RlhfError                      INTERNAL             any failure that no class below describes
 ├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
-│   └── ConfigError            INVALID_ARGUMENT     a configuration is wrong; nothing was started
-├── Refused                    FAILED_PRECONDITION  right request, wrong moment: epoch, session, role
+│   └── ConfigError            INVALID_ARGUMENT     a configuration is invalid; nothing was started
+├── Refused                    FAILED_PRECONDITION  a valid request that the current state does not allow
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
-├── DeadlineExceeded           DEADLINE_EXCEEDED    it took longer than allowed
-├── CallCancelled              CANCELLED            somebody asked it to stop
-├── PeerFailed                 ABORTED              another rank of the group failed; look there
+├── DeadlineExceeded           DEADLINE_EXCEEDED    a call or a wait took longer than allowed
+├── CallCancelled              CANCELLED            a call was asked to stop
+├── PeerFailed                 ABORTED              another rank of the service failed and has the cause
 │   └── OutOfStep              ABORTED              ranks no longer match; the service ends
-├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
-├── RewardFailed               INTERNAL             rows that could not be scored
-├── TransferError              OUT_OF_RANGE         a transfer went wrong
-│   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
-└── TooManyCalls               RESOURCE_EXHAUSTED   a rank has as many calls waiting as it admits
+├── UpdateRejected             DATA_LOSS            an update was not finite and was rolled back
+├── RewardFailed               INTERNAL             rows could not be scored
+├── TransferError              OUT_OF_RANGE         a transfer between ranks failed
+│   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena or a GPU has too little free memory
+└── TooManyCalls               RESOURCE_EXHAUSTED   the maximum number of calls waits at a rank
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DeadlineExceeded(RlhfError):
 
 
 class CallCancelled(RlhfError):
-    """A call was cancelled: its caller, or another one, asked it to stop."""
+    """A call was cancelled."""
 
     code = grpc.StatusCode.CANCELLED
 
@@ -99,7 +99,7 @@ class UpdateRejected(RlhfError):
 
 
 class RewardFailed(RlhfError):
-    """Rows could not be scored. Such rows raise this error and never count as a score of 0."""
+    """Rows could not be scored. Raised instead of giving such rows a score of 0."""
 
 
 class TransferError(RlhfError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BUSY = frozenset({408, 409, 425, 429})
 """HTTP status codes, besides those from 500, after which the request is retried."""
 MAX_RETRY_AFTER_S = 60.0
-"""Longest Retry-After that is obeyed, in seconds; a longer one makes the row an error."""
+"""Maximum seconds of a Retry-After header that are waited; a longer one makes the row an error."""
 MAX_QUOTE = 200
 """Maximum number of characters of a completion that an error message quotes."""
 

@@ -75,7 +75,7 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def _as_one_number(text: str) -> str:
-    """Removes the spaces inside a number, as in "- 5" and "1 000"."""
+    """Returns a text without the spaces inside its numbers, so that "- 5" becomes "-5" and "1 000" becomes "1000"."""
     text = re.sub(r"^\s*([-\N{MINUS SIGN}])\s+(?=[\d.$])", r"\1", text)
     return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 

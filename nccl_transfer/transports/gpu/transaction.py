@@ -10,7 +10,7 @@ from rlhf.errors import Refused
 
 
 class Phase(enum.Enum):
-    """State of a transfer."""
+    """State of a transfer, from IDLE to DONE or ABORTED."""
 
     IDLE = enum.auto()
     """The source has not yet accepted the manifest."""

@@ -178,7 +178,7 @@ class _UnsandboxedProcess(Process):
         self._directory = directory
 
     def enforce(self) -> None:
-        """Does nothing."""
+        """Does nothing, since limits on all processes together are not enforced without a sandbox."""
 
     def end(self) -> str:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The code grader as a reward."""
+"""The scorer of rewards of kind "sandbox", which runs the code grader."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Malformed(Exception):
 
 
 class TooLarge(Exception):
-    """A frame is larger than allowed."""
+    """A frame that was received, or is to be sent, has more bytes than its limit allows."""
 
 
 def encode(value: object) -> bytes:
