@@ -1,1 +1,2 @@
-"""The data plane: batches by reference, named transfer protocols, tensor stores and transports."""
+"""The data plane, which moves batches between ranks: batches by reference, transfer protocols, stores and
+transports."""

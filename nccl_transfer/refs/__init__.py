@@ -1,1 +1,1 @@
-"""Batches by reference, meshes, transfer protocols, plans and their wire form: pure, without torch."""
+"""Batches by reference, meshes, transfer protocols, plans, and their protobuf form. Pure; does not import torch."""

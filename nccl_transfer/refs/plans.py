@@ -1,10 +1,10 @@
-"""Transfer plans: which bytes move between which ranks. Pure functions of the bytes that ranks hold and need.
+"""Transfer plans: pure functions that assign to each rank the bytes to read and the rank to read them from.
 
-Rows: the transfer protocol splits a call's rows into parts, and every rank of a part needs the same bytes. Where
-several ranks of a part run on one host, one of them reads the bytes of a rank on another host, and the others map them
-in its memory: the bytes of a part cross to a host once.
+Rows: the transfer protocol splits a call's rows into parts, and every rank of a part needs the same bytes. If several
+ranks of a part run on one host, one of them reads the bytes of a rank on another host, and the others map its memory,
+so that the bytes of a part are sent to a host once.
 
-Slices: rectangular pieces of a tensor that ranks hold and need, the elements of plans for weights.
+Slices: rectangular pieces of a tensor, by which weights are moved from ranks that hold them to ranks that need them.
 """
 
 from __future__ import annotations

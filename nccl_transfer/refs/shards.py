@@ -1,4 +1,4 @@
-"""Endpoints of ranks, shards in their arenas, and the places of rows in shards."""
+"""References to memory: endpoints of ranks, shards in their arenas, and the places of rows in shards."""
 
 from __future__ import annotations
 

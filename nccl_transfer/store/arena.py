@@ -1,7 +1,7 @@
 """The memory of one rank's store: a sealed memfd that other processes of the host can map.
 
-Every allocation is preceded by a header that is zeroed when the allocation is freed. A reader checks the header before
-it returns bytes and again after their use, so a reference to freed bytes is an error, never garbage.
+Every allocation is preceded by a header that is zeroed when the allocation is freed. Readers take no lock: they check
+the header before they read bytes and again after they have used them, so a read of freed bytes raises an error.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from nccl_transfer.refs.shards import Shard
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
 ALIGNMENT = 64
-"""Bytes; data and headers begin at multiples of ALIGNMENT."""
+"""Alignment in bytes: headers and the data of shards begin at multiples of it."""
 
 COPIED_BYTES = 2 << 20
-"""Writable reads of up to so many bytes are copied, which is faster than mapping and faulting them in."""
+"""Writable reads of at most this many bytes are copied, which is faster than mapping and faulting them in."""
 
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where corrupt
 CORRUPT = "shard {} is marked bad: bytes of it did not match their checksum"
-"""Message of every read of a shard after one read found it corrupt."""
+"""Error message of reads of a corrupt shard, a format string with the id of the shard."""
 
 _F_SEAL_FUTURE_WRITE = 0x0010  # not in the fcntl module before Python 3.12
 
 
 def align(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Rounds a size up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def mib(nbytes: int) -> str:
-    """Formats a size for messages."""
+    """Formats a size in bytes as MiB, for messages."""
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
@@ -49,7 +49,7 @@ class FreeList:
     """First-fit allocator of a span of bytes. Prefers low offsets, so that warm pages are reused. Not thread-safe.
 
     Args:
-        nbytes: Size of the span.
+        nbytes: Size of the span in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -57,7 +57,7 @@ class FreeList:
         self._sizes = [nbytes]
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocates `nbytes` (at least 1) bytes; returns their offset, or None if no gap is large enough."""
+        """Allocates `nbytes` bytes (at least 1) and returns their offset, or None if no gap is large enough."""
         for index, size in enumerate(self._sizes):
             if size >= nbytes:
                 offset = self._offsets[index]
@@ -70,7 +70,7 @@ class FreeList:
         return None
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Frees the result of `allocate(nbytes)`, and merges it with adjacent gaps."""
+        """Frees the `nbytes` bytes at `offset`, as allocated by `allocate`, and merges them with adjacent gaps."""
         index = bisect.bisect(self._offsets, offset)
         if index < len(self._offsets) and offset + nbytes == self._offsets[index]:
             nbytes += self._sizes[index]
@@ -83,7 +83,7 @@ class FreeList:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest gap."""
+        """Size of the largest gap in bytes."""
         return max(self._sizes, default=0)
 
 
@@ -91,9 +91,9 @@ class ArenaReader:
     """Reads an arena through its descriptor, in the owning process or another one.
 
     Args:
-        fd: Descriptor of the memfd; the reader owns it, and closes it in `close` or with its last reference.
-        nbytes: Size of the arena.
-        nonce: Random name of the arena, repeated in each of its headers.
+        fd: Descriptor of the memfd. The reader owns it: `close` closes it, or else the reader's garbage collection.
+        nbytes: Size of the arena in bytes.
+        nonce: Random id of the arena, NONCE_BYTES long, which each of its headers contains.
     """
 
     def __init__(self, fd: int, nbytes: int, nonce: bytes) -> None:
@@ -104,11 +104,12 @@ class ArenaReader:
 
     @staticmethod
     def of_peer(fd: int, nbytes: int, nonce: bytes) -> ArenaReader:
-        """A reader of another process's arena; arguments as in the constructor.
+        """Creates a reader of another process's arena, after a check that it is safe to map. Arguments as in the
+        constructor; the descriptor is closed if the check fails.
 
         Raises:
-            TransferError: The descriptor is not a sealed memfd of at least `nbytes` bytes: its owner could truncate it,
-                and a read beyond its end would kill this process (SIGBUS).
+            TransferError: The descriptor is not a memfd of at least `nbytes` bytes that is sealed against shrinking.
+                Its owner could truncate it, and a read beyond its end would kill this process (SIGBUS).
         """
         if reason := _why_unsafe(fd, nbytes):
             os.close(fd)
@@ -116,22 +117,23 @@ class ArenaReader:
         return ArenaReader(fd, nbytes, nonce)
 
     def close(self) -> None:
-        """Closes descriptor and mapping. Returned views stay valid, but can no longer be verified."""
+        """Closes the descriptor and the mapping. Views that were returned stay valid, but `check` can no longer be
+        called."""
         self._close_fd()
         self.__dict__.pop("_memory", None)
 
     @functools.cached_property
     def _memory(self) -> memoryview:
-        """The whole arena, mapped once, so that pages are faulted in once."""
+        """Read-only mapping of the whole arena; mapped once, so that each page is faulted in once."""
         if not self._close_fd.alive:
             raise Refused("the arena was closed")
         return memoryview(mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def check(self, shards: Iterable[Shard]) -> None:
-        """Checks the current headers of shards.
+        """Checks the current headers of shards, once per shard.
 
         Raises:
-            Refused: A shard was released.
+            Refused: A shard was released, or the reader was closed.
             TransferError: A shard was marked corrupt.
         """
         memory = self._memory
@@ -145,15 +147,16 @@ class ArenaReader:
             raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The bytes of each range, read-only and without a copy."""
+        """Returns the bytes of each range as read-only views of the arena. Does not check the headers."""
         memory = self._memory
         return [memory[(begin := r.shard.offset + r.start) : begin + r.nbytes] for r in ranges]
 
     def private_views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
-        """The bytes of each range, writable and private: writes reach neither the owner nor any other view.
+        """Returns the bytes of each range as writable, private views: writes change neither the arena nor other
+        views. Does not check the headers.
 
-        More than COPIED_BYTES bytes are mapped copy-on-write instead of copied. Every call maps and faults in anew; the
-        mapping lives as long as the last of its views.
+        Up to COPIED_BYTES bytes in total are copied; more are mapped copy-on-write. Every call creates a new mapping,
+        which lives as long as the last of its views.
         """
         if sum(r.nbytes for r in ranges) <= COPIED_BYTES:
             return [memoryview(bytearray(view)) for view in self.views(ranges)]
@@ -166,7 +169,7 @@ class ArenaReader:
 
 
 def _why_unsafe(fd: int, nbytes: int) -> str | None:
-    """Why mapping the descriptor of an arena is unsafe; None if it is safe."""
+    """Returns the reason why mapping `nbytes` bytes of a descriptor is unsafe, or None if it is safe."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -178,14 +181,21 @@ def _why_unsafe(fd: int, nbytes: int) -> str | None:
 
 
 class Arena:
-    """An arena in its owning process: the only writable mapping, and the headers.
+    """An arena in its owning process, which has the only writable mapping and writes the headers.
 
-    The constructor reserves the whole size, so that running out of memory is an error there and not a SIGBUS later.
-    Pages are faulted in at their first write: faulting in advance costs as much (0.3 to 0.7 GB/s where measured), also
-    for pages that are never used.
+    The constructor reserves the memory, so that a lack of memory raises an error there instead of a SIGBUS later.
+    Pages are faulted in at their first write: faulting in advance costs as much (measured: 0.3 to 0.7 GB/s), also for
+    pages that are never used.
+
+    Args:
+        nbytes: Size in bytes, rounded up to whole pages.
+
+    Attributes:
+        reader: Reader of the arena in this process.
+        memory: Writable view of the whole arena.
 
     Raises:
-        OutOfSpace: The host has less memory than `nbytes` available.
+        OutOfSpace: The host has less than `nbytes` bytes of memory available.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -202,16 +212,17 @@ class Arena:
         return self.reader.nbytes
 
     def write_header(self, offset: int, shard_id: int, nbytes: int, is_corrupt: bool = False) -> None:
-        """Writes the header of shard `shard_id`: `nbytes` bytes from `offset` on."""
+        """Writes the header of shard `shard_id`, whose `nbytes` bytes of data begin at `offset`."""
         _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, is_corrupt)
 
     def close(self) -> None:
-        """Closes mapping and descriptor; returned views stay valid."""
+        """Closes the mapping and the descriptor. Views that readers returned stay valid."""
         self.memory.release()
         self.reader.close()
 
     def clear_header(self, offset: int) -> None:
-        """Makes every reference to the shard at `offset` stale."""
+        """Zeroes the header of the shard whose data begins at `offset`, so that every later check of the shard
+        fails."""
         self.memory[offset - ALIGNMENT : offset] = bytes(ALIGNMENT)
 
 

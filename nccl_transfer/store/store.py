@@ -1,4 +1,4 @@
-"""The tensor store of a rank: shards in one arena, each kept by a lease."""
+"""The tensor store of a rank: shards in one arena, each of which lives as long as its lease."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 T = TypeVar("T")
 
 REMEMBERED_SESSIONS = 64
-"""Most ended sessions that the store remembers; more than can have running calls."""
+"""Maximum number of ended sessions that the store remembers; it exceeds the number that can still have running
+calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A step of a controller's session. Its shards are released with the step or the session."""
+    """Lifetime of a shard: a step of a controller's session. The shard is freed when the step or the session is
+    released."""
 
     session: str
     step: int
@@ -36,7 +38,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class StoreStat:
-    """Sizes of a store, in bytes. Used bytes include headers and padding of shards."""
+    """Memory use of a store.
+
+    Attributes:
+        arena_bytes: Size of the arena.
+        used_bytes: Bytes of all shards, their headers and padding included.
+        peak_bytes: Maximum of `used_bytes` since the store was created.
+        shards: Number of shards.
+    """
 
     arena_bytes: int
     used_bytes: int
@@ -54,22 +63,23 @@ class _Allocation:
 
     @property
     def block(self) -> tuple[int, int]:
-        """(offset, bytes) of shard and header."""
+        """(offset, nbytes) in the arena of the header, the shard and its padding."""
         return self.shard.offset - ALIGNMENT, ALIGNMENT + align(self.shard.nbytes)
 
 
 class TensorStore:
-    """Shards in one arena. Thread-safe.
+    """The shards of one rank, in one arena. Thread-safe.
 
     Args:
-        arena_bytes: Size of the arena, rounded up to pages; the config key is `arena_mb`.
-        checksums: Whether to compute checksums of shards; the config key is `checksums`.
+        arena_bytes: Size of the arena in bytes, rounded up to whole pages (config key `arena_mb`).
+        checksums: Whether to compute checksums of shards (config key `checksums`). Default: False.
 
     Attributes:
-        endpoint: Endpoint of this rank, part of every shard; set before the first `put`.
+        endpoint: Endpoint of this rank, which every shard contains; None until the service sets it, which must
+            precede the first shard.
 
     Raises:
-        OutOfSpace: The host has less memory available.
+        OutOfSpace: The host has less than `arena_bytes` bytes of memory available.
     """
 
     def __init__(self, arena_bytes: int, checksums: bool = False) -> None:
@@ -85,16 +95,16 @@ class TensorStore:
 
     @property
     def reader(self) -> ArenaReader:
-        """Reader of the arena."""
+        """Reader of the arena in this process."""
         return self._arena.reader
 
     def put(self, array: np.ndarray, lease: Lease) -> Shard:
-        """Copies an array of numbers, contiguous or not, row-major and little-endian, into a new shard.
+        """Copies an array into a new shard, row-major and little-endian. The array need not be contiguous.
 
         Raises:
-            OutOfSpace: No gap is large enough; the store is unchanged.
+            OutOfSpace: No gap of the arena is large enough; the store is unchanged.
             Refused: The lease was released during the copy, or its session has ended.
-            InvalidRequest: The dtype is not numeric.
+            InvalidRequest: The dtype is not boolean, integer or floating point.
         """
         if array.dtype.kind not in "biuf":
             raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
@@ -106,10 +116,11 @@ class TensorStore:
         return self.fill(array.nbytes, lease, write)
 
     def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
-        """Creates a shard of `nbytes` bytes, filled by `write`.
+        """Creates a shard of `nbytes` bytes, whose writable memory is passed to `write`. If `write` raises, the shard
+        is freed.
 
         Raises:
-            OutOfSpace: No gap is large enough; the store is unchanged.
+            OutOfSpace: No gap of the arena is large enough; the store is unchanged.
             Refused: The lease was released while `write` ran, or its session has ended.
         """
         allocation = self._allocate(nbytes, lease)
@@ -131,15 +142,21 @@ class TensorStore:
         return shard
 
     def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
-        """Copies a column into a shard and returns the reference; `dtype` names the element type that
-        `values` carries (see `nccl_transfer.refs.dtypes.CARRIERS`). Errors as in `put`."""
+        """Copies a column into a shard and returns the column by reference. Raises as `put` does.
+
+        Args:
+            values: Array [rows, ...] or jagged array, in the carrier of `dtype`
+                (`nccl_transfer.refs.dtypes.CARRIERS`).
+            dtype: Name of the element type.
+            lease: Lease of the shard.
+        """
         if isinstance(values, Jagged):
             shard = self.put(values.values, lease)
             return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
     def put_batch(self, batch: Batch, lease: Lease) -> Batch:
-        """Copies local columns into shards; returns the same rows, all by reference. Errors as in `put`."""
+        """Copies the local columns of a batch into shards; returns the batch by reference. Raises as `put` does."""
         columns: dict[str, Column] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
@@ -152,7 +169,8 @@ class TensorStore:
         return Batch(batch.rows, columns)
 
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
-        """Copies bytes of a shard without locking it, and verifies afterwards that the shard was valid.
+        """Returns a copy of `nbytes` bytes of a shard from byte `start` on. Copies without a lock and checks
+        afterwards that the shard was not released meanwhile.
 
         Raises:
             Refused: The shard was released, before or during the copy.
@@ -161,29 +179,35 @@ class TensorStore:
         return self.copy(shard_id, start, nbytes, bytes)
 
     def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
-        """Returns `copy(bytes of a shard)` and verifies that the shard was valid. Errors as in `read_bytes`."""
+        """Returns `copy(view)`, with a view of bytes of a shard; otherwise as `read_bytes`."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)
         return copied
 
     def view(self, shard_id: int, start: int, nbytes: int) -> memoryview:
-        """Bytes of a shard in place, for immediate use by this process; verify afterwards with `check`. Errors as in
-        `read_bytes`."""
+        """Returns a view of bytes of a shard, for immediate use by this process. The caller has to call `check` after
+        the use, since the shard may be released at any time. Raises as `read_bytes` does."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         return self._memory(wanted.shard)[start : start + nbytes]
 
     def check(self, shard_ids: Iterable[int]) -> None:
-        """Raises Refused if a shard was released, TransferError if one was marked corrupt."""
+        """Checks that shards exist.
+
+        Raises:
+            Refused: A shard was released.
+            TransferError: A shard was marked corrupt.
+        """
         for shard_id in shard_ids:
             self._shard(shard_id)
 
     def check_range(self, shard_id: int, start: int, nbytes: int) -> None:
-        """Raises as `read_bytes` if the range cannot be read."""
+        """Checks that a range of a shard can be read, without a copy. Raises as `read_bytes` does."""
         ByteRange(self._shard(shard_id), start, nbytes)
 
     def mark_corrupt(self, shard_id: int) -> bool:
-        """Makes every later read of a shard an error, in every process; False if the shard was released before."""
+        """Marks a shard corrupt, so that every later read of it fails, in every process. Returns False if the shard
+        was released before."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:
@@ -194,10 +218,10 @@ class TensorStore:
             return True
 
     def release(self, session: str, steps: Collection[int] | None = None) -> int:
-        """Frees the shards of a session, of all its steps or of `steps`.
+        """Releases the shards of a session: those of `steps`, by default those of all its steps.
 
         Returns:
-            Bytes freed, headers and padding included.
+            Number of bytes freed, headers and padding included; shards that are being written are freed later.
         """
         with self._lock:
             before = self._used
@@ -208,7 +232,8 @@ class TensorStore:
             return before - self._used
 
     def end(self, session: str) -> None:
-        """Frees the shards of a session and refuses later ones: outputs of its last calls have no reader."""
+        """Releases all shards of a session. Later attempts to create shards for it raise Refused, since outputs of
+        its last calls have no reader."""
         with self._lock:
             self._ended[session] = None
             while len(self._ended) > REMEMBERED_SESSIONS:
@@ -220,7 +245,8 @@ class TensorStore:
             return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
 
     def close(self) -> None:
-        """Releases every shard. The kernel frees the memory with the last view of it, in any process."""
+        """Releases all shards and closes the arena. The kernel frees its memory with the last mapping of any
+        process."""
         with self._lock:
             for allocation in list(self._allocations.values()):
                 self._release(allocation)
@@ -248,7 +274,8 @@ class TensorStore:
         return allocation
 
     def _release(self, allocation: _Allocation) -> None:
-        """Invalidates a shard; its bytes are reclaimed at once, or by its writer if it is being written."""
+        """Invalidates a shard and frees its bytes; if it is being written, its writer frees them when it has
+        finished."""
         del self._allocations[allocation.shard.id]
         self._arena.clear_header(allocation.shard.offset)
         allocation.released = True

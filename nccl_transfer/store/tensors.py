@@ -1,4 +1,4 @@
-"""Conversion between arrays of the data plane and torch tensors, without a copy."""
+"""Conversion between the numpy arrays of the data plane and torch tensors, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CARRIED_AS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-"""Carriers of element types that numpy lacks: unsigned integers of the same size."""
+"""Torch dtype that carries each element type that numpy lacks: an unsigned integer of the same size."""
 
 
 @overload
@@ -28,11 +28,15 @@ def to_torch(values: Jagged[np.ndarray], dtype: str) -> Jagged[torch.Tensor]: ..
 
 
 def to_torch(values: np.ndarray | Jagged[np.ndarray], dtype: str) -> torch.Tensor | Jagged[torch.Tensor]:
-    """Converts an array of carriers to a tensor that shares its memory; a read-only array is copied.
+    """Converts a numpy array to a tensor of element type `dtype`, which shares its memory; a read-only array is
+    copied.
 
     Args:
-        values: [...] or jagged, in the carrier of `dtype` (see `nccl_transfer.refs.dtypes.CARRIERS`).
+        values: Array of any shape or jagged array, in the carrier of `dtype` (`nccl_transfer.refs.dtypes.CARRIERS`).
         dtype: Name of the element type, as in `FetchedRows.dtypes`.
+
+    Returns:
+        A tensor of the same shape, or a jagged array of a tensor.
     """
     if isinstance(values, Jagged):
         return Jagged(to_torch(values.values, dtype), values.lengths)
@@ -51,11 +55,14 @@ def to_numpy_carrier(values: Jagged[torch.Tensor]) -> tuple[Jagged[np.ndarray], 
 def to_numpy_carrier(
     values: torch.Tensor | Jagged[torch.Tensor],
 ) -> tuple[np.ndarray | Jagged[np.ndarray], str]:
-    """Converts a tensor to the array that carries it, with equal strides, and the name of its element type. On CPU the
-    array shares the tensor's memory; from a device the bytes are copied.
+    """Converts a tensor to a numpy array, with equal strides, in the carrier of its element type. The array of a CPU
+    tensor shares its memory; the bytes of a device tensor are copied.
+
+    Returns:
+        The array, and the name of the tensor's element type.
 
     Raises:
-        InvalidRequest: Columns cannot have the element type.
+        InvalidRequest: Columns cannot have the tensor's element type.
     """
     if isinstance(values, Jagged):
         array, dtype = to_numpy_carrier(values.values)

@@ -1,1 +1,1 @@
-"""Checks of transports that others can run."""
+"""Tools to check transports on a machine with GPUs, which are installed with the package."""

@@ -1,4 +1,4 @@
-"""NCCL with a hook before every group."""
+"""NCCL with a hook that runs before every group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from nccl_transfer.transports.gpu.device import Event
 
 
 class HookedNccl(Nccl):
-    """An NCCL whose groups can be made to fail.
+    """Wraps an NCCL so that a test can keep this side out of a group.
+
+    Args:
+        nccl: The NCCL to call.
 
     Attributes:
-        enter: Called before every group; returns whether to enter it.
-        joined: Number of communicators created.
+        enter: Called before every group; returns whether to enqueue it. Default: always true.
+        joined: Number of communicators created so far.
     """
 
     def __init__(self, nccl: Nccl) -> None:

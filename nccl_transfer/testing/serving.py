@@ -1,5 +1,5 @@
-"""TransferService alone, for checks and tests. A service of the cluster adds the same handlers to its own server, with
-its own conversion of errors."""
+"""Serves TransferService without the rest of a service, for checks and tests. The services of the cluster add the
+same handlers to their servers and convert errors themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Handler = Callable[[Any, Any], Any]
 
 
 def add_transfer_service(server: grpc.aio.Server, handlers: Mapping[str, Handler]) -> None:
-    """Adds handlers, by method name, to a server; converts RlhfError to statuses."""
+    """Adds handlers of TransferService, by method name, to a server. An RlhfError that they raise becomes a gRPC
+    status."""
     methods, table = SERVICES["transfer"], {}
     for name, handler in handlers.items():
         method = methods[name]

@@ -39,21 +39,26 @@ from rlhf.v1 import common_pb2
 
 SIZES = (1, 4096, 1 << 20, 64 << 20, 1 << 30)
 TIMEOUT_S = 120.0
-"""Deadline of transfers that should succeed."""
+"""Seconds within which transfers should succeed."""
 
 FAILING_S = 2.0
-"""Deadline of transfers that should fail."""
+"""Seconds after which transfers should fail, their deadline."""
 
 LATE_S = 1.0
-"""Most seconds between a deadline and its error."""
+"""Maximum seconds from a deadline to the error that reports it."""
 
 
 class CheckFailed(Exception):
-    """A check failed; the text is one line."""
+    """A check failed; the message is one line."""
 
 
 def gpus(number: int) -> tuple[Nccl, Cuda]:
-    """NCCL and a GPU of this machine. Has to precede any other use of CUDA."""
+    """Returns NCCL and GPU `number` of this machine, which becomes the current device. Must be called before CUDA is
+    used otherwise.
+
+    Raises:
+        CheckFailed: NCCL cannot be used, or there are fewer than two GPUs.
+    """
     reason = why_no_nccl()
     if reason is not None:
         raise CheckFailed(reason)
@@ -65,13 +70,13 @@ def gpus(number: int) -> tuple[Nccl, Cuda]:
 
 
 class Check:
-    """The reader, on GPU 0.
+    """All checks, run by the reader on GPU 0.
 
     Args:
         nccl, cuda: The reader's NCCL and GPU.
-        batch: The row of the source, by reference.
-        sizes: Sizes of its columns of bytes, in ascending order.
-        source: The process of the source.
+        batch: The source's batch of one row, by reference.
+        sizes: Sizes in bytes of the batch's columns of bytes, in ascending order.
+        source: Process of the source.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class Check:
 
 
 def of_epoch(batch: Batch, epoch: int) -> Batch:
-    """The same rows, with endpoints of another epoch."""
+    """Returns the same rows by reference, with epoch `epoch` in their endpoints."""
     message = to_proto(batch)
     for endpoint in message.endpoints:
         endpoint.epoch = epoch
@@ -165,7 +170,7 @@ def of_epoch(batch: Batch, epoch: int) -> Batch:
 
 
 def receive(source: BaseProcess, connection: Connection) -> Batch:
-    """Waits until the source serves; returns its batch.
+    """Waits until the source serves; returns its batch, by reference.
 
     Raises:
         CheckFailed: The source died, or did not serve within TIMEOUT_S.
@@ -184,7 +189,15 @@ def say(line: str) -> None:
 
 
 def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
-    """Runs all checks; returns the exit code."""
+    """Starts the source and runs all checks.
+
+    Args:
+        devices: Returns NCCL and a GPU by number. Default: those of this machine.
+        sizes: Sizes in bytes of the columns of bytes, in ascending order. Default: SIZES.
+
+    Returns:
+        The exit code: 0 if all checks passed, else 1.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     source = context.Process(target=serve, args=(devices, sizes, there), daemon=True)

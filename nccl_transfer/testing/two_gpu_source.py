@@ -1,4 +1,4 @@
-"""The source of the check between two GPUs: a process on GPU 1 that holds and serves rows."""
+"""The source of `two_gpu_check`: a process on GPU 1 that holds and serves one row."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from rlhf.channels import listen
 from rlhf.contract import CHANNEL_OPTIONS
 
 TYPED_SHAPE = (257, 3)
-"""Shape of the row of each element type."""
+"""Shape of the row in the columns of each element type."""
 
 EPOCH = 2
 
 Devices = Callable[[int], tuple[Nccl, Cuda]]
-"""Returns NCCL and the GPU of a number, and makes it the GPU of the calling process; picklable."""
+"""A picklable function that takes the number of a GPU, makes it the current device, and returns NCCL and the GPU."""
 
 
 def names(sizes: Sequence[int]) -> list[str]:
-    """Names of the columns: one of bytes per size, one per element type."""
+    """Returns the names of the columns: one column of bytes per size, and one per element type."""
     return [*map(str, sizes), *ITEM_BYTES]
 
 
 def expected(name: str) -> np.ndarray:
-    """The row of a column, of random bits: [1, size] uint8, or [1, *TYPED_SHAPE] of the carrier of a type."""
+    """Returns the values of a column, the same random bits in every process: [1, size] uint8, or [1, *TYPED_SHAPE] in
+    the carrier of an element type."""
     shape = (1, *TYPED_SHAPE) if name in ITEM_BYTES else (1, int(name))
     dtype = np.dtype(CARRIERS[dtype_of(name)])
     data = np.random.default_rng(list(name.encode())).bytes(math.prod(shape) * dtype.itemsize)
@@ -52,7 +53,8 @@ def dtype_of(name: str) -> str:
 
 
 def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """Serves on GPU 1 until the reader ends or kills this process. Sends the reader its batch as a message."""
+    """Serves one row on GPU 1 until `reader` is closed or this process is killed. Sends the batch, serialized, to
+    `reader`."""
     asyncio.run(_serve(*devices(1), sizes, reader))
     os._exit(0)  # does not wait for NCCL's threads
 

@@ -1,5 +1,5 @@
-"""Transports move bytes from the arena of one rank into another process. `nccl_transfer.fetch.Fetcher` chooses one for
-each pair of ranks; docs/transports.md describes them."""
+"""Transports, each of which reads bytes from the arena of one rank into another process.
+`nccl_transfer.fetch.Fetcher` chooses one for each source; docs/transports.md describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a transport."""
+"""The interface of a transport, and functions that several transports share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 
 ATTEMPTS = 3
-"""Attempts at a stream that breaks, the first included."""
+"""Maximum number of attempts at a stream that breaks, the first included."""
 
 
 def _copied() -> None:
-    """Verifies nothing: the bytes were copied while their shards were valid."""
+    """The `verify` of copied bytes: does nothing, since they were copied while their shards were valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ class Reading:
     """Result of a read.
 
     Attributes:
-        views: One per range, read-only: they may be memory of the rank that holds the rows.
-        verify: Called after the last use of views. Raises Refused if a shard was released since the read, so that
-            its bytes may have been overwritten.
-        remap: Returns writable, private views of the same bytes; None if `views` are private.
+        views: The bytes of each range, which must not be modified: they may be memory of the rank that holds the
+            rows.
+        verify: To be called after the last use of the views. Raises Refused if a shard was released since the read,
+            so that its bytes may have been overwritten. Default: does nothing, for copied bytes.
+        remap: Returns writable, private views of the same bytes. Default None: `views` are private already.
     """
 
     views: Sequence[memoryview]
@@ -40,12 +41,13 @@ class Reading:
     remap: Callable[[], Sequence[memoryview]] | None = None
 
     def writable(self) -> Reading:
-        """The same bytes as writable views, private to the caller."""
+        """Returns a reading of the same bytes whose views are private to the caller and may be modified."""
         return self if self.remap is None else Reading(self.remap(), self.verify)
 
 
 def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
-    """Views of an arena; headers are checked now, and again by `verify`.
+    """Returns a reading of views of an arena, without a copy. The headers of the shards are checked now, and again by
+    `Reading.verify`.
 
     Raises:
         Refused: A shard was released.
@@ -58,7 +60,13 @@ def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Traffic of one transport into this process: bytes, seconds, number of reads."""
+    """Traffic of one transport into this process.
+
+    Attributes:
+        bytes: Number of bytes read.
+        seconds: Time of all reads, summed also where reads overlap.
+        transfers: Number of reads.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
@@ -71,7 +79,8 @@ class Traffic:
 
     @property
     def gb_per_s(self) -> float:
-        """1e9 bytes per second; 0 without traffic. For mapped memory this is the rate of mapping, not of reading."""
+        """Average rate of a read, in 1e9 bytes per second; 0 without traffic. Of mapped memory, the rate of mapping
+        it."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
@@ -79,45 +88,46 @@ class Transport(ABC):
     """Reads byte ranges of shards of other ranks. Thread-safe; connections are kept between reads.
 
     Attributes:
-        name: The name in configs and in traffic counts.
+        name: Name of the transport in configs and in traffic counts.
     """
 
     name: ClassVar[str]
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Why this process cannot use the transport for any source; None if it can."""
+        """Returns the reason why this process cannot use the transport at all, or None if it can."""
         return None
 
     @abstractmethod
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        """Why a process on host `host_id` cannot read from `source` by this transport; None if it can."""
+        """Returns the reason why this process, on host `host_id`, cannot read from `source` by this transport, or
+        None if it can."""
 
     @abstractmethod
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
-        """Reads bytes of shards of one rank; views are in the order of `ranges`.
+        """Reads bytes of shards of one rank.
 
         Args:
-            source: The rank that holds the shards.
-            ranges: The bytes to read.
-            deadline: Latest end, as of `time.monotonic`.
+            source: Endpoint of the rank that holds the shards.
+            ranges: The bytes to read; the views of the result are in the same order.
+            deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            DeadlineExceeded: The rank did not answer in time.
+            DeadlineExceeded: The bytes did not arrive by the deadline.
             ServiceLost: The rank has ended, or cannot be reached.
-            Refused: The rank is of another epoch, or a shard was released.
+            Refused: The service has another epoch than `source`, or a shard was released.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Closes all connections. Views stay valid."""
+        """Closes all connections. Views that were returned stay valid."""
 
 
 def remaining_s(deadline: float, source: Endpoint) -> float:
-    """Seconds until the deadline, more than 0.
+    """Returns the seconds until `deadline` (`time.monotonic`), more than 0.
 
     Raises:
-        DeadlineExceeded: The deadline has passed.
+        DeadlineExceeded: The deadline has passed; the message names `source`.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -126,10 +136,10 @@ def remaining_s(deadline: float, source: Endpoint) -> float:
 
 
 def with_retries(stream: Callable[[], None]) -> None:
-    """Calls `stream`, which resumes where the previous call broke, up to ATTEMPTS times.
+    """Calls `stream` until it succeeds, at most ATTEMPTS times; each call resumes where the previous one broke.
 
     Raises:
-        ServiceLost: Every attempt broke.
+        ServiceLost: Every attempt raised ServiceLost. Other errors are raised at once.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -140,8 +150,8 @@ def with_retries(stream: Callable[[], None]) -> None:
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Aligned offsets of items of these sizes in one buffer, and the size of the buffer. Both sides of a transfer use
-    it."""
+    """Returns the aligned offset of each item in one buffer, and the size of the buffer, in bytes. Both sides of a
+    transfer lay out their buffers by it."""
     offsets, total = [], 0
     for size in sizes:
         offsets.append(total)
@@ -150,11 +160,12 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
-    """Checks a whole request before the first byte is sent: a reader takes the first byte as a sign that all exist.
+    """Checks all ranges of a request before the first byte is sent: a reader allocates memory for ranges once it
+    receives bytes, so they have to exist.
 
     Raises:
-        Refused: The request is of another epoch, or a shard was released.
-        TransferError: A range reaches beyond its shard.
+        Refused: The request is for another epoch of the service, or a shard was released.
+        TransferError: A range reaches beyond its shard, or a shard was marked corrupt.
     """
     check_epoch(store, request.epoch)
     for wanted in request.ranges:
@@ -162,7 +173,11 @@ def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
 
 
 def check_epoch(store: TensorStore, epoch: int) -> None:
-    """Raises Refused if a request is for another epoch of the service; epoch 0 stands for any."""
+    """Checks that a request is for the current epoch of the service; epoch 0 stands for any.
+
+    Raises:
+        Refused: The request is for another epoch.
+    """
     assert store.endpoint is not None
     if epoch not in (0, store.endpoint.epoch):
         raise Refused(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")

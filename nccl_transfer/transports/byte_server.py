@@ -26,16 +26,16 @@ from rlhf.errors import RlhfError, to_status
 from rlhf.v1 import transfer_pb2 as pb
 
 CHUNK_BYTES = 4 << 20
-"""Payload of a frame; measured: one message of 4 MiB with its header is as fast as one of any size."""
+"""Maximum payload of a frame in bytes. Larger frames were measured to be no faster."""
 
 STALL_S = 30.0
-"""Seconds after which a reader that takes no byte, or does not complete its request, is disconnected."""
+"""Seconds after which a reader is disconnected that receives no bytes, or does not complete its request."""
 
 MAX_STREAMS = 64
-"""Most requests that are answered at the same time; others wait for a thread."""
+"""Maximum number of requests that are answered in parallel; further requests wait for a thread."""
 
 MAX_STRANGERS = 256
-"""Most connections without a valid key; the next one closes the oldest."""
+"""Maximum number of connections that have not sent a valid key; a further one closes the oldest of them."""
 
 ACCEPT_PAUSE_S = 0.1
 
@@ -53,12 +53,18 @@ _OPTIONS = (
 def cut_frames(
     store: TensorStore, request: pb.FetchRequest, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Pieces]:
-    """Yields the concatenation of the requested ranges as views of the arena, a list per frame. The shards of a frame
-    are checked again when the next frame is requested, so every byte of it was read while its shard was valid.
+    """Yields the frames of the answer to a request, each as a list of views of the arena; concatenated, they are the
+    requested ranges. When the caller has sent a frame and asks for the next one, the shards of the frame are checked
+    again, so that an error is raised if they were released while the frame was sent.
+
+    Args:
+        store: Store that holds the shards.
+        request: The ranges.
+        chunk_bytes: Payload of a frame in bytes; the last frame may be shorter, and so may frames of many pieces.
 
     Raises:
-        Refused: The request is of another epoch, or a shard was released, possibly between frames.
-        TransferError: A range reaches beyond its shard.
+        Refused: The request is for another epoch of the service, or a shard was released, possibly between frames.
+        TransferError: A range reaches beyond its shard, or a shard was marked corrupt.
     """
     check_request(store, request)
     ranges = request.ranges
@@ -69,13 +75,13 @@ def cut_frames(
 
 @dataclass(eq=False)
 class _Reader:
-    """A connection between requests.
+    """A connection that waits for the header of its next request.
 
     Attributes:
         is_known: Whether an earlier request on the connection had the right key.
-        due: Deadline of the header, as of `time.monotonic`; None between requests of a known reader, which may be idle
-            for as long as its host lives.
-        header: The received part of the next header.
+        due: Time by which the header must be complete, on the clock of `time.monotonic`, in seconds. None for a known
+            reader that has not begun a request: it may be idle for as long as its host lives.
+        header: The received part of the header.
     """
 
     connection: socket.socket
@@ -85,18 +91,21 @@ class _Reader:
 
 
 class ByteServer:
-    """Streams the shards of a store to readers that know its key.
+    """TCP server that streams the shards of a store to readers that know its key.
 
     One thread accepts connections and reads the headers of requests. Only a request with the right key is passed to the
-    pool of threads that answer, so a client without the key costs one descriptor, and at most MAX_STRANGERS exist.
+    pool of threads that answer, so a client without the key uses one file descriptor and no thread, and there are at
+    most MAX_STRANGERS of them.
 
     Args:
-        host: Address to listen on; the port is the kernel's choice.
-        frames: Cuts the answer to a request into frames; see `cut_frames`.
+        store: Store that holds the shards.
+        host: IP address to listen on; the kernel chooses the port.
+        frames: Yields the frames of the answer to a request. Default: `cut_frames`.
 
     Attributes:
-        port: For `Endpoint.data_port`.
-        key: For `Endpoint.data_key`. Only clients that may query the rank's endpoint may read its rows.
+        port: Port, published as `Endpoint.data_port`.
+        key: Random key in hexadecimal, published as `Endpoint.data_key`: clients that can query the rank's endpoint
+            can read its rows.
     """
 
     def __init__(
@@ -127,7 +136,7 @@ class ByteServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Disconnects all readers."""
+        """Stops listening and disconnects all readers."""
         self._stopping = True
         self._wake.send(b"x")
         self._thread.join()
@@ -220,7 +229,8 @@ class ByteServer:
         return None
 
     def _serve(self, connection: socket.socket, nbytes: int) -> None:
-        """Receives the rest of a request and answers it; the connection then waits for its next request."""
+        """Receives the `nbytes` bytes of a request after its header, and answers it. The connection then waits for
+        its next request, or is closed after an error of the connection or the request."""
         is_good = False
         try:
             connection.settimeout(STALL_S)
@@ -260,7 +270,7 @@ def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:
-    """Sends one frame."""
+    """Sends one frame: a header with kind and size, then the pieces of the payload."""
     nbytes = sum(map(len, pieces))
     rest: list[memoryview] = [memoryview(FRAME.pack(kind, nbytes)), *pieces]
     while rest:

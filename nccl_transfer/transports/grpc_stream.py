@@ -1,4 +1,4 @@
-"""Bytes over gRPC streams: reaches every serving rank on every host."""
+"""The grpc transport: bytes over gRPC streams, from every rank that serves, on any host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 MARK_CORRUPT_S = 2.0
-"""Timeout of a MarkCorrupt call."""
+"""Timeout of a MarkCorrupt call in seconds."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
 MAX_CHUNK_BYTES = 4 << 20
@@ -45,13 +45,13 @@ _CLIENT_OPTIONS = (
 
 
 def stream_channel(address: str) -> grpc.Channel:
-    """A channel on a connection of its own, whose streams are read in the calling thread."""
+    """Opens a channel that shares no connection with other channels and reads its streams in the calling thread."""
     return open_channel(address, _CLIENT_OPTIONS)
 
 
 def mark_corrupt(shard: Shard, reason: str) -> None:
-    """Reports a corrupt shard to the rank that holds it. A rank that cannot be reached is logged: the caller remembers
-    the shard anyway."""
+    """Reports a corrupt shard to the rank that holds it. Logs a failure of the call instead of raising it: the caller
+    also remembers the shard itself."""
     with stream_channel(shard.endpoint.address) as channel:
         request = pb.MarkCorruptRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
@@ -110,14 +110,19 @@ class GrpcTransport(Transport):
             return self._channels[address]
 
     def _forget(self, address: str, channel: grpc.Channel) -> None:
-        """Drops a broken channel without closing it: other threads may still read its error."""
+        """Removes a broken channel from the cache without closing it, since other threads may still read its
+        error."""
         with self._lock:
             if self._channels.get(address) is channel:
                 del self._channels[address]
 
 
 def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
-    """Writes the next bytes of a stream into the sink; raises TransferError for bytes beyond the last range."""
+    """Writes the next bytes of a stream into the sink.
+
+    Raises:
+        TransferError: There are bytes beyond the last range.
+    """
     while len(data):
         room = sink.room(len(data))
         if not room:
@@ -129,11 +134,13 @@ def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
 
 
 async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
-    """Answers a Fetch. Every byte of the stream was read while its shard was valid.
+    """Handles the Fetch RPC: yields the requested ranges in chunks. The bytes of a chunk are copied without a lock,
+    and the shards checked afterwards, before the chunk is sent.
 
     Raises:
-        Refused: The request is of another epoch, or a shard was released, possibly in the middle of the stream.
-        TransferError: A range reaches beyond its shard.
+        Refused: The request is for another epoch of the service, or a shard was released, possibly in the middle of
+            the stream.
+        TransferError: A range reaches beyond its shard, or a shard was marked corrupt.
     """
     check_request(store, request)
     chunk_bytes = min(request.chunk_bytes or DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES)
@@ -146,10 +153,10 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
 
 
 def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) -> pb.MarkCorruptResponse:
-    """Answers a MarkCorrupt.
+    """Handles the MarkCorrupt RPC: marks a shard of the store, and logs the reader's reason.
 
     Raises:
-        Refused: The request is of another epoch.
+        Refused: The request is for another epoch of the service.
     """
     check_epoch(store, request.epoch)
     logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
@@ -159,7 +166,13 @@ def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) ->
 def stat_response(
     store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
 ) -> pb.StatResponse:
-    """Answers a Stat; `traffic` as of `Fetcher.traffic`, `unavailable` as of `registry.unavailable`."""
+    """Builds the response of the Stat RPC.
+
+    Args:
+        store: Store of this rank.
+        traffic: Traffic by transport, from `Fetcher.traffic`.
+        unavailable: Reasons by transport, from `registry.unavailable`. Default: none.
+    """
     stat = store.stat()
     return pb.StatResponse(
         arena_bytes=stat.arena_bytes,
@@ -172,7 +185,7 @@ def stat_response(
 
 
 def traffic_to_proto(traffic: Mapping[str, Traffic]) -> dict[str, common_pb2.Traffic]:
-    """Encodes traffic counts by transport."""
+    """Encodes traffic by transport as protobuf messages."""
     return {
         name: common_pb2.Traffic(bytes=moved.bytes, seconds=moved.seconds, transfers=moved.transfers)
         for name, moved in traffic.items()

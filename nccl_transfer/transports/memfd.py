@@ -1,4 +1,5 @@
-"""Zero-copy reads between ranks of one host: every rank shares the descriptor of its arena."""
+"""The memfd transport: zero-copy reads between ranks of one host. Every rank shares the file descriptor of its
+arena."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def host_id() -> str:
-    """Id that is equal for processes that can share memory: boot of the machine, network namespace (of abstract
-    sockets), and user (arenas are shared with the same user only)."""
+    """Returns an id that is equal in processes that can share memory. It consists of the boot id of the machine, the
+    network namespace (which abstract sockets belong to), and the user (arenas are shared with the same user only)."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
 
@@ -39,11 +40,14 @@ def host_id() -> str:
 class ArenaServer:
     """Sends the file descriptor of a store's arena to processes of the same user and host.
 
-    One thread serves an abstract socket, so no file is left behind. Connections stay open: the end of a connection
-    tells the reader that this rank has ended.
+    One thread serves an abstract Unix socket, so no file is left behind. Connections stay open: when a connection
+    ends, its reader knows that this rank has ended.
+
+    Args:
+        store: Store whose arena is shared.
 
     Attributes:
-        name: Name of the socket, for `Endpoint.memfd_socket`.
+        name: Name of the socket, published as `Endpoint.memfd_socket`.
     """
 
     def __init__(self, store: TensorStore) -> None:
@@ -57,7 +61,7 @@ class ArenaServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections; readers see this rank as lost."""
+        """Closes the socket and all connections; later reads from this rank raise ServiceLost."""
         self._stop.close()
         self._thread.join()
 
@@ -110,7 +114,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Connection:
-    """An arena of another process, and the socket whose end tells that the process has ended."""
+    """An arena of another process, and the socket that is closed when the process ends."""
 
     reader: ArenaReader
     epoch: int
@@ -118,7 +122,8 @@ class _Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the peer lives. It sends nothing after its hello: readable means ended."""
+        """Whether the other process is alive. It sends nothing after its first message, so a readable socket has
+        ended."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -129,10 +134,10 @@ class _Connection:
 
 
 class _Watch:
-    """A thread that watches sockets for input or their end.
+    """A thread that watches sockets and calls a function when one of them is readable or has ended.
 
     Args:
-        notify: Called in the thread when a socket is readable, again and again until the socket is removed.
+        notify: Called in the thread, repeatedly until the socket is removed.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -144,7 +149,7 @@ class _Watch:
         self._thread.start()
 
     def add(self, connection: socket.socket) -> None:
-        """Watches a socket until `remove`, which has to precede its close."""
+        """Watches a socket until `remove`, which has to be called before the socket is closed."""
         self._sockets.register(connection, select.EPOLLIN)
 
     def remove(self, connection: socket.socket) -> None:
@@ -165,8 +170,8 @@ class _Watch:
 class MemfdTransport(Transport):
     """Maps the arenas of ranks on the same host.
 
-    The source takes part in the first read only: later reads work while it computes, and even while it is stopped. A
-    source that has died is an error although its memory could still be read; its memory is released at once.
+    The source takes part in the first read only: later reads succeed while it computes, and even while it is stopped.
+    Reads from a source that has died raise ServiceLost, and its memory is released as soon as its end is detected.
     """
 
     name = "memfd"
@@ -210,7 +215,8 @@ class MemfdTransport(Transport):
         return known
 
     def _add(self, source: Endpoint, fresh: _Connection) -> _Connection:
-        """Keeps and watches a connection, unless another thread added one before; returns the kept one."""
+        """Adds and watches a connection. If another thread has added one to the source, closes `fresh` and returns
+        that."""
         with ExitStack() as unless_kept:
             unless_kept.enter_context(fresh.socket)
             if self._closed:
@@ -227,12 +233,13 @@ class MemfdTransport(Transport):
         return fresh
 
     def _drop_ended(self) -> None:
-        """Releases arenas of ranks that have ended; a restarted rank has a new socket name."""
+        """Releases the arenas of ranks that have ended; a restarted rank has a new socket name."""
         with self._lock:
             self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
 
     def _keep(self, connections: dict[str, _Connection]) -> None:
-        """Keeps only `connections`, and closes all other sockets. An arena is freed with its last reading."""
+        """Keeps only `connections` and closes the sockets of the others. Their arenas are unmapped with their last
+        reading."""
         for name in self._connections.keys() - connections.keys():
             assert self._watch is not None, "connections are watched"
             self._watch.remove(self._connections[name].socket)
@@ -260,7 +267,7 @@ def _connect(source: Endpoint, deadline: float) -> _Connection:
 
 
 def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:
-    """Receives the arena and its epoch."""
+    """Receives the descriptor of the source's arena; returns a reader of it, and the epoch of the source."""
     hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not hello:
         raise ServiceLost(f"{source}: ended before it handed out its arena")

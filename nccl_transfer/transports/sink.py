@@ -1,4 +1,4 @@
-"""Memory that a stream is received into."""
+"""Memory into which a stream of bytes is received."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlhf.errors import OutOfSpace
 from rlhf.v1 import transfer_pb2 as pb
 
 MAX_PIECES = 512
-"""Most buffers in one system call; the kernel's limit is 1,024."""
+"""Maximum number of buffers in one system call; the kernel's limit is 1,024."""
 
 Pieces = list[memoryview]
 
 
 class Sink:
-    """Receives the ranges of one read in order, and tracks the bytes that are missing.
+    """Receives the bytes of one read, range by range in order, and tracks which bytes are missing.
 
-    Memory is allocated per range as bytes arrive. A source checks all ranges of a request before it sends a byte, so a
-    range that does not exist allocates nothing, whatever size a message claims.
+    The memory of a range is allocated when its first bytes arrive. A source checks all ranges of a request before it
+    sends a byte, so no memory is allocated for ranges that do not exist, whatever size a message claims.
     """
 
     def __init__(self, ranges: Sequence[ByteRange]) -> None:
@@ -34,12 +34,12 @@ class Sink:
 
     @property
     def views(self) -> list[memoryview]:
-        """The bytes of each range; valid once nothing is missing."""
+        """The bytes of each range, complete once `missing` returns no ranges."""
         self._allocate(len(self._ranges))
         return self._memory
 
     def missing(self) -> list[pb.ByteRange]:
-        """Ranges that have not arrived, in order, cut to their missing bytes."""
+        """Returns the ranges that have not arrived completely, in order, without the bytes that have arrived."""
         rest = []
         for number in range(self._range, len(self._ranges)):
             wanted, done = self._ranges[number], self._filled if number == self._range else 0
@@ -49,8 +49,8 @@ class Sink:
         return rest
 
     def room(self, nbytes: int) -> Pieces:
-        """Memory for the next bytes of the stream: `nbytes` bytes, or fewer at MAX_PIECES pieces or the end of the last
-        range.
+        """Returns memory for the next `nbytes` bytes of the stream, in pieces; less memory after MAX_PIECES pieces or
+        at the end of the last range, and none after it.
 
         Raises:
             OutOfSpace: This process has no memory for a range.
@@ -67,7 +67,7 @@ class Sink:
         return pieces
 
     def advance(self, nbytes: int) -> None:
-        """Counts `nbytes` bytes that were written into `room`."""
+        """Counts `nbytes` bytes, which the caller has written into the memory that `room` returned, as received."""
         while nbytes:
             count = min(nbytes, self._ranges[self._range].nbytes - self._filled)
             self._filled += count
@@ -75,7 +75,7 @@ class Sink:
             self._skip_full()
 
     def confirm(self) -> None:
-        """Marks all received bytes as valid."""
+        """Marks all bytes received so far as valid, so that `roll_back` keeps them."""
         self._confirmed = self._range, self._filled
 
     def roll_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes over plain TCP connections, straight from an arena into the reader's memory."""
+"""The tcp transport: bytes over plain TCP connections, from the source's arena into the reader's memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ MAX_REQUEST_BYTES = 64 << 20
 MAGIC = b"rlhftcp1"
 KEY_BYTES = 16
 REQUEST = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}sI")
-"""Header of a request: magic, key, size of the FetchRequest that follows."""
+"""Header of a request: MAGIC, key, and size in bytes of the serialized FetchRequest that follows."""
 FRAME = struct.Struct("<II")
-"""Header of a frame of the answer: kind, size of the payload."""
+"""Header of a frame of the answer: kind, and size of the payload in bytes."""
 DATA, END, ERROR = 1, 2, 3
-"""Kinds of frames."""
+"""Kinds of frames: bytes of the ranges, end of the answer, serialized google.rpc.Status."""
 
 
 class TcpTransport(Transport):
-    """Streams ranges over a kept connection per source, and resumes broken streams where they broke."""
+    """Streams ranges over TCP connections that are kept between reads, and resumes broken streams where they
+    broke."""
 
     name = "tcp"
 
@@ -73,7 +74,8 @@ class TcpTransport(Transport):
 
     @contextlib.contextmanager
     def _connected(self, source: Endpoint, deadline: float) -> Iterator[socket.socket]:
-        """A connection, returned to the pool unless the block fails."""
+        """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
+        unless the block raises, which closes it."""
         connection = self._pooled(source) or _connect(source, deadline)
         with self._lock:
             self._busy.add(connection)
@@ -89,7 +91,8 @@ class TcpTransport(Transport):
             self._idle.setdefault(source, []).append(connection)
 
     def _pooled(self, source: Endpoint) -> socket.socket | None:
-        """An idle connection that is alive, or None; closes those of sources that have ended."""
+        """Takes a live idle connection to `source`, or returns None. Closes all idle connections whose source has
+        ended."""
         with self._lock:
             for known, connections in list(self._idle.items()):
                 living = [each for each in connections if _is_alive(each) or each.close()]
@@ -101,7 +104,7 @@ class TcpTransport(Transport):
 
 
 def _is_alive(connection: socket.socket) -> bool:
-    """Whether the source is connected. An idle source sends nothing: readable means ended."""
+    """Whether an idle connection is alive. Its source sends nothing, so a readable connection has ended."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -125,7 +128,7 @@ def _connect(source: Endpoint, deadline: float) -> socket.socket:
 
 
 def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: float) -> None:
-    """Receives frames until the last.
+    """Receives the frames of an answer into the sink.
 
     Raises:
         RlhfError: The error that the source sent.

@@ -1,1 +1,2 @@
-"""The contract of the cluster: protos, generated stubs, errors, configuration of a service."""
+"""The contract between services and their clients: protos with their generated stubs, errors, channels and
+addresses."""

@@ -1,4 +1,4 @@
-"""Addresses, host:port, as configurations write them. A host is a name, an IPv4 address, or an IPv6 address in
+"""Checks of addresses in configurations, host:port, where a host is a name, an IPv4 address, or an IPv6 address in
 brackets."""
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ TARGET_KINDS = (
     *("dns", "fake", "google-c2p", "google-c2p-experimental", "ipv4", "ipv6"),
     *("unix", "unix-abstract", "vsock", "xds"),
 )
-"""Host names that gRPC reads as the scheme of an address: `unix:7101` is a socket in the file system."""
+"""Names that cannot be hosts, because gRPC reads them as a scheme: `unix:7101` is a socket in the file system."""
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError where a text is not host:port, or no client can connect to the host."""
+    """Checks that a text is an address, host:port, to which clients can connect.
+
+    Raises:
+        ValueError: The text is not host:port, or the host is a wildcard such as 0.0.0.0.
+    """
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port with a port from 1 to 65535")
@@ -25,7 +29,11 @@ def check_address(address: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raises ValueError where a text is not a host without a port."""
+    """Checks that a text is a host without a port.
+
+    Raises:
+        ValueError: The text is not a name, an IPv4 address or an IPv6 address in brackets.
+    """
     if host.startswith("[") and host.endswith("]"):
         try:
             ipaddress.IPv6Address(host[1:-1])
@@ -40,7 +48,8 @@ def check_host(host: str) -> None:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a server that listens on this host listens on all addresses."""
+    """Returns whether a host is a wildcard, such as 0.0.0.0 or [::]: a server that listens on it listens on all
+    addresses."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -48,7 +57,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def probe(address: str) -> None:
-    """Binds an address and releases it, to check that a server can.
+    """Checks that a server can listen on an address: binds it and releases it again.
 
     Raises:
         OSError: The address is in use, is not one of this host, or is unknown.

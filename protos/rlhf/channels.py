@@ -1,4 +1,5 @@
-"""Opens and accepts gRPC connections: the one file in which a connection would be encrypted and authenticated."""
+"""Opens gRPC channels and server ports. Encryption and authentication of connections would be added in this file
+alone."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ Options = Sequence[tuple[str, Any]]
 
 
 def open_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.Channel:
-    """A channel to the server at `address`, host:port. It connects with the first call.
+    """Opens a channel to the server at `address`, host:port, which connects at its first call.
 
     Args:
-        options: Channel arguments; by default those that any server accepts.
+        address: host:port.
+        options: gRPC channel arguments. Default: PLAIN_OPTIONS, which any server accepts.
     """
     return grpc.insecure_channel(address, options)
 
 
 def open_aio_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.aio.Channel:
-    """As `open_channel`, for the running event loop."""
+    """Opens a grpc.aio channel for the running event loop; otherwise as `open_channel`."""
     return grpc.aio.insecure_channel(address, options)
 
 
 def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
-    """Makes a server listen on `address`, host:port, and returns the port; port 0 takes a free one.
+    """Makes a server listen on `address`, host:port, and returns the port. Port 0 chooses a free one.
 
     Raises:
         RuntimeError: The address cannot be bound.

@@ -1,4 +1,4 @@
-"""The methods of the contract, read from the descriptors of the protos."""
+"""The RPC methods of all services, read from the descriptors of the protos."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 64 << 10),
     ("grpc.enable_http_proxy", 0),
 )
-"""Options of a channel to any server: messages of more than the default 4 MiB, metadata of more than 16 KiB for
-tracebacks, and no pings, for which a server with default options closes the connection."""
+"""gRPC options of a channel to any server: messages of up to 1 GiB instead of 4 MiB, metadata of up to 64 KiB for
+tracebacks, and no keepalive pings, for which a server with default options would close the connection."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *PLAIN_OPTIONS,
@@ -34,17 +34,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-"""Options of both ends of a channel between our own processes, with pings: a stopped peer is noticed within 10 s, and
-a busy one, whose transport answers by itself, stays connected."""
+"""gRPC options of clients and servers of the cluster: PLAIN_OPTIONS with keepalive pings. A stopped peer is detected
+within 10 s; a busy peer stays connected, since gRPC's own threads answer pings."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One RPC, and its declaration of batch columns and transfer protocol (`spec`; None without one).
+    """One RPC method of a service.
 
     Attributes:
-        streams: Whether responses are a stream.
-        takes_stream: Whether requests are a stream.
+        service: Full name of the service, "rlhf.v1.ActorService".
+        name: Name of the method, "GenerateSequences".
+        request, response: Message classes.
+        streams: Whether the method streams responses.
+        takes_stream: Whether the method takes a stream of requests.
+        spec: Its MethodSpec, the transfer protocol and batch columns; None if the .proto declares none.
     """
 
     service: str
@@ -57,19 +61,19 @@ class Method:
 
     @functools.cached_property
     def path(self) -> str:
-        """gRPC path, "/package.Service/Method"."""
+        """gRPC path of the method, "/package.Service/Method"."""
         return f"/{self.service}/{self.name}"
 
     @functools.cached_property
     def snake_name(self) -> str:
-        """The Python name: generate_sequences for GenerateSequences."""
+        """Name of the method in Python: "generate_sequences" for GenerateSequences."""
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
 
     def parse(self, request: bytes) -> Any:
-        """Parses a serialized request.
+        """Parses a serialized request of this method.
 
         Raises:
-            InvalidRequest: The bytes are no request of this method.
+            InvalidRequest: The bytes cannot be parsed.
         """
         try:
             return self.request.FromString(request)  # type: ignore[attr-defined]
@@ -78,7 +82,7 @@ class Method:
 
     @functools.cached_property
     def takes_rows(self) -> bool:
-        """Whether its request has a batch."""
+        """Whether requests of the method have a field `batch`."""
         return "batch" in self.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
 
     @functools.cached_property
@@ -121,13 +125,14 @@ def _services() -> dict[str, dict[str, Method]]:
 
 
 SERVICES: Mapping[str, Mapping[str, Method]] = _services()
-"""Methods by service ("actor", "critic", "reference", "reward", "transfer", "worker") and name."""
+"""Methods by short name of the service ("actor", "critic", "reference", "reward", "transfer", "worker"), then by name
+of the method ("GenerateSequences")."""
 
 ROLES = ("actor", "critic", "reference", "reward")
 
 
 def group_methods(role: str) -> dict[str, Method]:
-    """The methods that a group of ranks of this role runs, by Python name: those of the role and of WorkerService that
-    declare a transfer protocol."""
+    """Returns the methods that a controller calls on all ranks of a service of this role, by name in Python: the
+    methods of the role's service and of WorkerService that declare a transfer protocol."""
     both = [*SERVICES[role].values(), *SERVICES["worker"].values()]
     return {method.snake_name: method for method in both if method.spec is not None}

@@ -1,19 +1,19 @@
-"""One exception tree, mapped to gRPC status codes and back at one boundary.
+"""The exceptions of the cluster, and their conversion to gRPC statuses and back.
 
-RlhfError                      INTERNAL             something failed that has no better name below
+RlhfError                      INTERNAL             any failure that no class below describes
 ├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
-│   └── ConfigError            INVALID_ARGUMENT     a configuration is wrong; nothing was started
-├── Refused                    FAILED_PRECONDITION  right request, wrong moment: epoch, session, role
+│   └── ConfigError            INVALID_ARGUMENT     a configuration is invalid; nothing was started
+├── Refused                    FAILED_PRECONDITION  a valid request that the current state does not allow
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
-├── DeadlineExceeded           DEADLINE_EXCEEDED    it took longer than allowed
-├── CallCancelled              CANCELLED            somebody asked it to stop
-├── PeerFailed                 ABORTED              another rank of the group failed; look there
+├── DeadlineExceeded           DEADLINE_EXCEEDED    a call or a wait took longer than allowed
+├── CallCancelled              CANCELLED            a call was asked to stop
+├── PeerFailed                 ABORTED              another rank of the service failed and has the cause
 │   └── OutOfStep              ABORTED              ranks no longer match; the service ends
-├── UpdateRejected             DATA_LOSS            an update was not finite; weights are as before
-├── RewardFailed               INTERNAL             rows that could not be scored
-├── TransferError              OUT_OF_RANGE         a transfer went wrong
-│   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena is full
-└── TooManyCalls               RESOURCE_EXHAUSTED   a rank has as many calls waiting as it admits
+├── UpdateRejected             DATA_LOSS            an update was not finite and was rolled back
+├── RewardFailed               INTERNAL             rows could not be scored
+├── TransferError              OUT_OF_RANGE         a transfer between ranks failed
+│   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena or a GPU has too little free memory
+└── TooManyCalls               RESOURCE_EXHAUSTED   the maximum number of calls waits at a rank
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE = 1000
 MAX_TRACEBACK = 4000
 MAX_DETAIL = 300
-"""Characters of an error's parts that cross the wire; gRPC drops statuses of more than about 8 KiB."""
+"""Maximum number of characters of an entry of ErrorInfo. This limit, MAX_MESSAGE and MAX_TRACEBACK keep a status
+below about 8 KiB, beyond which gRPC drops it."""
 
 
 class RlhfError(Exception):
@@ -40,9 +41,9 @@ class RlhfError(Exception):
 
     code = grpc.StatusCode.INTERNAL
     remote_traceback: str = ""
-    """Traceback on the rank that raised it, as in its log."""
+    """Traceback on the rank that raised the error; empty for errors raised in this process."""
     service: str = ""
-    """Name of the service that raised it."""
+    """Name of the service that raised the error; empty for errors raised in this process."""
 
 
 class InvalidRequest(RlhfError):
@@ -56,7 +57,8 @@ class ConfigError(InvalidRequest):
 
 
 class Refused(RlhfError):
-    """Wrong epoch, superseded session, wrong role, released rows: the state does not allow it."""
+    """A valid request that the current state does not allow: another epoch, a superseded session, another role,
+    released rows."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -74,30 +76,30 @@ class DeadlineExceeded(RlhfError):
 
 
 class CallCancelled(RlhfError):
-    """The call was asked to stop."""
+    """A call was cancelled."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class PeerFailed(RlhfError):
-    """Another rank of the group failed, so this one stopped or did not start; the cause is in that rank's error."""
+    """Another rank of the service failed, so this rank stopped or did not start; that rank's error has the cause."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class OutOfStep(PeerFailed):
-    """Collectives of the ranks no longer match: a rank is at another call, did not come, failed alone, or died. No
-    later collective could be trusted, so a rank that raises this exits."""
+    """The ranks of a service no longer run the same collectives: one is at another call, did not arrive, failed
+    alone, or died. Later collectives could not be trusted, so a rank that raises this error exits."""
 
 
 class UpdateRejected(RlhfError):
-    """An update was not finite; every rank is back on the previous policy version."""
+    """An update was not finite and was rolled back: every rank has the weights of the previous policy version."""
 
     code = grpc.StatusCode.DATA_LOSS
 
 
 class RewardFailed(RlhfError):
-    """Rows that could not be scored; never a zero."""
+    """Rows could not be scored. Raised instead of giving such rows a score of 0."""
 
 
 class TransferError(RlhfError):
@@ -107,13 +109,13 @@ class TransferError(RlhfError):
 
 
 class OutOfSpace(TransferError):
-    """An arena has no room; the message gives its size and what was asked."""
+    """An arena or a GPU has too little free memory; the message gives the size that was asked for."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class TooManyCalls(RlhfError):
-    """A rank has as many calls waiting as it admits."""
+    """A rank refuses a call because the maximum number of calls is waiting."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -125,8 +127,13 @@ def _tree(base: type[RlhfError]) -> Iterator[type[RlhfError]]:
 
 
 def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Status:
-    """google.rpc.Status of an error, with ErrorInfo (class, and `where`: service, rank, method, call id) and DebugInfo
-    (the traceback)."""
+    """Converts an error to a google.rpc.Status with ErrorInfo (the error's class, and `where`) and DebugInfo (the
+    traceback).
+
+    Args:
+        error: Any exception; one that is not an RlhfError becomes INTERNAL.
+        where: Place of the error, as a rule service, rank, method and call id.
+    """
     reason = type(error).__name__
     if isinstance(error, RlhfError):
         code, message = error.code, str(error)
@@ -146,18 +153,18 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
 
 
 def shortened(text: str) -> str:
-    """The first MAX_MESSAGE characters of a text, and its length where that is more."""
+    """Cuts a text to MAX_MESSAGE characters and appends its length; a shorter text is returned unchanged."""
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback of an error and of its causes, also after `drop_frames`."""
+    """Returns the traceback of an error and of its causes as text, also after `drop_frames`."""
     return _kept_tracebacks(error) or "".join(traceback.format_exception(error))
 
 
 def drop_frames(error: BaseException) -> None:
-    """Replaces the frames of an error and of its causes by the traceback as text: frames would keep their local
-    variables alive for as long as the error is remembered."""
+    """Replaces the frames of an error and of its causes by a text of the traceback, since frames would keep their
+    local variables alive as long as the error is referenced."""
     if not _kept_tracebacks(error):
         error.__dict__["kept_traceback"] = full_traceback(error)
     chain: BaseException | None = error
@@ -173,9 +180,12 @@ def _kept_tracebacks(error: BaseException) -> str:
 
 
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
-    """The error of a failed call; `where` names role, rank, address and method.
+    """Converts the error of a failed gRPC call to an RlhfError. Its class is the one that the server's status details
+    name, or else the one of the status code.
 
-    Its class is the one that status details of our servers name, or else follows from the status code.
+    Args:
+        error: Error of the call.
+        where: Prefix of the message, as a rule role, rank, address and method.
     """
     call: Any = error  # the error is a grpc.Call too, which grpc's types omit
     code, message = call.code(), call.details()
@@ -189,14 +199,16 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
 
 
 def from_status(status: status_pb2.Status, where: str) -> RlhfError:
-    """The error that `to_status` made a status of; `where` names the rank that sent it."""
+    """Converts the result of `to_status` back to an RlhfError of the same class, with `where` as prefix of its
+    message."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
     return _error(code, _Details.of(status), f"{where}: {status.message}")
 
 
 @dataclass(frozen=True)
 class _Details:
-    """Details that our servers add to a status: class of the error, service, traceback."""
+    """Details that servers of the cluster add to a status: name of the error's class, name of the service,
+    traceback."""
 
     reason: str = ""
     service: str = ""

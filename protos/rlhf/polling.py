@@ -1,4 +1,4 @@
-"""Choice of the poller by which gRPC waits for messages in a process."""
+"""Choice of the mechanism by which gRPC waits for messages in a process, its poller."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ _VARIABLE = "GRPC_EXPERIMENTS"
 
 
 def serve_from_one_thread() -> None:
-    """Selects the poller that needs one thread between the sockets of this process's server and its event loop.
+    """Makes gRPC servers of this process use the poller that passes messages to the event loop from one thread.
 
-    gRPC 1.80 gave Python its EventEngine, whose threads pass a message on three times before Python gets it. The poller
-    of earlier versions is still in 1.85. It needs a Python thread that waits, as an event loop's does: so the server
-    uses it, and channels, some of which the data plane polls from no thread, keep the EventEngine.
+    Since gRPC 1.80 Python uses the EventEngine, whose threads pass a message on three times before Python gets it.
+    The earlier poller, still present in 1.85, needs a Python thread that waits, such as the event loop's. The server
+    has one and uses it; channels, some of which the data plane polls from no thread, keep the EventEngine.
 
-    Call it before gRPC is imported, which reads the environment then. A value that the user has set there stays.
+    Must be called before gRPC is imported, which reads the environment. Has no effect if the user has set
+    GRPC_EXPERIMENTS.
     """
     if _VARIABLE in os.environ:
         return

@@ -1,7 +1,8 @@
-"""The environment variable by which a launcher tells the ranks of one service where to meet.
+"""The environment variable RLHF_RENDEZVOUS, by which a launcher tells the ranks of one service where to rendezvous.
 
 Its value is either the path of a file that only processes of this user can open, or `tcp://HOST:PORT`, where a torch
-store listens on that host's interface alone. Without it, ranks meet as torchrun's other backends arrange.
+store listens on that host's interface alone. If it is not set, the ranks use the rendezvous of torchrun's own
+backends.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ TCP = "tcp://"
 
 
 class LocalRendezvous:
-    """Rendezvous for ranks on this host: a memfd of this process, which its children open through /proc.
+    """Rendezvous file for ranks on this host: a memfd of this process, which its child processes open through /proc.
 
-    No port is open and no name has to be cleaned up; only processes of the same user can open it, and it ends with this
+    It opens no port and leaves no file behind. Only processes of the same user can open it, and it ends with this
     process.
+
+    Attributes:
+        path: Path of the file, the value of RLHF_RENDEZVOUS.
     """
 
     def __init__(self) -> None:
@@ -25,12 +29,19 @@ class LocalRendezvous:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Frees the memory; running ranks cannot meet any more."""
+        """Closes the file. Ranks that start later cannot rendezvous."""
         os.close(self._descriptor)
 
 
 def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
-    """The environment variables, by torchrun's names, of one rank of a service whose ranks are all on this host."""
+    """Returns the environment variables of one rank of a service whose ranks are all on this host, named as by
+    torchrun.
+
+    Args:
+        rank: Rank of the process.
+        ranks: Number of ranks of the service.
+        rendezvous: Value of RLHF_RENDEZVOUS.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -42,6 +53,6 @@ def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
 
 
 def is_on_one_host(environment: Mapping[str, str]) -> bool:
-    """Whether all ranks of the service are on this host, by the environment of one of them."""
+    """Returns whether all ranks of a service are on one host, given the environment variables of one of them."""
     ranks = environment.get("WORLD_SIZE", "1")
     return environment.get("LOCAL_WORLD_SIZE", ranks) == ranks

@@ -1,1 +1,1 @@
-"""The reward role; cost models too."""
+"""Services of the reward role: rewards and cost models."""

@@ -2,7 +2,8 @@
 and its children, each of which scores one row at a time.
 
 The fork server imports the modules of built-in functions before the first fork, so that a killed child is replaced
-within milliseconds. Children import a user's module after the fork: it may start threads, which a fork does not copy.
+within milliseconds. A user's module is imported by each child, after the fork, since it may start threads, which a
+fork does not copy.
 """
 
 from __future__ import annotations
@@ -29,30 +30,40 @@ from services.reward.functions import RewardFunction, find_function, score_row, 
 from services.reward.scorers.base import GaveUp
 
 HEADER = struct.Struct("<Ic")
-"""Header of each message between the service and a child: length in bytes, and kind."""
+"""Header of each message between the service and a child: length of the content in bytes, and kind."""
 READY, TRUTH_READ, SCORE, GAVE_UP = b"r", b"t", b"s", b"g"
-"""Kinds of message: the function is loaded; the row's ground truth is read, so that the response is the cause of any
-later failure; a TextRow to score, or its RowScore; the cause for which the verifier gave up on the response."""
+"""Kinds of message. READY: the function is loaded. TRUTH_READ: the row's ground truth is read, so that the response
+is the cause of any later failure. SCORE: a TextRow to score, or its RowScore. GAVE_UP: the cause for which the
+verifier gave up on the response."""
 
 FORK, END = struct.Struct("<c"), struct.Struct("<cI?")
-"""Commands to the fork server. "f", with the child's socket: fork; answered with PID. "e", a PID, and whether that
-child has closed its socket and so is about to end by itself: end it; answered with ENDED."""
+"""Commands to the fork server. FORK, "f" and the child's socket: forks a child; the answer is PID. END, "e", the PID
+of a child, and whether the child has closed its socket, so that it is about to end by itself: ends the child; the
+answer is ENDED."""
 PID, ENDED = struct.Struct("<I"), struct.Struct("<i?")
-"""ENDED: return code, negative for a signal; whether the child had ended by itself."""
+"""Answers of the fork server. PID: PID of the new child. ENDED: return code of the child, negative for a signal, and
+whether it had ended by itself."""
 END_S = 1.0
-"""Seconds that a child that has closed its socket may take to end."""
+"""Maximum seconds in which a child that has closed its socket ends by itself, before it is killed."""
 
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 4 << 30
-"""Bytes of address space of a child: a function that needs more fails with a MemoryError."""
+"""Maximum address space of a child in bytes; a function that needs more gets a MemoryError."""
 VERIFIER_MEMORY_BYTES = 1 << 30
-"""The same for verifiers, which run in many children."""
+"""Maximum address space in bytes of a child that runs a verifier, of which there are many."""
 RESPONSE_CPU_S = 2
-"""CPU seconds of a verifier for one response, after which the kernel ends the child."""
+"""Maximum CPU seconds of a verifier for one response, after which the kernel ends the child."""
 
 
 def main(control_fd: int, parent: int, name: str, options: str) -> None:
-    """Forks and ends children until the service closes the control socket."""
+    """Runs the fork server: forks and ends children until the service closes the control socket.
+
+    Args:
+        control_fd: Descriptor of the control socket, from which commands are read.
+        parent: PID of the service.
+        name: Function, as taken by `find_function`.
+        options: JSON of the keyword arguments of every call.
+    """
     if not _ends_with(parent):
         return
     control = socket.socket(fileno=control_fd)
@@ -82,7 +93,8 @@ def main(control_fd: int, parent: int, name: str, options: str) -> None:
 
 
 def _end(pid: int, wait_s: float) -> tuple[int, bool]:
-    """Ends a child and all processes that it has started; returns the fields of ENDED."""
+    """Waits up to `wait_s` seconds for the end of a child, then kills it and all processes that it has started;
+    returns the fields of ENDED."""
     pidfd = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -112,7 +124,7 @@ def _be_child(fd: int, server: int, name: str, options: str) -> None:
 
 
 def score_rows(link: socket.socket, name: str, options: str) -> None:
-    """Scores rows until the service closes the socket."""
+    """Runs a child: loads the function, then scores the rows that arrive on `link` until the service closes it."""
     stream = link.makefile("rwb")
     read_truth = truth_reader(name)
     memory = VERIFIER_MEMORY_BYTES if read_truth else MEMORY_BYTES
@@ -131,7 +143,7 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
 def _verify(
     function: RewardFunction, read_truth: Callable[[str], object], stream: BufferedRWPair, *row: Any
 ) -> Any:
-    """Reads the ground truth and then calls the verifier; gives up on the response where the verifier raises."""
+    """Reads the ground truth and then calls the verifier; any exception of the verifier becomes GaveUp."""
     _, _, ground_truth, _ = row
     read_truth(ground_truth)
     _write(stream, TRUTH_READ)
@@ -151,7 +163,8 @@ def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:
 
 
 def _ends_with(parent: int) -> bool:
-    """Makes the kernel end this process with its parent; False where the parent has ended already."""
+    """Makes the kernel end this process when its parent ends. Returns False if the parent, of PID `parent`, has
+    already ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 

@@ -1,4 +1,4 @@
-"""The service's end of a fork server and of the processes that it forks; `services.reward.child` is the other end."""
+"""The service's side of a fork server and of the processes that it forks, which run `services.reward.child`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlhf.v1 import reward_pb2
 from services.reward import child as wire
 
 START_TIMEOUT_S = 60.0
-"""Longest time in which the fork server imports its modules, and in which a process loads its function."""
+"""Maximum seconds in which the fork server imports its modules, and in which a process loads its function."""
 ANSWER_TIMEOUT_S = 10.0
-"""Longest time the fork server takes to fork or end a process."""
+"""Maximum seconds in which the fork server forks or ends a process."""
 
 
 class ForkServer:
     """Forks processes that score rows with a function, and ends them.
 
-    Commands and answers carry no numbers, so an answer that is late or missing closes the server for good, and its
-    processes end with it.
+    Answers are matched to commands by their order alone, so a late or missing answer closes the server for good, and
+    its processes end with it.
 
     Args:
-        function: Its name, as `find_function` takes it.
-        options: Keyword arguments of every call.
+        function: Name of the function, as taken by `find_function`.
+        options: Keyword arguments of every call of the function.
 
     Attributes:
-        is_closed: Whether the server has been closed or has failed: no process of it is alive any more.
+        is_closed: Whether the server was closed or has failed; if so, all its processes have ended.
     """
 
     def __init__(self, function: str, options: Mapping[str, Any]) -> None:
@@ -53,18 +53,18 @@ class ForkServer:
         self.is_closed = False
 
     def close(self) -> None:
-        """Ends the server, and with it all processes that it has forked."""
+        """Ends the fork server and all processes that it has forked."""
         self.is_closed = True
         self._control.close()
         self._process.kill()
         self._process.wait()
 
     async def fork(self) -> Child:
-        """Returns a process that has loaded its function.
+        """Forks a process and returns it once it has loaded the function.
 
         Raises:
-            TimeoutError: The process was not ready in time, or the server was not and is closed.
-            EOFError, OSError: The process has ended, or the server has.
+            TimeoutError: The process, or the server, was not ready in time; in the latter case the server is closed.
+            EOFError, OSError: The process or the server has ended.
         """
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -84,10 +84,17 @@ class ForkServer:
             raise
 
     async def end(self, pid: int, is_ending: bool) -> tuple[int, bool]:
-        """Ends a process; returns its return code and whether it had ended by itself, as `wire.END`.
+        """Ends a process.
+
+        Args:
+            pid: PID of the process.
+            is_ending: Whether the process has closed its socket, so that it is about to end by itself.
+
+        Returns:
+            The return code of the process, negative for a signal, and whether it had ended by itself.
 
         Raises:
-            TimeoutError, EOFError, OSError: The server does not answer, and is closed.
+            TimeoutError, EOFError, OSError: The server does not answer, and is now closed.
         """
         # A cancelled caller must not leave its answer to the next one.
         return wire.ENDED.unpack(await asyncio.shield(self._ask(wire.END.pack(b"e", pid, is_ending))))
@@ -97,7 +104,7 @@ class ForkServer:
             return wire.PID.unpack(await self._ask(wire.FORK.pack(b"f"), [theirs.fileno()]))[0]
 
     async def _discard(self, forking: asyncio.Task[int]) -> None:
-        """Ends a process that its caller no longer needs, once it is forked."""
+        """Waits until a process is forked, and ends it, since the caller of `fork` was cancelled or has failed."""
         with contextlib.suppress(
             EOFError, OSError
         ):  # then the server is closed, and the process has ended with it
@@ -126,10 +133,10 @@ class ForkServer:
 
 
 class Child:
-    """A process that scores one row at a time.
+    """A process of a ForkServer, which scores one row at a time.
 
     Attributes:
-        has_read_truth: Whether the process has read the ground truth of the row that it is scoring.
+        has_read_truth: Whether the process has read the ground truth of the current or last row.
     """
 
     def __init__(
@@ -147,11 +154,15 @@ class Child:
         return self._server.is_closed
 
     async def wait_until_loaded(self) -> None:
-        """Returns when the process has loaded its function. Raises EOFError where it has ended."""
+        """Waits until the process has loaded its function.
+
+        Raises:
+            EOFError: The process has ended.
+        """
         await self._read()
 
     async def score(self, row: reward_pb2.TextRow) -> tuple[reward_pb2.RowScore, str]:
-        """Returns the score of a row, and the cause where the verifier gave up on its response, else "".
+        """Scores a row; returns its score, and the cause for which the verifier gave up on the response, or "".
 
         Raises:
             EOFError, ConnectionError: The process has ended.
@@ -172,8 +183,8 @@ class Child:
         """Ends the process and all processes that it has started.
 
         Returns:
-            The code with which the process had ended by itself, negative for a signal; None where it had not. -SIGKILL
-            where its fork server is closed: no more is known then, and the response is not the cause.
+            The return code if the process had ended by itself, negative for a signal; None if it was running.
+            -SIGKILL if its fork server is closed: the process has ended with it, so the response is not the cause.
         """
         is_ending = self._reader.at_eof()
         self._writer.close()
@@ -190,7 +201,7 @@ class Child:
 
 
 def described(code: int | None) -> str:
-    """Returns in words how a process ended; "" where it had not."""
+    """Describes the return code of a process, such as "exit code 1" or "killed by SIGSEGV"; "" for None."""
     if code is None:
         return ""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

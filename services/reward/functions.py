@@ -1,4 +1,4 @@
-"""Rewards that are Python functions of text."""
+"""Rewards that are Python functions of text: the built-in ones, and those of users, found by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[f
 
 
 def exact_match(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 where response and ground truth are the same text, apart from spaces at both ends; else 0."""
+    """Returns 1 if response and ground truth are equal except for whitespace at both ends, else 0."""
     return float(response.strip() == ground_truth.strip())
 
 
@@ -35,10 +35,11 @@ for _function in BUILT_IN.values():
 
 
 def find_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """Returns a built-in function by its name, or any other by "module:function".
+    """Returns a reward function with its options bound. A function with the signature of verl's rewards is adapted.
 
     Args:
-        options: Keyword arguments of every call.
+        name: Name of a built-in function, or "module:function".
+        options: Keyword arguments of every call. Default: none.
 
     Raises:
         ConfigError: The function does not exist, cannot be imported, or does not take an option.
@@ -65,34 +66,41 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Reward
 
 
 def truth_reader(name: str) -> Callable[[str], object] | None:
-    """Returns the attribute `read_truth` of a verifier, which reads a ground truth; None for other functions.
+    """Returns the function that parses a ground truth, the attribute `read_truth` of a verifier; None for functions
+    that are not verifiers.
 
-    A verifier runs in processes of its own, since it may never end. It reads the ground truth first, and the row is an
-    error where that fails. The response is the cause of any later failure, and scores 0.
+    A verifier runs in separate processes, since it may never return. It reads the ground truth first; if that fails,
+    the row is an error. Any later failure is caused by the response, which scores 0.
     """
     return getattr(_find(name), "read_truth", None)
 
 
 def warm_up(name: str) -> None:
-    """Imports the modules that a built-in function needs, before its first call."""
+    """Imports the modules that a built-in function needs, so that its first call is fast."""
     getattr(BUILT_IN.get(name), "warm_up", lambda: None)()
 
 
 def score_range(name: str) -> tuple[float, float] | None:
-    """Returns the attribute `score_range` of a function, its lowest and highest score; None where it has none."""
+    """Returns the lowest and the highest score of a function, its attribute `score_range`; None if it has none."""
     return getattr(_find(name), "score_range", None)
 
 
 def required_module(name: str) -> str:
-    """Name of an optional module that a function needs; "" where it needs none."""
+    """Returns the name of the optional module that a function needs, or "" if it needs none."""
     return getattr(_find(name), "required_module", "")
 
 
 def score_row(
     name: str, function: RewardFunction, row: reward_pb2.TextRow
 ) -> tuple[reward_pb2.RowScore, str]:
-    """Scores a row. Returns the verdict, and the cause where the function gave up on the response, else "". Any other
-    exception of the function becomes the row's error."""
+    """Scores a row; returns its score, and the cause for which the function gave up on the response, or "". Any other
+    exception of the function becomes the row's error.
+
+    Args:
+        name: Name of the function, for errors.
+        function: The function, from `find_function`.
+        row: The row.
+    """
     try:
         return row_score(function(row.prompt, row.response, row.ground_truth, metadata_of(row))), ""
     except GaveUp as cause:
@@ -104,7 +112,8 @@ def score_row(
 
 
 def is_verl(function: Callable[..., Any]) -> bool:
-    """Whether a function has the signature of verl's rewards: compute_score(data_source, solution_str, ...)."""
+    """Returns whether a function has the signature of verl's rewards: compute_score(data_source, solution_str,
+    ...)."""
     try:
         return "solution_str" in inspect.signature(function).parameters
     except ValueError:
@@ -112,7 +121,7 @@ def is_verl(function: Callable[..., Any]) -> bool:
 
 
 def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> RewardFunction:
-    """Adapts a reward of verl: passes arguments by name, and takes "score" where it returns a dictionary."""
+    """Adapts a reward of verl: passes arguments by name; of a returned dictionary, takes the value of "score"."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
@@ -131,14 +140,14 @@ def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> Rewa
 
 
 def _ground_truth(metadata: Mapping[str, Any], text: str) -> Any:
-    """The ground truth of a row of verl, where it is a list or a table; else the text."""
+    """Returns the ground truth in the metadata of a verl row if it is a list or a mapping, else `text`."""
     reward_model = metadata.get("reward_model")
     given = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     return given if isinstance(given, list | Mapping) else text
 
 
 def _options(signature: inspect.Signature) -> set[str]:
-    """Names of the parameters that have a default, which are those that options can set."""
+    """Returns the names of the parameters that have a default, which are those that options can set."""
     return {
         name for name, parameter in signature.parameters.items() if parameter.default is not parameter.empty
     }

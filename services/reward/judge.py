@@ -1,6 +1,6 @@
 """Scores by a generative judge: a language model behind an OpenAI-compatible endpoint.
 
-A completion that does not have exactly one score within the bounds is an error of the row, never a guess.
+If a completion does not contain exactly one score within the bounds, the row is an error.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     import httpx
 
 BUSY = frozenset({408, 409, 425, 429})
-"""HTTP codes, besides all from 500, after which another request may succeed."""
+"""HTTP status codes, besides those from 500, after which the request is retried."""
 MAX_RETRY_AFTER_S = 60.0
-"""Longest Retry-After that is waited for; a longer one is an error of the row."""
+"""Maximum seconds of a Retry-After header that are waited; a longer one makes the row an error."""
 MAX_QUOTE = 200
-"""Most characters of a completion that an error quotes."""
+"""Maximum number of characters of a completion that an error message quotes."""
 
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class Busy(Exception):
-    """A request failed, and another one may succeed after `wait_s` seconds."""
+    """A request failed in a way that a retry may mend, after at least `wait_s` seconds."""
 
     def __init__(self, failure: str, wait_s: float = 0.0) -> None:
         super().__init__(failure)
@@ -42,10 +42,13 @@ class Busy(Exception):
 
 
 class JudgeScorer(Scorer):
-    """Asks the judge once per row, for several rows side by side.
+    """Scores each row by one request to the judge; requests of several rows run in parallel.
+
+    Args:
+        table: The table `judge` of the config.
 
     Raises:
-        ConfigError: httpx is not installed, the table lacks url or model, or the environment lacks the key.
+        ConfigError: httpx is not installed, the table lacks url or model, or the environment lacks the API key.
     """
 
     def __init__(self, table: JudgeTable) -> None:
@@ -66,7 +69,7 @@ class JudgeScorer(Scorer):
         return f"judge {self._table.model}"
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the judge."""
         if self._client is not None:
             self._loop.run_until_complete(self._client.aclose())
         self._loop.close()
@@ -83,7 +86,11 @@ class JudgeScorer(Scorer):
             return reward_pb2.RowScore(error=f"judge {self._table.model}: {error}")
 
     async def _ask(self, question: str) -> str:
-        """The judge's completion, after retries. Raises RewardFailed."""
+        """Returns the judge's completion of a question, with retries.
+
+        Raises:
+            RewardFailed: A request failed for good, or all attempts failed.
+        """
         for attempt in range(self._table.retries + 1):
             try:
                 return read_completion(await self._request(question))
@@ -94,11 +101,11 @@ class JudgeScorer(Scorer):
         raise RewardFailed(f"{failure}, after {self._table.retries + 1} tries")
 
     async def _request(self, question: str) -> Any:
-        """Sends one request and returns the JSON of the answer.
+        """Sends one request and returns the decoded JSON of the response.
 
         Raises:
-            Busy: Another request may succeed.
-            RewardFailed: The request failed for good.
+            Busy: The request failed, and a retry may succeed.
+            RewardFailed: The request failed, and a retry would fail too.
         """
         import httpx
 
@@ -137,12 +144,20 @@ class JudgeScorer(Scorer):
 
 
 def fill(rubric: str, row: reward_pb2.TextRow) -> str:
-    """The rubric with a row's texts in place of its fields; braces in the texts stay as they are."""
+    """Replaces the fields {prompt}, {response} and {ground_truth} of a rubric by a row's texts. Other braces are
+    kept."""
     return _FIELD.sub(lambda match: getattr(row, match[1]), rubric)
 
 
 def read_completion(answer: Any) -> str:
-    """The text of a chat completion. Raises RewardFailed where there is none, or it was cut off."""
+    """Returns the text of a chat completion.
+
+    Args:
+        answer: Decoded JSON of the response.
+
+    Raises:
+        RewardFailed: The response is not a chat completion with text, or was cut off at max_tokens.
+    """
     try:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -156,10 +171,14 @@ def read_completion(answer: Any) -> str:
 
 
 def read_score(said: str, table: JudgeTable) -> float:
-    """The score in the judge's completion.
+    """Returns the score that a completion contains.
+
+    Args:
+        said: Text of the completion.
+        table: The judge's config, with the pattern of a score and its bounds.
 
     Raises:
-        RewardFailed: The completion has no score, several that differ, or one out of bounds.
+        RewardFailed: The completion contains no score, several different ones, or one out of bounds.
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:

@@ -1,5 +1,5 @@
-"""Workers of rewards and costs by a sequence-classification model: one that only scores, and one that learns from pairs
-too."""
+"""Workers whose reward or cost is a sequence-classification model: one that only scores, and one that also learns
+from pairs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from settings.service import ServiceTable
 
 
 class ModelRewardWorker(RewardWorker):
-    """A reward or cost model that only scores. Ranks score by themselves, and multiply with the same library."""
+    """A reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them choose
+    the same library for matrix products."""
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         torch.set_num_threads(table.threads)
@@ -64,8 +65,8 @@ class ModelRewardWorker(RewardWorker):
 class LearningRewardWorker(ModelWorker):
     """A reward or cost model that learns from pairs of responses.
 
-    The engine holds the weights that learn. A copy of the whole model on every rank scores rows, and takes over the
-    weights after each update; so ranks score without their peers, as with a model that does not learn.
+    The engine trains sharded weights. A copy of the whole model on every rank scores rows and gets the new weights
+    after each update, so ranks score independently of each other, as with a model that does not learn.
     """
 
     role = "reward"
@@ -137,7 +138,8 @@ class LearningRewardWorker(ModelWorker):
 
     @contextmanager
     def _taken_over(self) -> Iterator[None]:
-        """A block that changes the weights, after which the scorer takes them over; a failure restores both."""
+        """Context manager for a block that changes the engine's weights. Afterwards it copies them to the scorer; if
+        either fails, it restores the engine's weights and the policy version."""
         with all_or_none("keeping the weights", self.torch_device):
             before, version = self.engine.snapshot(), self.policy_version
         try:
@@ -151,7 +153,8 @@ class LearningRewardWorker(ModelWorker):
     def _deal(
         self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
     ) -> list[MiniBatch]:
-        """This rank's part of every mini-batch of every epoch, in order. Pairs are counted as tokens and as rows."""
+        """Returns this rank's part of every mini-batch of every epoch, in order. The loss is averaged over pairs, so
+        a mini-batch counts pairs as its tokens and as its rows."""
         check_schedule(request.epochs, request.mini_batches)
         ids, header = self._pair_ids(rows, request.max_response_tokens, call), call.call
         parts = []
@@ -163,11 +166,12 @@ class LearningRewardWorker(ModelWorker):
         return parts
 
     def _pair_ids(self, rows: CallRows, most: int, call: CallContext) -> Jagged[Tensor]:
-        """The chosen and the rejected text of every pair, one after the other, as the scorer reads them: the actor's
-        tokens, where a finished response ends with the end token, or the whole text in the tokenizer's own framing.
+        """Returns token ids of the texts of all pairs, jagged [2 * pairs]: chosen, rejected, chosen, .... A text is
+        prompt and response, tokenized as the scorer reads it: as the actor's ids, with the end-of-sequence token
+        after the response, or as one text with the tokenizer's special tokens.
 
         Args:
-            most: Tokens to which responses are cut; 0 for no cut.
+            most: Number of tokens to which responses are cut; 0 for no limit.
         """
         prompts = [prompt for prompt in rows.texts("prompt") for _ in range(2)]
         pairs = zip(rows.texts("chosen"), rows.texts("rejected"), strict=True)
@@ -185,7 +189,13 @@ class LearningRewardWorker(ModelWorker):
         return jagged_ids(cut_ids)
 
     def _pair_batches(self, ids: Jagged[Tensor], pairs: np.ndarray | None = None) -> list[MicroBatch]:
-        """Micro-batches of pairs within the token budget; the two responses of a pair are adjacent rows."""
+        """Returns micro-batches of pairs within the token budget, in which the two responses of a pair are adjacent
+        rows.
+
+        Args:
+            ids: Token ids of all pairs, from `_pair_ids`.
+            pairs: Numbers of the pairs to use. Default: all.
+        """
         check_token_ids(ids.values, self.model_config.vocab_size)
         longest = ids.lengths.reshape(-1, 2).max(axis=1)
         nothing = Jagged(torch.empty(0, dtype=torch.int64), np.zeros(ids.rows, np.int64))
@@ -197,12 +207,12 @@ class LearningRewardWorker(ModelWorker):
 
 
 def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Score of each sequence [S], the model's output at its last token, in at least float32."""
+    """Returns the score of each sequence [S], in float32 or higher precision, from the model's outputs [S, 1]."""
     return scores_S1[:, 0].to(torch.promote_types(scores_S1.dtype, torch.float32))
 
 
 def _signs(rows: CallRows) -> Tensor:
-    """Columns chosen_sign and rejected_sign, interleaved [2 * rows], float32."""
+    """Returns columns chosen_sign and rejected_sign, interleaved, [2 * rows] float32."""
     both = np.stack([np.asarray(rows[name]) for name in ("chosen_sign", "rejected_sign")], axis=1)
     if not np.all(np.abs(both) == 1):
         raise InvalidRequest("chosen_sign and rejected_sign must be 1 for unsafe or -1 for safe")

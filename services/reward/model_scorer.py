@@ -1,4 +1,4 @@
-"""Scores by a sequence-classification model in this process."""
+"""Scores of a sequence-classification model that runs in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from settings.reward import RewardTable
 
 
 class ModelScorer(Scorer):
-    """A Hugging Face sequence-classification model, with a tokenizer of its own or over the actor's ids.
+    """Scores rows by a Hugging Face sequence-classification model, which reads text through a tokenizer of its own,
+    or the actor's token ids (`input = "tensor"`).
 
     Args:
-        load: Loads the model. Default: a loader that refuses a directory without all weights.
+        table: Config of the service.
+        load: Loads the model. Default: a loader that refuses a directory in which weights are missing.
 
     Raises:
         ConfigError: The table names no model, or one that cannot be loaded.
@@ -80,7 +82,8 @@ class ModelScorer(Scorer):
     def _scores(
         self, rows: list[list[int]], faults: list[str], call: CallContext
     ) -> list[reward_pb2.RowScore]:
-        """Scores of token ids; a row with a fault, or that the model cannot read, carries it as its error."""
+        """Scores rows of token ids. A row with a fault (a non-empty text in `faults`), or with too many or no tokens,
+        gets an error instead of a score."""
         faults = [fault or self._fault(len(ids)) for ids, fault in zip(rows, faults, strict=True)]
         readable = [ids for ids, fault in zip(rows, faults, strict=True) if not fault]
         call.check()

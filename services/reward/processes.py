@@ -1,8 +1,8 @@
-"""Reward functions in processes of their own: a function that hangs or crashes is killed, and the others go on.
+"""Reward functions in separate processes: one that hangs or crashes is killed, and the others go on.
 
-A verifier reads a row's ground truth before it looks at the response. When it hangs or crashes after that, the response
-is the cause, and is wrong: it scores 0, and the metrics count it by cause. Before that, for functions that read no
-ground truth, and where the service's own processes fail, the row carries an error.
+A verifier reads a row's ground truth before it reads the response. If it hangs or crashes after that, the response is
+the cause and scores 0, and the metrics count it by cause. If it fails earlier, if a function that is no verifier
+hangs or crashes, or if the service's own processes fail, the row gets an error.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
 
 FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
-"""Return codes of processes that were ended from outside: by the kernel for want of memory, by a person, or by the end
+"""Return codes of processes that were ended from outside: by the kernel when memory ran out, by a user, or by the end
 of the fork server."""
 
 
 class ProcessScorer(Scorer):
-    """Calls a function once per row, in processes of its own.
+    """Scores rows by a function that runs in separate processes, once per row.
 
     Args:
-        name: Function, as `find_function` takes it.
+        name: Name of the function, as taken by `find_function`.
         options: Keyword arguments of every call.
-        processes: Most processes, forked as rows come.
-        row_timeout_s: Longest time a row may take.
+        processes: Maximum number of processes, which are forked when rows need them.
+        row_timeout_s: Maximum seconds for a row, after which its process is killed.
+
+    Raises:
+        ConfigError: As raised by `find_function`.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], processes: int, row_timeout_s: float) -> None:
@@ -52,7 +55,7 @@ class ProcessScorer(Scorer):
         return f"function {self._name}, {len(self._children)} processes"
 
     def close(self) -> None:
-        """Ends the processes, which also end with this one, however it ends."""
+        """Ends all processes. They also end when this process ends, for any reason."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.run(self._drop_all())
@@ -93,7 +96,8 @@ class ProcessScorer(Scorer):
         return reward_pb2.RowScore(error=f"{self._name}: its process {event}")
 
     async def _child(self, slot: int) -> Child:
-        """Returns the slot's process, or a new one of a fork server that works. Raises as `ForkServer.fork`."""
+        """Returns the process of a slot; forks one if there is none, from a new fork server if the current one is
+        closed. Raises as `ForkServer.fork` does."""
         child = self._children[slot]
         if child is not None and child.is_lost:
             await self._drop(slot)
@@ -109,6 +113,6 @@ class ProcessScorer(Scorer):
             await self._drop(slot)
 
     async def _drop(self, slot: int) -> int | None:
-        """Ends the slot's process; the next row gets a new one. Returns as `Child.end`."""
+        """Ends the process of a slot, if any; the next row gets a new one. Returns the result of `Child.end`."""
         child, self._children[slot] = self._children[slot], None
         return await child.end() if child else None

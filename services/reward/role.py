@@ -1,4 +1,4 @@
-"""Chooses the worker that serves a table of the reward role."""
+"""Chooses the worker class of a service of the reward role."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from settings.reward import RewardTable
 
 
 def worker_class(table: RewardTable) -> type[Worker]:
-    """The reward's worker: one with a model for kind "model", which learns where the table has an optimizer.
+    """Returns the worker class for a config. For kind "model", the one that learns if the table has an optimizer.
 
     Raises:
-        ConfigError: The table has an optimizer, and its kind is not "model".
+        ConfigError: The table has an optimizer, but its kind is not "model".
     """
     if table.kind == "model":
         # Imported here: they need torch, which takes seconds and which other kinds of reward do without.

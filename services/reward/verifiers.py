@@ -1,4 +1,5 @@
-"""Rewards that check an answer's number as in GSM8K, its form, or its length. Options come from the config."""
+"""Reward functions that check the final number of a response (GSM8K), its form, or its length. Their keyword
+arguments are the `options` of the config."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ ANSWER_MARK = "####"
 """Mark before the final answer of a GSM8K solution (Cobbe et al. 2021)."""
 
 MAX_NUMBER = 100
-"""Most characters of a number: no answer is longer, and reading takes quadratic time."""
+"""Maximum number of characters of a number, since reading takes quadratic time; no real answer is longer."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _NUMBER = re.compile(
@@ -29,20 +30,23 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", re.ASC
 _THIN_SPACE = re.compile(
     r"(?<=\d)(?:\{,\}|\\,|[\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])(?=\d{3}(?!\d))"
 )
-"""Separators before three digits of a number, besides a comma."""
+"""Matches separators of thousands other than a comma."""
 
 
 def gsm8k(
     prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], *, mode: str = "strict"
 ) -> float:
-    """1 where the final number of the response equals that of the ground truth, else 0.
+    """Returns 1 if the final number of the response equals that of the ground truth, else 0.
 
-    Numbers are compared exactly: 1,234.50 is 1234.5 and 1/2 is 0.5. Signs of money and units are ignored: 50% is 50.
+    Numbers are compared exactly: 1,234.50 equals 1234.5, and 1/2 equals 0.5. Currency signs and units are ignored:
+    50% equals 50.
 
     Args:
-        ground_truth: A number, or a whole solution with "#### number".
-        mode: "strict" takes the only number in the first line after the last "####"; "flexible" the last number of the
-            response.
+        prompt, metadata: Not used.
+        response: The response.
+        ground_truth: A number, or a whole solution that ends with "#### number".
+        mode: "strict" (default) takes the only number in the first line after the last "####" of the response;
+            "flexible" takes the last number of the response.
 
     Raises:
         ValueError: The ground truth has no number, or the mode is unknown.
@@ -60,7 +64,8 @@ def gsm8k(
 
 
 def marked_number(text: str) -> Fraction | None:
-    """The only number in the first non-empty line after the last "####"; None for no number or several."""
+    """Returns the only number in the first non-empty line after the last "####"; None if there is none, or
+    several."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     lines = rest.strip().splitlines()
     if not mark or not lines:
@@ -70,19 +75,19 @@ def marked_number(text: str) -> Fraction | None:
 
 
 def _as_one_number(text: str) -> str:
-    """Removes the spaces inside a number, as in "- 5" and "1 000"."""
+    """Returns a text without the spaces inside its numbers, so that "- 5" becomes "-5" and "1 000" becomes "1000"."""
     text = re.sub(r"^\s*([-\N{MINUS SIGN}])\s+(?=[\d.$])", r"\1", text)
     return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text; None where it has none, or one that cannot be read."""
+    """Returns the last number in a text; None if there is none, or it cannot be read."""
     numbers = _numbers(text)
     return numbers[-1] if numbers else None
 
 
 def _numbers(text: str) -> list[Fraction | None]:
-    """The numbers in a text; None for one that is too long, or is divided by zero."""
+    """Returns the numbers in a text, with None for each that is too long or is divided by zero."""
     text = _THIN_SPACE.sub("", text.replace("\N{MINUS SIGN}", "-"))
     return [_value(match) for match in _NUMBER.finditer(text)]
 
@@ -109,8 +114,14 @@ def form(
     *,
     pattern: str = r"<think>.+?</think>\s*\S.*",
 ) -> float:
-    """1 where the whole response, without spaces at both ends, matches a regular expression, else 0. A dot matches any
-    character."""
+    """Returns 1 if the whole response, stripped of whitespace at both ends, matches a regular expression, else 0.
+
+    Args:
+        prompt, ground_truth, metadata: Not used.
+        response: The response.
+        pattern: The regular expression, in which a dot also matches newlines. Default: "<think>...</think>" and then
+            an answer.
+    """
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
@@ -123,6 +134,14 @@ def length(
     limit: int = 1000,
     fade: int = 0,
 ) -> float:
-    """1 for a response of at most `limit` characters, falling linearly to 0 over the next `fade` characters."""
+    """Returns 1 for a response of at most `limit` characters; beyond, the score falls linearly to 0 over `fade`
+    characters.
+
+    Args:
+        prompt, ground_truth, metadata: Not used.
+        response: The response.
+        limit: Number of characters. Default: 1000.
+        fade: Number of characters. Default 0: a longer response scores 0.
+    """
     excess = len(response) - limit
     return 1.0 if excess <= 0 else max(1.0 - excess / fade, 0.0) if fade else 0.0

@@ -1,4 +1,4 @@
-"""Workers of rewards that need no torch: scores by a function, the code grader or an LLM judge."""
+"""Workers of rewards that need no torch: a Python function, the code grader, or an LLM judge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimiz
 
 
 class FunctionScorer(Scorer):
-    """Calls a function once per row, in this process; its exceptions become errors of rows."""
+    """Scores rows by a function that runs in this process, once per row. Its exceptions become the rows' errors.
+
+    Args:
+        name: Name of the function, as taken by `find_function`.
+        options: Keyword arguments of every call.
+    """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._name = name
@@ -45,7 +50,7 @@ class FunctionScorer(Scorer):
 
 
 def make_scorer(table: RewardTable) -> Scorer:
-    """The scorer of a table whose kind is not "model"."""
+    """Creates the scorer of a config whose kind is not "model"."""
     if table.kind == "sandbox":
         return SandboxScorer(table.sandbox)
     if table.kind == "judge":
@@ -57,10 +62,12 @@ def make_scorer(table: RewardTable) -> Scorer:
 
 
 class RewardWorker(Worker):
-    """A reward or cost that needs no torch, and the base of those that do.
+    """Worker of a reward or cost that needs no torch, and base class of `ModelRewardWorker`.
 
     Args:
-        make: Makes the scorer.
+        table: Config of the service.
+        ranks: Ranks of the service.
+        make: Creates the scorer from the config. Default: `make_scorer`.
     """
 
     role = "reward"

@@ -1,1 +1,1 @@
-"""Transports between GPUs: CUDA IPC on one device, NCCL between two."""
+"""Transports between GPUs: CUDA IPC between processes on the same GPU, NCCL between two GPUs."""

@@ -1,4 +1,5 @@
-"""The NCCL calls of the data plane behind an interface, so that the transport and its tests do not depend on NCCL."""
+"""Interface of the NCCL calls that the data plane uses, so that its tests need no NCCL, and its implementation by
+cupy."""
 
 from __future__ import annotations
 
@@ -22,17 +23,23 @@ from nccl_transfer.transports.gpu.device import (
 UNIQUE_ID_BYTES = 128
 
 READER, SOURCE = 0, 1
-"""Ranks in a communicator of two."""
+"""Ranks of the reader and the source in their communicator, which has size 2."""
 
 
 class CommunicatorError(Exception):
-    """A communicator failed or was aborted, and can no longer be used. The transport converts this to an error of the
-    contract."""
+    """A communicator failed or was aborted, and can no longer be used. The transport converts this to one of the
+    errors that `Transport.read` may raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Device memory to send to, or receive from, a rank of a communicator. Bytes, so any element type is supported."""
+    """One send to, or receive from, a rank of a communicator. It transfers bytes, so any element type is supported.
+
+    Attributes:
+        peer: The other rank in the communicator.
+        pointer: Address of the device memory.
+        nbytes: Size in bytes.
+    """
 
     peer: int
     pointer: int
@@ -40,16 +47,16 @@ class Message:
 
 
 class Communicator(ABC):
-    """Ranks that send to each other, each on a private stream."""
+    """One rank's side of an NCCL communicator, with a CUDA stream of its own."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Makes later groups wait for the point that `event` recorded."""
+        """Makes later groups wait, on the GPU, for the work that `event` last recorded."""
 
     @abstractmethod
     def group(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Enqueues all messages as one group. The peer's group must contain the same messages in the same order. The
-        first group may block until the peer enters.
+        """Enqueues all sends and receives as one NCCL group. The peer must enqueue a group with the matching receives
+        and sends in the same order. The first group may block until the peer has enqueued its own.
 
         Raises:
             CommunicatorError: The communicator failed, or was aborted by another thread.
@@ -57,7 +64,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all enqueued groups have completed.
+        """Returns whether all enqueued groups have completed; does not block.
 
         Raises:
             CommunicatorError: The communicator failed, or was aborted.
@@ -65,12 +72,17 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends all operations, also those of other threads, and frees the communicator. Idempotent."""
+        """Ends all operations, those of other threads included, and frees the communicator. Idempotent."""
 
 
 def abort_in_background(joined: Future[Communicator], then: Callable[[], None] = lambda: None) -> None:
-    """Aborts a communicator, if it was created, then calls `then`. In a thread of its own, because NCCL's abort may
-    block."""
+    """Aborts a communicator, if it was created, then calls `then`; returns at once. Runs in a new thread, because
+    NCCL's abort may block.
+
+    Args:
+        joined: A future that is done; it failed if the communicator was not created.
+        then: Called in the thread. Default: does nothing.
+    """
 
     def run() -> None:
         if joined.exception() is None:
@@ -81,21 +93,21 @@ def abort_in_background(joined: Future[Communicator], then: Callable[[], None] =
 
 
 class Nccl(ABC):
-    """The NCCL library.
+    """The NCCL library in this process.
 
     Attributes:
-        version: As NCCL encodes it: 2.27.3 is 22703.
+        version: Version as NCCL encodes it: 22703 for 2.27.3.
     """
 
     version: int
 
     @abstractmethod
     def unique_id(self) -> bytes:
-        """Unique id of a new communicator, UNIQUE_ID_BYTES long; created by its rank 0."""
+        """Creates the unique id of a new communicator, UNIQUE_ID_BYTES long. Called by its rank 0 only."""
 
     @abstractmethod
     def join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        """Joins a communicator; returns when all ranks have joined.
+        """Joins a communicator of `size` ranks as `rank`. Blocks until all ranks have joined.
 
         Raises:
             CommunicatorError: The other ranks did not join.
@@ -103,12 +115,12 @@ class Nccl(ABC):
 
 
 def version_text(version: int) -> str:
-    """Formats a version: 22703 is 2.27.3."""
+    """Formats a version of NCCL: "2.27.3" for 22703."""
     return f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
 
 
 def why_no_nccl() -> str | None:
-    """Why this process cannot use NCCL; None if it can."""
+    """Returns the reason why this process cannot use NCCL, or None if it can."""
     reason = why_no_cuda()
     if reason is None and not cupy("cuda.nccl").available:
         reason = f"cupy finds no libnccl: {INSTALL_HINT}"
@@ -137,7 +149,7 @@ class CupyNccl(Nccl):
 
 
 class _CupyCommunicator(Communicator):
-    """A `cupy.cuda.nccl.NcclCommunicator` and its stream."""
+    """A `cupy.cuda.nccl.NcclCommunicator` with its CUDA stream."""
 
     def __init__(self, cuda: CupyCuda, nccl: Any, communicator: Any) -> None:
         self._cuda = cuda
@@ -187,7 +199,7 @@ class _CupyCommunicator(Communicator):
 
 
 def own_nccl() -> Nccl:
-    """NCCL on the GPU of this process."""
+    """Creates the interface to NCCL on the GPU of this process, by cupy."""
     cuda = own_cuda()
     assert isinstance(cuda, CupyCuda)
     return CupyNccl(cuda)

@@ -1,9 +1,11 @@
-"""Transport between processes on the same GPU: the source shares staging memory, and the reader copies from it.
+"""The cuda_ipc transport, between processes on the same GPU: the source shares staging memory, and the reader copies
+from it.
 
-The memory has slots. The reader chooses the slot to fill next, and so never overwrites bytes that it still needs; with
-two slots the source fills one while the reader copies from the other. An event per slot orders the copies on the GPU.
-The header of each slot contains a generation, the number of the request that filled it: the reader checks it before and
-after its copy, so bytes of another request are an error, never garbage.
+Staging memory is divided into slots. The reader chooses the slot that the source fills next, so that it never
+overwrites bytes that it still needs; with two slots the source fills one while the reader copies from the other. A
+CUDA event per slot orders the copies on the GPU. The header of each slot contains a generation, the number of the
+request that filled it. The reader checks it before and after its copy, so it raises an error if the slot was filled
+for another request.
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from rlhf.v1 import transfer_pb2 as pb
 
 HEADER_BYTES = 64
 GENERATION = struct.Struct("<Q")
-"""First field of the header of a slot."""
+"""Format of the generation, the first field of the header of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a range, as large as fits into the rest of a slot; `target` is its offset in the result."""
+    """Part of a range that fits into the rest of a slot; `target` is its offset in the reader's buffer, in bytes."""
 
     range: ByteRange
     target: int
 
 
 def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Piece]]:
-    """Cuts ranges into lists of pieces, each list filling a slot; the last may be shorter."""
+    """Yields the pieces of the ranges in order, as one list per slot; each list fills a slot, except the last."""
     offsets, _ = layout(r.nbytes for r in ranges)
     for chunk in cut_chunks((r.nbytes for r in ranges), slot_bytes):
         yield [
@@ -53,11 +55,11 @@ def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Pi
 
 
 class CudaIpcTransport(Transport):
-    """Copies from staging memory of a source on the same GPU.
+    """Reads from a source on the same GPU, through staging memory that the source shares by CUDA IPC.
 
     Args:
-        cuda: The GPU; this process's own by default.
-        channel: Opens a channel to an address; called anew for a source that had ended.
+        cuda: The GPU. Default: the current device of this process.
+        channel: Opens a channel to an address; called again after a source has ended.
     """
 
     name = "cuda_ipc"
@@ -90,10 +92,13 @@ class CudaIpcTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Reads into device memory of this process, each range at its offset of `layout`. Errors as in `read`, and
+        """Reads into device memory instead of host memory. Arguments as in `read`.
+
+        Returns:
+            A buffer that contains each range at its offset in `layout` of the sizes of the ranges.
 
         Raises:
-            OutOfSpace: The GPU has no memory for the bytes.
+            OutOfSpace: The GPU has too little free memory. Other errors as raised by `read`.
         """
         buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
 
@@ -112,7 +117,7 @@ class CudaIpcTransport(Transport):
 
 
 class _MappedStaging:
-    """Staging memory of a source, opened in this process."""
+    """Staging memory and events of a source, opened in this process."""
 
     def __init__(self, cuda: Cuda, liveness: LivenessStream, lent: pb.OpenStagingResponse) -> None:
         self.liveness = liveness
@@ -123,17 +128,17 @@ class _MappedStaging:
         self._memory = cuda.open(lent.memory_handle)
 
     def slot(self, number: int) -> int:
-        """Address of a slot's header."""
+        """Returns the address of the header of slot `number`, in device memory."""
         return self._memory + number * (HEADER_BYTES + self.slot_bytes)
 
     def generation(self, number: int) -> int:
-        """Current generation in the header of a slot."""
+        """Returns the generation that the header of slot `number` contains now."""
         header = memoryview(bytearray(GENERATION.size))
         self._cuda.copy_out(header, self.slot(number))
         return GENERATION.unpack(header)[0]
 
     def end(self) -> None:
-        """Closes the memory, then ends the liveness stream, so that the source frees it."""
+        """Closes the memory and the events, then ends the liveness stream, upon which the source frees them."""
         self._cuda.synchronize()
         self._cuda.close(self._memory)
         for event in self.events:
@@ -142,7 +147,7 @@ class _MappedStaging:
 
 
 class StagingClient(PeerConnection):
-    """Reader of the staging memory of one source; one read at a time."""
+    """Reads from the staging memory of one source, one read at a time; concurrent reads wait for each other."""
 
     def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel)
@@ -166,7 +171,18 @@ class StagingClient(PeerConnection):
         copy: Callable[[int, int, int], None],
         deadline: float,
     ) -> None:
-        """Calls `copy(target, pointer, nbytes)` for every piece; `target` is its offset in the result."""
+        """Reads ranges, and copies them with a function.
+
+        Args:
+            source: The rank that holds the shards.
+            ranges: The bytes to read.
+            copy: Called as `copy(target, pointer, nbytes)` for every piece: copies `nbytes` bytes at device address
+                `pointer` to offset `target` of the result, which is laid out by `layout`.
+            deadline: Time on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            TransferError: A slot was filled for another request. Other errors as raised by `Transport.read`.
+        """
         with self.turn(source, str(source), deadline):
             try:
                 staging = self._open_staging(source, deadline)

@@ -1,4 +1,5 @@
-"""The CUDA calls of the data plane behind an interface, so that transports and their tests do not depend on CUDA."""
+"""Interface of the CUDA calls that the data plane uses, so that its tests need no GPU, and its implementation by
+cupy."""
 
 from __future__ import annotations
 
@@ -21,21 +22,22 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2
 
 
 class Event(ABC):
-    """A point in the work of a stream.
+    """A CUDA event that processes of a host can share.
 
     Attributes:
-        handle: Opens the event in another process of the host; 64 bytes.
+        handle: IPC handle by which another process opens the event, 64 bytes.
     """
 
     handle: bytes
 
     @abstractmethod
     def record(self) -> None:
-        """Records the point after all work enqueued on the device's stream so far."""
+        """Records all work enqueued so far on the stream of the event's `Cuda`."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Makes later work of the device's stream wait for the last recorded point."""
+        """Makes later work on the stream of the event's `Cuda` wait for the work last recorded. Does not block the
+        host."""
 
     @abstractmethod
     def close(self) -> None:
@@ -43,17 +45,17 @@ class Event(ABC):
 
 
 class Cuda(ABC):
-    """One GPU in this process: memory and one private stream. Thread-safe.
+    """One GPU in this process: its memory, and one private CUDA stream. Addresses are integers. Thread-safe.
 
     Attributes:
-        uuid: The GPU's UUID, as NVIDIA's tools write it: "GPU-5b9a0c9e-...".
+        uuid: UUID of the GPU as NVIDIA's tools write it: "GPU-5b9a0c9e-...".
     """
 
     uuid: str
 
     @abstractmethod
     def malloc(self, nbytes: int) -> int:
-        """Allocates device memory that can be shared with other processes; returns its address.
+        """Allocates `nbytes` bytes of device memory that other processes can open; returns their address.
 
         Raises:
             OutOfSpace: The device has too little free memory.
@@ -61,15 +63,15 @@ class Cuda(ABC):
 
     @abstractmethod
     def free(self, pointer: int) -> None:
-        """Frees the result of `malloc`."""
+        """Frees memory at an address that `malloc` returned."""
 
     @abstractmethod
     def share(self, pointer: int) -> bytes:
-        """Handle by which other processes open memory of `malloc`; 64 bytes."""
+        """Returns the IPC handle, 64 bytes, by which other processes open memory that `malloc` allocated."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:
-        """Opens memory of another process; returns its address in this process.
+        """Opens memory of another process by its IPC handle; returns its address in this process.
 
         Raises:
             TransferError: The memory cannot be opened.
@@ -77,19 +79,21 @@ class Cuda(ABC):
 
     @abstractmethod
     def close(self, pointer: int) -> None:
-        """Closes the result of `open`."""
+        """Closes memory at an address that `open` returned."""
 
     @abstractmethod
     def copy_in(self, pointer: int, data: memoryview) -> None:
-        """Copies host to device, in stream order. `data` may change after the return."""
+        """Copies `data` from the host to device address `pointer`, in stream order. `data` may change after the
+        return."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copies device to device, in stream order."""
+        """Copies `nbytes` bytes from device address `source` to device address `target`, in stream order."""
 
     @abstractmethod
     def copy_out(self, data: memoryview, pointer: int) -> None:
-        """Copies device to host, in stream order; returns when the copy is complete."""
+        """Copies from device address `pointer` into `data` on the host, in stream order; blocks until `data` is
+        filled."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -97,17 +101,21 @@ class Cuda(ABC):
 
     @abstractmethod
     def open_event(self, handle: bytes) -> Event:
-        """Opens an event of another process."""
+        """Opens an event of another process by its IPC handle."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for all work of the stream."""
+        """Blocks until all work on the stream is complete."""
 
 
 class DeviceBuffer:
-    """Device memory, freed by `free` or with the last reference.
+    """A block of device memory, freed by `free()` or when the object is garbage-collected.
 
-    `__cuda_array_interface__` exposes it to torch and cupy as bytes, without a copy.
+    `__cuda_array_interface__` exposes it to torch and cupy as an array [nbytes] uint8, without a copy.
+
+    Attributes:
+        nbytes: Size in bytes.
+        pointer: Device address.
 
     Raises:
         OutOfSpace: The device has too little free memory.
@@ -124,12 +132,12 @@ class DeviceBuffer:
 
 
 def address(data: memoryview) -> int:
-    """Address of host memory; valid while `data` is referenced."""
+    """Returns the address of the host memory of `data`; valid while `data` is referenced."""
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
 def cupy(module: str) -> Any:
-    """Imports a module of cupy, such as "cuda.runtime"; lazily, because few processes have a GPU.
+    """Imports a module of cupy, such as "cuda.runtime", and returns it. Lazy, because few processes have a GPU.
 
     Raises:
         ImportError: cupy is not installed.
@@ -139,7 +147,7 @@ def cupy(module: str) -> Any:
 
 @functools.cache
 def why_no_cuda() -> str | None:
-    """Why this process cannot use a GPU; None if it can."""
+    """Returns the reason why this process cannot use a GPU, or None if it can."""
     try:
         runtime = cupy("cuda.runtime")
     except ImportError as error:
@@ -154,7 +162,8 @@ def why_no_cuda() -> str | None:
 class CupyCuda(Cuda):
     """CUDA through `cupy.cuda.runtime`, on the device that is current at construction.
 
-    Memory is from plain cudaMalloc: memory of torch's and cupy's allocators cannot be shared piece by piece.
+    Memory is allocated by plain cudaMalloc: a block of torch's or cupy's caching allocators cannot be shared by
+    itself.
     """
 
     def __init__(self) -> None:
@@ -164,7 +173,7 @@ class CupyCuda(Cuda):
         self.stream: int = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
 
     def use(self) -> None:
-        """Makes the device current in the calling thread; CUDA keeps it per thread."""
+        """Makes the device current in the calling thread; CUDA has a current device per thread."""
         self._runtime.setDevice(self.number)
 
     def malloc(self, nbytes: int) -> int:
@@ -225,7 +234,7 @@ class CupyCuda(Cuda):
 
 
 class CupyEvent(Event):
-    """A CUDA event, of this process or of another."""
+    """A CUDA event, created by this process or opened from another one."""
 
     def __init__(self, cuda: CupyCuda, pointer: int, handle: bytes) -> None:
         self.pointer = pointer
@@ -249,7 +258,8 @@ _own_lock = threading.Lock()
 
 
 def own_cuda() -> Cuda:
-    """The GPU of this process, shared by its transports: the device that is current at the first call."""
+    """Returns the GPU of this process: the device that is current at the first call. Every call returns the same
+    object."""
     with _own_lock:
         return _own_cuda()
 
@@ -266,7 +276,7 @@ def _memory_error(error: Any, nbytes: int) -> RlhfError:
 
 
 def _uuid_of(number: int) -> str:
-    """Asks the driver: cupy returns the 16 bytes as a C string, which a zero byte truncates."""
+    """Returns the UUID of GPU `number` from the driver; cupy returns a C string, which a zero byte truncates."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     for status in (

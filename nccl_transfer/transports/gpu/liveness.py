@@ -1,4 +1,4 @@
-"""Streams by which the two sides of a connection detect each other's end."""
+"""gRPC streams by which a reader and a source detect that the other has ended."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error
 
 CLOSED = "the transport was closed"
-"""Error text of waits that end because this side was closed."""
+"""Error message of waits that end because the transport of this process was closed."""
 
 LONGEST_PAUSE_S = 1e-3
-"""Longest pause between two polls of a wait; the first pauses are shorter."""
+"""Longest pause between two polls of a wait, in seconds; the first pauses are shorter."""
 
 
 def liveness_channel(address: str) -> grpc.Channel:
-    """A channel on a connection of its own, whose streams are read in the background."""
+    """Opens a channel that shares no connection with other channels, and whose streams are read in the background."""
     return open_channel(address, (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
 
 
 class LivenessStream:
-    """A stream from a source that yields one message and then stays open while both sides live. Its end tells either
-    side that the other closed it or died, and to free its memory.
+    """The reader's side of a stream that yields one message and then stays open while both processes live. When it
+    ends, either side knows that the other has closed it or died, and frees the resources of the connection.
 
     Args:
-        stream: The call, just started.
-        closed: Set to end the waits of this side.
+        stream: The gRPC call, just started.
+        closed: Event that ends all waits of this object with Refused; set when the transport is closed.
     """
 
     def __init__(self, stream: Any, closed: threading.Event) -> None:
@@ -48,17 +48,23 @@ class LivenessStream:
         return not self._ended.is_set()
 
     def first(self, deadline: float, where: str) -> Any:
-        """Waits for the message. Errors as in `wait`, and those by which the source refused."""
+        """Waits for the stream's message and returns it. Raises as `wait` does."""
         self.wait(self._first.done, deadline, where)
         return self._first.result()
 
     def wait(self, done: Callable[[], bool], deadline: float, where: str) -> None:
         """Waits until `done()` is true.
 
+        Args:
+            done: Called repeatedly; must not block.
+            deadline: Time on the clock of `time.monotonic`, in seconds.
+            where: Prefix of error messages: the source and the operation.
+
         Raises:
-            DeadlineExceeded: The deadline, as of `time.monotonic`, has passed.
-            ServiceLost: The other side has ended.
-            Refused: This side was closed.
+            DeadlineExceeded: The deadline has passed.
+            ServiceLost: The source has ended.
+            Refused: The transport of this process was closed.
+            RlhfError: The source ended the stream with this error.
         """
         pause = LONGEST_PAUSE_S / 64
         while True:
@@ -74,7 +80,8 @@ class LivenessStream:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def end_cause(self, where: str, within_s: float) -> RlhfError | None:
-        """Why the other side has ended; None if it is alive after `within_s` seconds."""
+        """Waits up to `within_s` seconds for the end of the source; returns its error, or None if the source is
+        alive."""
         return self._why_ended(where) if self._ended.wait(within_s) else None
 
     def _why_ended(self, where: str) -> RlhfError:
@@ -83,7 +90,7 @@ class LivenessStream:
         return from_rpc_error(self._stream, where)
 
     def cancel(self) -> None:
-        """Ends the stream."""
+        """Cancels the stream, upon which the source frees the resources of the connection."""
         self._stream.cancel()
 
     def _read(self) -> None:
@@ -97,10 +104,11 @@ class LivenessStream:
 
 
 def wait_for_answer(call: Any, liveness: LivenessStream, deadline: float, where: str) -> None:
-    """Waits for the answer to a call.
+    """Waits for the response of a call to the source of `liveness`. Cancels the call if it is not done by the
+    deadline.
 
     Raises:
-        RlhfError: The call failed, the source has ended, or it did not answer in time.
+        RlhfError: The call failed, the source has ended, or it did not respond by the deadline.
     """
     try:
         liveness.wait(call.done, deadline, where)

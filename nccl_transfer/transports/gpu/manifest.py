@@ -1,4 +1,4 @@
-"""Manifest of a two-sided transfer: one item per message, checked by the source before it sends."""
+"""Manifest of an NCCL transfer: one item per message. The source checks it before it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.v1 import transfer_pb2 as pb
 
 
 def manifest_item(r: ByteRange) -> pb.ManifestItem:
-    """Manifest item of a range, with column, element type and shape where known."""
+    """Returns the manifest item of a range, with column, element type and shape where known."""
     return pb.ManifestItem(
         range=pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes),
         column=r.column,
@@ -27,11 +27,12 @@ def check_manifest(items: Sequence[pb.ManifestItem], nbytes: int) -> None:
     """Checks that a manifest is consistent.
 
     Args:
-        items: The messages.
-        nbytes: Their claimed total size.
+        items: Items of the manifest, one per message.
+        nbytes: Total size in bytes that the request states.
 
     Raises:
-        InvalidRequest: The sum of sizes is not `nbytes`, or an item's size is not that of its shape and element type.
+        InvalidRequest: The sizes do not add up to `nbytes`, or an item's size does not match its shape and element
+            type.
     """
     total = sum(item.range.nbytes for item in items)
     if total != nbytes:

@@ -1,9 +1,9 @@
-"""Transport between GPUs by NCCL: pairs of ranks send and receive in groups, under a transaction.
+"""The nccl transport, between two GPUs: a source sends and a reader receives in NCCL groups, under a transaction.
 
-The reader leads. Attach creates a communicator of two ranks. Prepare sends the manifest to the source, which
-acknowledges once the bytes are staged on its GPU. Commit then makes both sides enter the group. Any later failure, a
-deadline included, aborts the communicator on both sides, because NCCL would wait for ever; the next transfer creates a
-new one, with the next communicator epoch.
+The reader calls the source's RPCs. Attach creates a communicator of the two. Prepare sends the manifest to the
+source, which responds once the bytes are staged on its GPU. Commit then makes both sides enqueue their NCCL group.
+Any failure except a refused Prepare, a missed deadline included, aborts the communicator on both sides, because NCCL
+would wait forever. The next transfer creates a new communicator, with the next communicator epoch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nccl_transfer.transports.gpu.peer_connection import PeerConnections
 
 
 class NcclTransport(Transport):
-    """Receives from GPUs of other ranks into this rank's GPU, and copies to host memory.
+    """Receives bytes from the GPUs of other ranks into this rank's GPU; `read` then copies them to host memory.
 
     Args:
-        nccl, cuda: The library and the GPU; this process's own by default.
-        channel: Opens a channel to an address; called anew for a source that had ended.
+        nccl, cuda: NCCL and the GPU. Default: NCCL by cupy, and the current device of this process.
+        channel: Opens a channel to an address; called again after a source has ended.
     """
 
     name = "nccl"
@@ -76,10 +76,13 @@ class NcclTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Reads into this rank's GPU, each range at its offset of `layout`. Errors as in `read`, and
+        """Reads into this rank's GPU instead of host memory. Arguments as in `read`.
+
+        Returns:
+            A buffer that contains each range at its offset in `layout` of the sizes of the ranges.
 
         Raises:
-            OutOfSpace: One of the two GPUs has no memory for the bytes.
+            OutOfSpace: One of the two GPUs has too little free memory. Other errors as raised by `read`.
         """
         return self._clients.to(source).receive(source, ranges, deadline)
 

@@ -1,4 +1,4 @@
-"""The receiving side of `nccl`: see `nccl_transfer.transports.gpu.nccl`."""
+"""The reader's side of the nccl transport; see `nccl_transfer.transports.gpu.nccl`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,20 @@ from rlhf.v1 import transfer_pb2 as pb
 T = TypeVar("T")
 
 CAUSE_WAIT_S = 0.5
-"""Seconds to wait for the cause of a broken communicator: the end of the liveness stream of a dead source."""
+"""Seconds to wait, after a communicator failed, for the end of the liveness stream, which tells that the source
+died."""
 
 ABORT_S = 1.0
-"""Timeout of an Abort call; the source also aborts by itself."""
+"""Timeout of an Abort call in seconds; without it the source aborts by itself, at its own deadline."""
 
 
 class NcclReaderSession:
-    """A communicator with one source, and the thread that uses it."""
+    """The reader's side of a communicator with one source, and the thread that calls NCCL.
+
+    Args:
+        epoch: Communicator epoch, the number of the communicator.
+        liveness: Stream of the Attach call.
+    """
 
     def __init__(self, epoch: int, liveness: LivenessStream) -> None:
         self.epoch = epoch
@@ -60,21 +66,27 @@ class NcclReaderSession:
         return self._joined.result()
 
     def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
-        """Creates the communicator together with the source."""
+        """Creates the communicator: calls `join` in the session's thread and waits until the source has joined too.
+
+        Raises:
+            CommunicatorError: The communicator could not be created. Other errors as raised by `LivenessStream.wait`.
+        """
         self._joined = self.submit(join)
         self.liveness.wait(self._joined.done, deadline, where)
         self._joined.result()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in the session's thread, where NCCL may block for ever."""
+        """Runs `work` in the session's thread, which NCCL may block forever; returns its future."""
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """Error of the contract for a broken communicator: the end of the source if it has ended."""
+        """Returns the error to raise for a failed communicator: the cause of the source's end if it has ended, else a
+        TransferError."""
         return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Aborts the communicator, here and by the end of the liveness stream at the source; then calls `free`."""
+        """Aborts the communicator in the background and then calls `free`. Cancels the liveness stream, upon which
+        the source aborts its side."""
         if self._joined is not None:
             # At once, or as soon as the communicator exists.
             self._joined.add_done_callback(lambda joined: abort_in_background(joined, free))
@@ -85,7 +97,7 @@ class NcclReaderSession:
 
 
 class NcclClient(PeerConnection):
-    """Reader from one source by NCCL: at most one communicator, and one transfer at a time."""
+    """Reads from one source by NCCL, with at most one communicator and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel)
@@ -96,7 +108,7 @@ class NcclClient(PeerConnection):
         self._session: NcclReaderSession | None = None
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """As `NcclTransport.receive`."""
+        """Reads into this rank's GPU; see `NcclTransport.receive`."""
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
@@ -109,7 +121,8 @@ class NcclClient(PeerConnection):
         return self._session.liveness if self._session is not None else None
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Ends the session, then calls `free` to free the memory that its communicator used."""
+        """Ends the session, if any. `free` is called once its communicator is aborted, to free the memory that it
+        used."""
         if self._session is not None:
             self._session.end(free)
         self._session = None
@@ -199,7 +212,8 @@ class NcclClient(PeerConnection):
         deadline: float,
         where: str,
     ) -> None:
-        """Makes both sides enter the group; returns when the bytes have arrived and the source has confirmed."""
+        """Makes both sides enqueue their NCCL group; returns when the bytes have arrived and the source has
+        confirmed."""
         request = pb.CommitRequest(
             reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
@@ -222,7 +236,8 @@ class NcclClient(PeerConnection):
         wait_for_answer(commit, session.liveness, deadline, where)
 
     def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
-        """Aborts here at once. The source learns of it by the message, the liveness stream or its own deadline."""
+        """Aborts the session without waiting for the source, which learns of it by the Abort call, the end of the
+        liveness stream or its own deadline."""
         request = pb.AbortRequest(
             reader=self._reader,
             plan=transaction.plan,
@@ -234,5 +249,5 @@ class NcclClient(PeerConnection):
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether the error is an answer of the source, which is alive."""
+    """Returns whether the source responded with this error, so that it is alive and the communicator usable."""
     return isinstance(error, RlhfError) and not isinstance(error, (DeadlineExceeded, ServiceLost))

@@ -1,4 +1,4 @@
-"""The sending side of `nccl`: see `nccl_transfer.transports.gpu.nccl`."""
+"""The source's side of the nccl transport; see `nccl_transfer.transports.gpu.nccl`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,26 @@ from rlhf.errors import Refused, TransferError
 from rlhf.v1 import transfer_pb2 as pb
 
 SEND_PAUSE_S = 1e-4
-"""Pause between two polls of a send."""
+"""Pause between two polls of a send, in seconds."""
 
 GRACE_S = 0.25
-"""Seconds between the deadline of a transfer, at which its reader aborts it, and the source's own abort: a source that
-aborted at the same moment would be blamed for the missed deadline."""
+"""Seconds from the deadline of a transfer, at which the reader aborts it, to the source's own abort. If both aborted
+at the deadline, the reader could report the source's abort as the cause."""
 
 
 class NcclSession:
-    """The source's side of a communicator with one reader: the thread that uses it, and one transaction.
+    """The source's side of a communicator with one reader: the thread that calls NCCL, and the current transaction.
 
-    Methods are called from the event loop, except where they say that they run in the thread.
+    Methods are called from the event loop, except those whose docstrings say that they run in the session's thread.
+
+    Args:
+        epoch: Communicator epoch, the number of the communicator.
+        cuda: The GPU on which bytes are staged.
+        join: Joins the communicator; called in the session's thread.
+
+    Attributes:
+        transaction: The current or last transaction; None before the first.
+        ended: Set when the session has ended.
     """
 
     def __init__(self, epoch: int, cuda: Cuda, join: Callable[[], Communicator]) -> None:
@@ -55,16 +64,16 @@ class NcclSession:
 
     @property
     def nbytes(self) -> int:
-        """Number of staged bytes."""
+        """Number of bytes that are staged on the GPU."""
         return sum(message.nbytes for message in self._sends)
 
     def begin(self, transaction: Transaction, within_s: float) -> None:
-        """Begins a transaction that has to end within `within_s` seconds; the session ends GRACE_S after that."""
+        """Begins a transaction. If it is not finished within `within_s` + GRACE_S seconds, the session ends."""
         self.transaction = transaction
         self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
     def finish(self) -> None:
-        """Ends the transaction: stops its timer and frees its buffer. The communicator stays usable."""
+        """Stops the transaction's timer and frees its staged bytes. The communicator stays usable."""
         if self._timer is not None:
             self._timer.cancel()
         if not self.ended.is_set():
@@ -75,7 +84,7 @@ class NcclSession:
         self.end("it was not done by its deadline")
 
     async def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Runs `work` in the thread.
+        """Runs `work(*arguments)` in the session's thread and waits for it.
 
         Raises:
             Refused: The session has ended.
@@ -89,7 +98,7 @@ class NcclSession:
             raise TransferError(f"{self.transaction}: {error}") from error
 
     def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """Copies the items to the GPU. Runs in the thread."""
+        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread."""
         self._joined.result()
         offsets, total = layout(item.range.nbytes for item in items)
         self._buffer = buffer = DeviceBuffer(self._cuda, total)
@@ -101,7 +110,8 @@ class NcclSession:
         self._produced.record()
 
     def send(self) -> None:
-        """Sends the staged bytes; returns when they are sent or the session has ended. Runs in the thread."""
+        """Sends the staged bytes; blocks until they are sent or the session has ended. Runs in the session's
+        thread."""
         communicator = self._joined.result()
         communicator.wait(self._produced)
         communicator.group(self._sends, [])
@@ -109,13 +119,13 @@ class NcclSession:
             time.sleep(SEND_PAUSE_S)
 
     def _free(self) -> None:
-        """Frees the staged bytes. Runs in the thread."""
+        """Frees the staged bytes. Runs in the session's thread."""
         if self._buffer is not None:
             self._buffer.free()
         self._buffer, self._sends = None, []
 
     def end(self, reason: str) -> None:
-        """Aborts the transaction and the communicator, and frees everything. Idempotent."""
+        """Aborts the transaction and the communicator, and frees their resources. Idempotent."""
         if self.ended.is_set():
             return
         self.finish()
@@ -128,11 +138,12 @@ class NcclSession:
 
 
 class NcclSource:
-    """The sending side of a rank. Used from the event loop; sends in a thread per reader.
+    """Handlers of the RPCs by which a rank sends its shards by NCCL. They run in the event loop and send in one
+    thread per reader.
 
     Args:
-        store: Where the shards are.
-        nccl, cuda: The library and the GPU that the shards are sent from.
+        store: Store that holds the shards.
+        nccl, cuda: NCCL, and the GPU on which bytes are staged.
     """
 
     def __init__(self, store: TensorStore, nccl: Nccl, cuda: Cuda) -> None:
@@ -142,10 +153,11 @@ class NcclSource:
         self._sessions: dict[str, NcclSession] = {}
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
-        """Answers an Attach.
+        """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends.
 
         Raises:
-            Refused: Wrong epoch, another NCCL version, or not a newer communicator epoch.
+            Refused: The request is for another epoch of the service, the reader's NCCL version differs, or its
+                communicator epoch is not newer than the current one.
         """
         check_epoch(self._store, request.epoch)
         if request.nccl_version != self._nccl.version:
@@ -169,13 +181,14 @@ class NcclSource:
                 del self._sessions[request.reader]
 
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareResponse:
-        """Answers a Prepare.
+        """Handles the Prepare RPC: checks the manifest and stages its bytes on the GPU.
 
         Raises:
-            Refused: Wrong epoch or communicator, another plan is running, or a shard was released.
-            InvalidRequest: The manifest contradicts itself.
-            TransferError: A range reaches beyond its shard.
-            OutOfSpace: The GPU has too little memory to stage the bytes.
+            Refused: The request is for another epoch of the service or another communicator, another plan of the
+                reader is running, or a shard was released.
+            InvalidRequest: The manifest is inconsistent.
+            TransferError: A range reaches beyond its shard, a shard was marked corrupt, or the communicator failed.
+            OutOfSpace: The GPU has too little free memory to stage the bytes.
         """
         check_epoch(self._store, request.epoch)
         session = self._session_of(request)
@@ -195,10 +208,10 @@ class NcclSource:
         return pb.PrepareResponse(nbytes=request.nbytes)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """Answers a Commit once everything is sent.
+        """Handles the Commit RPC: sends the staged bytes, and responds when they are sent.
 
         Raises:
-            Refused: Another plan was prepared, or the plan was aborted.
+            Refused: The plan was not prepared, or was aborted.
             TransferError: The communicator failed or was aborted.
         """
         session = self._session_of(request)
@@ -217,7 +230,7 @@ class NcclSource:
         return pb.CommitResponse(nbytes=nbytes)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        """Answers an Abort."""
+        """Handles the Abort RPC: ends the session of the communicator, if it exists."""
         session = self._sessions.get(request.reader)
         if session is None or session.epoch != request.communicator_epoch:
             return pb.AbortResponse(found=False)

@@ -1,4 +1,4 @@
-"""Connections of GPU transports to their sources, kept between transfers."""
+"""Connections of the GPU transports to their sources, which are kept between transfers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from rlhf.errors import DeadlineExceeded, Refused
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 CLOSING_S = 5.0
-"""Seconds that `close` waits for a running transfer, which ends at once unless a CUDA call blocks it."""
+"""Maximum seconds that `close` waits for a running transfer. It ends immediately unless a CUDA call blocks it."""
 
 
 class PeerConnection(ABC):
-    """Connection of this process to one source: a channel, resources that last as long as a liveness stream, and one
-    transfer at a time. Only `closed`, `close` and `forget` may be used outside a turn.
+    """Connection of this process to one source: a channel, resources that are valid while a liveness stream is open,
+    and a lock that admits one transfer at a time (`turn`). Only `closed`, `close` and `forget` may be used without
+    the lock.
 
     Args:
         channel: Opens a channel to the source.
 
     Attributes:
-        closed: Ends the waits of liveness streams.
+        closed: Event that is set by `close`, and ends the waits of liveness streams.
     """
 
     def __init__(self, channel: Callable[[], grpc.Channel]) -> None:
@@ -41,7 +42,7 @@ class PeerConnection(ABC):
     @property
     @abstractmethod
     def liveness(self) -> LivenessStream | None:
-        """Liveness stream of the current resources; None without resources."""
+        """Liveness stream of the current resources; None if there are none."""
 
     @abstractmethod
     def end(self) -> None:
@@ -49,7 +50,7 @@ class PeerConnection(ABC):
 
     @property
     def stub(self) -> pb_grpc.TransferServiceStub:
-        """Stub of the source's TransferService."""
+        """Stub of the source's TransferService; opens the channel if there is none."""
         if self._channel is None:
             self._channel = self._open()
             self._stub = pb_grpc.TransferServiceStub(self._channel)
@@ -57,10 +58,15 @@ class PeerConnection(ABC):
 
     @contextmanager
     def turn(self, source: Endpoint, where: str, deadline: float) -> Iterator[None]:
-        """Excludes other transfers within the block.
+        """Context manager that holds the lock of the connection, so that the block is the only transfer.
+
+        Args:
+            source: The source, for error messages.
+            where: Prefix of error messages.
+            deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            DeadlineExceeded: An earlier transfer took until the deadline.
+            DeadlineExceeded: Earlier transfers held the lock until the deadline.
             Refused: The transport was closed.
         """
         if not self._turn.acquire(timeout=remaining_s(deadline, source)):
@@ -73,7 +79,8 @@ class PeerConnection(ABC):
             self._leave()
 
     def forget(self) -> None:
-        """Frees everything of a source that has ended, unless a transfer is running. A later transfer connects anew."""
+        """Frees resources and channel if the source has ended and no transfer is running. A later transfer connects
+        again."""
         if self._turn.acquire(blocking=False):
             try:
                 if self.liveness is None or not self.liveness.is_alive:
@@ -82,13 +89,13 @@ class PeerConnection(ABC):
                 self._leave()
 
     def close(self) -> None:
-        """Ends the running transfer and frees everything; later transfers are refused."""
+        """Ends the running transfer, and frees resources and channel. Later transfers raise Refused."""
         self.closed.set()
         if self._turn.acquire(timeout=CLOSING_S):  # else the transfer frees everything when its turn ends
             self._leave()
 
     def _leave(self) -> None:
-        """Ends the turn; frees everything if the connection was closed."""
+        """Releases the lock; first frees resources and channel if the connection was closed."""
         try:
             if self.closed.is_set():
                 self._free()
@@ -96,7 +103,8 @@ class PeerConnection(ABC):
             self._turn.release()
 
     def _free(self) -> None:
-        """Frees the resources first: the source frees its memory when the channel ends."""
+        """Frees the resources, then closes the channel; in this order, because the source frees its memory when the
+        channel is closed."""
         self.end()
         if self._channel is not None:
             self._channel.close()
@@ -107,10 +115,10 @@ A = TypeVar("A", bound=PeerConnection)
 
 
 class PeerConnections(Generic[A]):
-    """The connections of a transport, by the address of the source. Thread-safe.
+    """The connections of a transport, one per address of a source. Thread-safe.
 
     Args:
-        make: Creates a connection from a function that opens its channel.
+        make: Creates a connection; its argument is a function that opens the connection's channel.
         channel: Opens a channel to an address.
     """
 
@@ -124,7 +132,8 @@ class PeerConnections(Generic[A]):
         self._lock = threading.Lock()
 
     def to(self, source: Endpoint) -> A:
-        """The connection to a source. Connections are never removed: a rank may restart at its address.
+        """Returns the connection to a source, created at the first call for its address. Connections are never
+        removed, since a rank may restart at its address.
 
         Raises:
             Refused: The transport was closed.
@@ -141,7 +150,7 @@ class PeerConnections(Generic[A]):
         return made
 
     def close(self) -> None:
-        """Closes all connections; later ones are refused."""
+        """Closes all connections. Later calls of `to` raise Refused."""
         with self._lock:
             self._closed = True
         for connection in self._connections.values():

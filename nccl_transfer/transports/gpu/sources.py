@@ -1,4 +1,4 @@
-"""The sending sides of the GPU transports."""
+"""The source's side of the GPU transports: RPC handlers of a rank that has a GPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhf.errors import Refused
 
 
 class DeviceSources:
-    """Handlers of TransferService for `cuda_ipc` and `nccl`.
+    """RPC handlers of TransferService for the transports cuda_ipc and nccl.
 
     Args:
-        store: Store of the shards.
-        cuda: The GPU; None refuses every request.
-        nccl: The library; None refuses requests of `nccl`.
-        slot_bytes: Size of a slot of staging memory.
+        store: Store that holds the shards.
+        cuda: The GPU; if None, every request raises Refused.
+        nccl: NCCL; if None, requests of the nccl transport raise Refused.
+        slot_bytes: Data bytes of a slot of staging memory. Default: SLOT_BYTES, 32 MiB.
 
     Attributes:
-        device_uuid: For `Endpoint.device_uuid`.
-        nccl_version: For `Endpoint.nccl_version`.
+        device_uuid: UUID of the GPU, published as `Endpoint.device_uuid`; empty without a GPU.
+        nccl_version: NCCL version, published as `Endpoint.nccl_version`; 0 without a GPU or NCCL.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class DeviceSources:
 
     @staticmethod
     def of_this_process(store: TensorStore) -> DeviceSources:
-        """Sources with the GPU and NCCL that cupy finds."""
+        """Creates the handlers with the GPU and NCCL of this process, as far as cupy finds them."""
         cuda = own_cuda() if why_no_cuda() is None else None
         nccl = own_nccl() if why_no_nccl() is None else None
         return DeviceSources(store, cuda, nccl)
 
     def handlers(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """grpc.aio handlers by method name."""
+        """Returns the grpc.aio handlers, as functions of (request, context), by method name."""
         return {
             "Attach": lambda request, _: self._nccl_source().attach(request),
             "Prepare": lambda request, _: self._nccl_source().prepare(request),

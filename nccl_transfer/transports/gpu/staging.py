@@ -1,4 +1,4 @@
-"""The sending side of `cuda_ipc`: see `nccl_transfer.transports.gpu.cuda_ipc`."""
+"""The source's side of the cuda_ipc transport; see `nccl_transfer.transports.gpu.cuda_ipc`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhf.v1 import transfer_pb2 as pb
 
 SLOTS = 2
 SLOT_BYTES = 32 << 20
-"""Data bytes of a slot; each reader costs its source SLOTS times as much device memory."""
+"""Data bytes of a slot. A source allocates SLOTS slots of device memory for each reader."""
 
 
 class _StagingMemory:
-    """Staging memory for one reader, and the thread that fills it."""
+    """Staging memory for one reader, the events of its slots, and the thread that fills it."""
 
     def __init__(self, cuda: Cuda, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -31,7 +31,12 @@ class _StagingMemory:
         self._worker = ThreadPoolExecutor(1, "staging")
 
     def check(self, request: pb.StageRequest) -> None:
-        """Accepts a request, or raises InvalidRequest or Refused."""
+        """Checks a request and records its generation as the newest of its slot.
+
+        Raises:
+            InvalidRequest: The slot does not exist, or is too small.
+            Refused: The generation is not newer than an earlier one of the slot.
+        """
         nbytes = sum(r.nbytes for r in request.ranges)
         if request.slot >= SLOTS or nbytes > self.slot_bytes:
             raise InvalidRequest(
@@ -46,7 +51,7 @@ class _StagingMemory:
         await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
 
     def end(self) -> None:
-        """Frees everything after the current work of the thread. Idempotent."""
+        """Frees memory and events once the thread has finished its current work; does not wait for it. Idempotent."""
         if not self.ended.is_set():
             self.ended.set()
             self._worker.submit(self._free)
@@ -70,12 +75,13 @@ class _StagingMemory:
 
 
 class StagingSource:
-    """The sending side of a rank. Used from the event loop; copies in a thread per reader.
+    """Handlers of the RPCs by which a rank sends its shards by CUDA IPC. They run in the event loop and copy in one
+    thread per reader.
 
     Args:
-        store: Store of the shards.
-        cuda: The GPU to stage them on.
-        slot_bytes: Data bytes of a slot.
+        store: Store that holds the shards.
+        cuda: The GPU on which bytes are staged.
+        slot_bytes: Data bytes of a slot. Default: SLOT_BYTES, 32 MiB.
     """
 
     def __init__(self, store: TensorStore, cuda: Cuda, slot_bytes: int = SLOT_BYTES) -> None:
@@ -85,10 +91,10 @@ class StagingSource:
         self._stagings: dict[str, _StagingMemory] = {}
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
-        """Answers an OpenStaging.
+        """Handles the OpenStaging RPC: allocates staging memory for the reader, and frees it when the stream ends.
 
         Raises:
-            Refused: Wrong epoch, or the reader is on another GPU.
+            Refused: The request is for another epoch of the service, or the reader is on another GPU.
             OutOfSpace: The GPU has too little free memory.
         """
         check_epoch(self._store, request.epoch)
@@ -112,12 +118,14 @@ class StagingSource:
                 del self._stagings[request.reader]
 
     async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
-        """Answers a Stage once the copies are enqueued; the slot's event is recorded after them.
+        """Handles the Stage RPC: copies ranges into a slot. Responds when the copies are enqueued; the slot's event
+        is recorded after them.
 
         Raises:
-            Refused: Wrong epoch, no staging, an old generation, or a shard was released.
+            Refused: The request is for another epoch of the service, the reader has no staging memory, the generation
+                is not newer than an earlier one of the slot, or a shard was released.
             InvalidRequest: The slot does not exist, or is too small.
-            TransferError: A range reaches beyond its shard.
+            TransferError: A range reaches beyond its shard, or a shard was marked corrupt.
         """
         check_epoch(self._store, request.epoch)
         staging = self._stagings.get(request.reader)

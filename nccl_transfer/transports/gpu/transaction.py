@@ -1,4 +1,4 @@
-"""State machine of a two-sided transfer, used by both sides. Pure: no clock, thread or device."""
+"""State machine of an NCCL transfer, which reader and source each run. Pure: uses no clock, thread or device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhf.errors import Refused
 
 
 class Phase(enum.Enum):
-    """State of a transfer."""
+    """State of a transfer, from IDLE to DONE or ABORTED."""
 
     IDLE = enum.auto()
-    """The manifest is not acknowledged yet."""
+    """The source has not yet accepted the manifest."""
     PREPARED = enum.auto()
-    """Both sides have the manifest and their buffers; neither has entered the group."""
+    """The source has accepted the manifest and both sides have their buffers; neither has enqueued its NCCL group."""
     COMMITTED = enum.auto()
-    """Both sides enter the group."""
+    """Both sides enqueue their NCCL group."""
     DONE = enum.auto()
     ABORTED = enum.auto()
 
@@ -37,15 +37,15 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 @dataclass
 class Transaction:
-    """One transfer of one plan over one communicator: IDLE, PREPARED, COMMITTED, DONE; ABORTED from any state but DONE.
-    Aborting again has no effect.
+    """State of one transfer over one communicator: IDLE, then PREPARED, COMMITTED and DONE; ABORTED from any state
+    but DONE. Aborting again has no effect. Every other transition raises Refused.
 
     Attributes:
-        plan: Name of the plan.
-        communicator_epoch: Number of its communicator. A failed transfer ends the communicator, so this number
+        plan: Random id of the transfer, chosen by the reader.
+        communicator_epoch: Number of the communicator. A failed transfer ends its communicator, so this number
             distinguishes late messages from those of the next transfer.
-        phase: Current state.
-        reason: Reason of the abort; empty before.
+        phase: Current state. Default: IDLE.
+        reason: Reason of the abort; empty unless aborted.
     """
 
     plan: str
@@ -54,11 +54,11 @@ class Transaction:
     reason: str = ""
 
     def prepare(self) -> None:
-        """Records that the manifest is acknowledged and buffers are allocated."""
+        """Records that the source has accepted the manifest and that this side's buffer is allocated."""
         self._advance(Phase.PREPARED)
 
     def commit(self, plan: str, communicator_epoch: int) -> None:
-        """Records that both sides enter the group.
+        """Records that both sides enqueue their NCCL group.
 
         Raises:
             Refused: Another plan or communicator was prepared, or the transfer is not PREPARED.
@@ -70,11 +70,11 @@ class Transaction:
         self._advance(Phase.COMMITTED)
 
     def finish(self) -> None:
-        """Records that every byte has arrived, or has been sent."""
+        """Records that this side has received, or sent, every byte."""
         self._advance(Phase.DONE)
 
     def abort(self, reason: str) -> None:
-        """Records that the transfer is given up; keeps the first reason."""
+        """Records that the transfer was aborted; keeps the first reason if called again."""
         self._advance(Phase.ABORTED)
         self.reason = self.reason or reason
 

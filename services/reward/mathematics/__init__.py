@@ -1,8 +1,8 @@
-r"""The reward `math`: whether the answer in a response equals the ground truth as mathematics.
+r"""The reward function `math`: whether the answer in a response equals the ground truth as mathematics.
 
 A response's answer is extracted (`extract`), normalised (`clean`) and parsed (`answers`). Numbers, units, lists,
 intervals and words are compared exactly (`compare`); math-verify compares all other answers (`symbolic`), because it
-ignores units, bases and kinds of brackets. Answers that are too large to compute with are refused first (`bounds`).
+ignores units, bases and kinds of brackets. Answers that are too large to compute with raise GaveUp first (`bounds`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from services.reward.scorers.base import GaveUp
 
 
 def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    r"""1 where the response's answer equals the ground truth as mathematics, else 0; needs the extra `math`.
+    r"""Returns 1 if the response's answer equals the ground truth as mathematics, else 0. Needs the extra `math` of
+    the package.
 
     Args:
-        ground_truth: LaTeX or a plain expression, in \boxed{...} or $...$ or bare.
+        prompt, metadata: Not used.
+        response: The response; `extract.last_answer` finds its answer.
+        ground_truth: LaTeX or a plain expression, with or without \boxed{...} or $...$ around it.
 
     Raises:
         ValueError: The ground truth cannot be read.
@@ -42,7 +45,11 @@ def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
 
 @functools.lru_cache(maxsize=1024)
 def read_truth(ground_truth: str) -> answers.Answer:
-    """Parses a ground truth. Raises ValueError where it cannot be read."""
+    """Parses a ground truth. The last 1,024 results are cached.
+
+    Raises:
+        ValueError: The ground truth cannot be parsed, is too large, or is not mathematics.
+    """
     marked = "\\boxed" in ground_truth or "\\fbox" in ground_truth or ground_truth.strip().startswith("$")
     found = last_answer(ground_truth) if marked else ground_truth
     try:
@@ -57,7 +64,7 @@ def read_truth(ground_truth: str) -> answers.Answer:
 
 
 def warm_up() -> None:
-    """Parses an expression, so that the parser's tables exist before processes are forked."""
+    """Parses an expression, which loads the parser, so that forked processes need not load it."""
     _is_algebra(r"\frac{x+1}{2}")
 
 

@@ -1,4 +1,4 @@
-"""Answers, parsed without algebra: numbers, units, words, and elements between brackets."""
+"""Parses answers without algebra: numbers, units, words, and lists of elements, with or without brackets."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from services.reward.mathematics.units import Unit, is_trigonometric, split_unit
 
 @dataclass(frozen=True)
 class Answer:
-    r"""An answer.
+    r"""A parsed answer.
 
     Attributes:
-        whole: The cleaned text.
-        text: The text without its name and unit.
-        name: Variable of an equation or inequality, such as x; "" without one.
-        word: The words, in lower case, of an answer that is no mathematics; else "".
-        unit: The unit; None without one.
-        base: The base of its numeral; None without one.
-        number: The number, of an answer that is one; else None.
-        brackets: "{}", or those of a tuple or interval as in "[)"; "," for a list without brackets; "" for no list.
-        elements: Elements of the list.
+        whole: Normalised text of the answer, from `clean.cleaned`.
+        text: `whole` without the name and the unit.
+        name: Variable of which the answer gives the value or bounds, such as x in x = 2; "" if there is none.
+        word: The answer in lower case if it is words and no mathematics, else "".
+        unit: Unit of measure; None if there is none.
+        base: Base of a numeral such as 1010_2; None if it has none.
+        number: Value of an answer that is one number; else None.
+        brackets: "{}" of a set, those of a tuple or interval, as in "[)", "," for a list without brackets, or "" if
+            the answer is no list.
+        elements: Elements of the list; empty if the answer is no list.
     """
 
     whole: str
@@ -56,10 +57,10 @@ _EMPTY = frozenset({r"\emptyset", r"\{\}", r"\{ \}", r"\{\emptyset\}"})
 
 
 def read(text: str) -> Answer:
-    """Parses an answer.
+    """Parses the text of an answer, without a box around it.
 
     Raises:
-        ValueError: A numeral has digits that its base does not allow.
+        ValueError: A numeral has an unknown base, or digits that its base does not allow.
     """
     return _read(cleaned(text))
 
@@ -97,7 +98,8 @@ def _value(match: re.Match[str]) -> str:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    r"""(variable, set) of bounds on a variable, as (x, (3,4]) of 3 < x \le 4; None for any other text."""
+    r"""Converts bounds on a variable to (variable, set): 3 < x \le 4 to (x, (3,4]). Returns None for any other
+    text."""
     if match := _BUILDER.fullmatch(text):
         return _interval(match["rest"].strip())
     if match := _MEMBER.fullmatch(text):
@@ -136,8 +138,8 @@ def _one_interval(text: str) -> tuple[str, str] | None:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    r"""The brackets around a list, "," for none, and the parts between its commas; ("", []) for no list. \pm makes two
-    parts."""
+    r"""Splits a list into its brackets ("," if it has none) and the parts between its commas; returns ("", []) if the
+    text is no list. A part with \pm becomes two parts."""
     inner, brackets = _unbracketed(text)
     parts = [each for part in _at_commas(_AND_OR.sub(",", inner)) for each in _signed(part)]
     if not all(parts) or (len(parts) < 2 and brackets != "{}"):
@@ -152,7 +154,8 @@ def _signed(text: str) -> list[str]:
 
 
 def _unbracketed(text: str) -> tuple[str, str]:
-    """The content of a text in brackets, and the brackets; the text and "" where no brackets enclose all of it."""
+    """Returns the content of a text in brackets, and the brackets; if no brackets enclose the whole text, returns it
+    and ""."""
     match = re.match(r"[(\[]|\\\{", text)
     if match is None:
         return text, ""
@@ -167,7 +170,7 @@ def _unbracketed(text: str) -> tuple[str, str]:
 
 
 def _at_commas(text: str) -> list[str]:
-    """The parts of a text between commas and semicolons outside of brackets."""
+    """Splits a text at the commas and semicolons outside of brackets."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"[(){}\[\],;]", text):
         if match[0] in ",;":

@@ -1,4 +1,4 @@
-"""Bounds of texts, numbers and expression trees; larger ones are refused before any computation."""
+"""Limits on texts, numbers and expression trees, which are checked before any computation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ if TYPE_CHECKING:
     from sympy import Basic
 
 MAX_LENGTH = 1000
-"""Most characters of an answer."""
+"""Maximum number of characters of an answer."""
 MAX_DEPTH = 20
-"""Most brackets within brackets."""
+"""Maximum depth to which brackets may be nested."""
 MAX_DIGITS = 300
-"""Most digits of a number in an answer."""
+"""Number of consecutive digits from which on a number in an answer is too large."""
 MAX_LOG10 = 5000.0
-"""Most decimal digits of a number that SymPy computes."""
+"""Maximum decimal logarithm, that is number of digits, of a number that SymPy may compute."""
 MAX_TERMS = 10_000
-"""Most terms of a sum or product, and largest upper number of a binomial coefficient, which the parser computes."""
+"""Maximum number of terms of a sum or product, and maximum upper number of a binomial coefficient, since the parser
+computes them."""
 
 
 def check_text(text: str) -> None:
-    """Raises GaveUp, with a cause of one word, for an answer that is too long, nested too deep, or has too long
-    numbers."""
+    """Checks the limits that need no parsing.
+
+    Raises:
+        GaveUp: The answer is too long ("too_long"), nested too deep ("too_deep"), or has too large numbers
+            ("too_large").
+    """
     if len(text) > MAX_LENGTH:
         raise GaveUp("too_long")
     depth = 0
@@ -41,14 +46,18 @@ def check_text(text: str) -> None:
 
 
 def check_tree(tree: Basic) -> None:
-    """Raises GaveUp for an expression with a number of too many digits or a sum of too many terms."""
+    """Checks that an expression is small enough to compute with.
+
+    Raises:
+        GaveUp: A number in its computation has too many digits, or a sum too many terms.
+    """
     if not log10_of(tree) <= MAX_LOG10:
         raise GaveUp("too_large")
 
 
 def log10_of(tree: Basic) -> float:
-    """An estimate of the decimal logarithm of the largest number in the computation of an expression; infinite where
-    none is known. A symbol counts as 1."""
+    """Estimates the decimal logarithm of the largest number in the computation of an expression, with 1 for each
+    symbol. Returns infinity if there is no bound."""
     from sympy import MatrixBase, Pow, binomial, exp, factorial
     from sympy.concrete.expr_with_intlimits import ExprWithIntLimits
     from sympy.concrete.expr_with_limits import ExprWithLimits

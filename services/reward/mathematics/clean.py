@@ -1,4 +1,4 @@
-r"""Normalisation of notation: Unicode, spaces, fonts and sizes of LaTeX, separators of thousands."""
+r"""Normalisation of the notation of answers: Unicode, spaces, fonts and sizes of LaTeX, separators of thousands."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _REWRITES = [
 
 
 def cleaned(text: str) -> str:
-    """Normalises the notation of an answer, in time linear in its length."""
+    """Returns an answer in normalised notation. Takes time linear in the length of `text`."""
     text = "".join(map(_fraction, text)).translate(_SYMBOLS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -83,7 +83,8 @@ def _fraction(character: str) -> str:
 
 
 def _without_wrapping(text: str) -> str:
-    """Removes from both ends of an answer: spaces, final punctuation, enclosing braces, a first "=" or "+"."""
+    """Returns an answer without spaces at its ends, punctuation at its end, braces around it, and a leading "=" or
+    "+"."""
     while True:
         stripped = (
             text.strip().rstrip(" .,;:").removesuffix("\\\\").removeprefix("=").removeprefix("+").strip()
@@ -96,7 +97,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing(text: str) -> int:
-    """Index of the brace that closes the first one; -1 where none does."""
+    """Returns the index of the brace that closes the first brace; -1 if none does."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

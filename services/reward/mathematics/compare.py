@@ -12,10 +12,13 @@ ONE = Fraction(1)
 
 
 def is_right(truth: Answer, answer: Answer, scale: Fraction = ONE) -> bool:
-    """Whether an answer equals the ground truth.
+    """Returns whether an answer equals the ground truth.
 
     Args:
-        scale: Factor of the answer's numbers, for lists in another unit.
+        truth: The ground truth.
+        answer: The answer.
+        scale: Factor by which the answer's numbers are multiplied, for elements of a list whose unit differs from the
+            ground truth's. Default: 1.
 
     Raises:
         GaveUp: The answer is too large to compute with.
@@ -58,7 +61,8 @@ def _are_equal_lists(truth: Answer, answer: Answer, scale: Fraction) -> bool:
 
 
 def _only_element(answer: Answer, other: Answer) -> Answer:
-    """The element of a set of one, where the other answer is no set: a solution and the set of it are equal."""
+    """Returns the element of an answer that is a set of one element if `other` is no set, since a solution equals the
+    set of it; else returns the answer."""
     is_lone = answer.brackets == "{}" and len(answer.elements) == 1 and other.brackets != "{}"
     return answer.elements[0] if is_lone else answer
 
@@ -68,7 +72,7 @@ def _each_is_in(some: tuple[Answer, ...], others: tuple[Answer, ...], scale: Fra
 
 
 def _is_equation(answer: Answer) -> bool:
-    """Whether an answer is an equation that is not just a name and its value."""
+    """Returns whether an answer is an equation other than a name and its value, such as x = 2."""
     return not answer.brackets and re.search(r"(?<![<>!])=", answer.text) is not None
 
 
@@ -80,7 +84,7 @@ def _equal_by_algebra(truth: str, answer: str) -> bool:
 
 
 def _in_radians(angle: Answer, other: Answer) -> str:
-    """The text of an answer, converted from degrees to radians where the other answer has pi and no unit."""
+    """Returns the text of an answer, converted from degrees to radians if `other` contains pi and has no unit."""
     is_degree = angle.unit is not None and angle.unit.dimensions == (("degree", 1),)
     is_radian = other.unit is None and r"\pi" in other.text
     return rf"({angle.text})\cdot\frac{{\pi}}{{180}}" if is_degree and is_radian else angle.text

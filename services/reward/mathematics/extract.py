@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MAX_SEARCHED = 4000
-"""Characters at the end of a response without a box that are searched for an answer."""
+"""Number of characters, at the end of a response without a box, that are searched for an answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _FORMULA = (
@@ -25,10 +25,11 @@ _ANNOUNCED_WITHIN = 100
 
 
 def last_answer(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, the answer in MATH (Hendrycks et al. 2021), or of \fbox or \framebox.
-    Without a box: the first formula or number after the last word "answer", or else the last formula or number.
+    r"""Returns the answer in a response: the content of the last \boxed{...}, as in MATH (Hendrycks et al. 2021),
+    \fbox or \framebox. Without a box, returns the first formula or number after the last word "answer" that has one
+    close after it, or else the last formula or number.
 
-    None where there is none, or the last box is not closed.
+    Returns None if there is no answer, or if the last box is not closed.
     """
     boxes = list(_BOX.finditer(text))
     if boxes:
@@ -43,7 +44,8 @@ def last_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, start: int) -> str | None:
-    """Content of a box from `start` on: a group in braces, or else one word."""
+    """Returns the content of a box whose command ends at `start`: a group in braces, or else one word. None if the
+    braces are not closed."""
     if text[start : start + 1] != "{":
         word = re.match(r"[^\s$]+", text[start:])
         return word[0] if word else None

@@ -1,4 +1,4 @@
-"""Numbers: decimals, fractions, mixed numbers, scientific notation, and numerals in another base."""
+"""Parses numbers: decimals, fractions, mixed numbers, scientific notation, and numerals with a base."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_EXPONENT = 400
-"""Largest exponent of ten of a number in scientific notation."""
+"""Maximum absolute exponent of a number in scientific notation."""
 MIN_ROUNDED_DECIMALS = 6
-"""Least decimals of a number that counts as rounded: 0.333333 is 1/3."""
+"""Minimum number of decimals of a number that may be a rounded one: 0.333333 equals 1/3."""
 
 _SIGN = re.compile(r"([-+])\s*")
 _DECIMAL = re.compile(r"\d+(?:\.(?P<decimals>\d*))?|\.(?P<only_decimals>\d+)", re.ASCII)
@@ -39,8 +39,8 @@ class Number:
     """A number.
 
     Attributes:
-        value: The exact value.
-        decimals: Number of digits after its decimal point; None without one.
+        value: Exact value.
+        decimals: Number of digits after the decimal point; None if it has none.
     """
 
     value: Fraction
@@ -48,7 +48,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Reads a cleaned text as a number; None where it is anything but one number."""
+    """Parses a normalised text as one number; returns None if it is anything else."""
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return read_number(text[1:-1])
@@ -72,7 +72,8 @@ def read_number(text: str) -> Number | None:
 
 
 def are_equal(left: Number, right: Number) -> bool:
-    """Whether two numbers are equal, or one is the other rounded to at least `MIN_ROUNDED_DECIMALS`."""
+    """Returns whether two numbers are equal, or one is the other rounded to `MIN_ROUNDED_DECIMALS` decimals or
+    more."""
     if left.value == right.value:
         return True
     decimals = [number.decimals for number in (left, right) if number.decimals is not None]
@@ -82,10 +83,10 @@ def are_equal(left: Number, right: Number) -> bool:
 
 
 def read_based(text: str) -> tuple[Fraction, int] | None:
-    """Value and base of a numeral with a base, such as 1010_2; None for any other text.
+    """Parses a numeral with a base, such as 1010_2; returns its value and its base, or None for any other text.
 
     Raises:
-        ValueError: The base is unknown, or does not have a digit of the numeral.
+        ValueError: The base is unknown, or does not allow a digit of the numeral.
     """
     match = _BASED.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Parsing and comparison of expressions by math-verify and SymPy."""
+"""Parses and compares expressions by math-verify and SymPy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 
 DIGITS = 30
 CLEARLY = 1e-3
-"""Relative difference of two values that is no rounding."""
+"""Relative difference above which two values differ by more than rounding."""
 _POINTS = (0.7390851, 1.4513692, 0.5671433, 1.8019377)
 _SLOW = (ExprWithLimits, Derivative, Limit, AppliedUndef)
-"""Expressions whose evaluation takes long or is impossible."""
+"""Classes of expressions whose evaluation takes long or is impossible."""
 
 _AS_CLEANED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
@@ -33,7 +33,8 @@ _ONLY_BOX = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> tuple:
-    """Parses a cleaned answer into SymPy expressions; empty where it cannot be parsed.
+    """Parses a normalised answer into SymPy expressions; returns an empty tuple if it cannot be parsed. The last
+    1,024 results are cached.
 
     Raises:
         GaveUp: An expression is too large to compute with.
@@ -45,7 +46,7 @@ def read(text: str) -> tuple:
 
 
 def _with_imaginary_unit(tree: Any) -> Any:
-    """Replaces i by the imaginary unit; the parser takes it for a variable."""
+    """Returns an expression with the variable i, as which the parser reads it, replaced by the imaginary unit."""
     for symbol in tree.free_symbols:
         if symbol.name == "i" and isinstance(tree, Expr):
             return tree.subs(symbol, I)
@@ -53,8 +54,8 @@ def _with_imaginary_unit(tree: Any) -> Any:
 
 
 def _differ_at_a_point(left: Any, right: Any) -> bool:
-    """Whether two expressions have clearly different values at one point, which takes much less time than a search for
-    a transformation of one into the other."""
+    """Returns whether two expressions have clearly different values at one point. This takes much less time than a
+    search for a transformation of one into the other. False if they cannot be evaluated."""
     trees = (left, right)
     if not all(isinstance(tree, Expr) and not tree.is_Symbol and not tree.has(*_SLOW) for tree in trees):
         return False
@@ -76,7 +77,8 @@ def _differ_at_a_point(left: Any, right: Any) -> bool:
 
 
 def are_equal(truth: str, answer: str) -> bool:
-    """Whether two cleaned answers are equal as expressions, equations, inequalities or sets. Raises as `read`."""
+    """Returns whether two normalised answers are equal as expressions, equations, inequalities or sets. Raises as
+    `read` does."""
     expected, found = list(read(truth)), list(read(answer))
     if len(expected) == len(found) == 1 and _differ_at_a_point(expected[0], found[0]):
         return False

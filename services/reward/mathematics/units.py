@@ -1,4 +1,5 @@
-r"""Units of measure, money, angles and percentages after an answer (currencies also before it)."""
+r"""Parses units of measure, currencies, degrees and percentages at the end of an answer (currencies also before
+it)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit.
+    """A unit of measure, such as km/h.
 
     Attributes:
-        factor: Size in the base units of its dimensions.
-        dimensions: Base units with their powers, sorted.
+        factor: Size of the unit in its base units: 1000/3600 for km/h.
+        dimensions: Base units with their powers, sorted: (("m", 1), ("s", -1)) for km/h.
     """
 
     factor: Fraction
@@ -22,7 +23,7 @@ class Unit:
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Base unit and size in it, by name of the unit."""
+    """Returns (base unit, size in base units) by name of the unit."""
     rows = """
         m: m meter metre | mm 1/1000 millimeter millimetre | cm 1/100 centimeter centimetre | dm 1/10 decimeter
          | km 1000 kilometer kilometre | in 254/10000 inch | ft 3048/10000 foot feet | yd 9144/10000 yard
@@ -95,7 +96,8 @@ _NO_UNITS = frozenset({"and", "or", "pi", "mod", "if", "for", "sin", "cos", "tan
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""An answer without its unit, and the unit. Other words at its end are removed too: 5\text{ apples} is 5."""
+    r"""Splits an answer into its text without the unit, and the unit, or None. Removes other words at its end too:
+    5\text{ apples} becomes 5."""
     if match := _CURRENCY_FIRST.fullmatch(text):
         return match["minus"] + split_unit(match["number"])[0], parse_unit(_SIGNS[match["sign"]])
     if match := _CURRENCY_LAST.fullmatch(text):
@@ -116,7 +118,8 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _last_words(text: str) -> list[tuple[str, str, bool]]:
-    """At most one tuple: text before the words at the end, the words, whether they are certainly no mathematics."""
+    """Finds words at the end of an answer; returns no or one tuple of the text before them, the words, and whether
+    they are certainly no mathematics."""
     if match := _RATIO_LAST.fullmatch(text):
         return [(match["number"], f"{match['over']}/{match['under']}", True)]
     if match := _TEXT_LAST.fullmatch(text):
@@ -128,12 +131,13 @@ def _last_words(text: str) -> list[tuple[str, str, bool]]:
 
 
 def is_trigonometric(text: str) -> bool:
-    """Whether a text has a trigonometric function, so that degrees are its argument and no unit."""
+    """Returns whether a text contains a trigonometric function, so that degrees belong to its argument and are no
+    unit."""
     return re.search(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text) is not None
 
 
 def parse_unit(text: str) -> Unit | None:
-    """The unit of words such as "square cm" or "km per hour"; None where they are no unit."""
+    """Parses a unit in words, such as "square cm" or "km per hour"; returns None if they are no unit."""
     factor, powers, sign, prefix = Fraction(1), Counter[str](), 1, 1
     last: tuple[dict[str, int], Fraction, int] | None = None
     place, text = 0, text.strip()

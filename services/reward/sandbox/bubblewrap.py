@@ -1,4 +1,4 @@
-"""Sandboxes by bubblewrap: new namespaces for each, and limits of all its processes together."""
+"""Sandboxes by bubblewrap: each has its own namespaces, and limits on all its processes together."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from settings.reward import SandboxTable
 
 LAUNCH_TIMEOUT_S = 60.0
 FILES_PER_MIB = 256
-"""Most files in /tmp per MiB of it: one for each page of 4 KiB."""
+"""Maximum number of files in /tmp per MiB of its size: one per page of 4 KiB."""
 
 
 class Bubblewrap(Isolation):
-    """Sandboxes by bubblewrap.
+    """Starts processes in sandboxes of bubblewrap (the command bwrap).
+
+    Args:
+        table: The table `sandbox` of the config.
 
     Raises:
         ConfigError: The host does not meet a requirement.
@@ -68,7 +71,7 @@ class Bubblewrap(Isolation):
                 py_compile.compile(str(SOURCE / f"{name}.py"))
 
     def describe(self) -> str:
-        """One line for the log: what isolates programs."""
+        """Returns one line for the log: the mechanisms that isolate programs on this host."""
         groups = " and ".join(controller.name for controller in self._controllers) or "none usable"
         user = "an unprivileged user" if self._as_root else "this user, without rights"
         return f"bubblewrap, all namespaces, {user}, seccomp; control groups: {groups}"
@@ -95,7 +98,16 @@ class Bubblewrap(Isolation):
             return self._open_gate(monitor, info, gate_end)
 
     def _open_gate(self, monitor: subprocess.Popen[bytes], info: int, gate: int) -> Process:
-        """Writes the map of users and makes the control groups while bwrap waits at the gate, then opens it."""
+        """Maps user ids and creates the control groups while bwrap waits, then lets it start the sandbox's program.
+
+        Args:
+            monitor: Process of bwrap.
+            info: Descriptor from which the PID of the sandbox's first process is read.
+            gate: Descriptor to which a byte is written for bwrap to go on.
+
+        Raises:
+            SandboxFailed: bwrap did not start.
+        """
         sandbox = SandboxedProcess(monitor, self._quota)
         try:
             pid = _first_pid(info)
@@ -119,7 +131,12 @@ class Bubblewrap(Isolation):
 
 
 def _first_pid(info: int) -> int:
-    """The PID of the first process in the new namespace, which bwrap reports once the process exists."""
+    """Waits for the PID of the first process in the new namespaces, which bwrap writes to the descriptor `info`.
+
+    Raises:
+        TimeoutError: bwrap did not report it within LAUNCH_TIMEOUT_S.
+        EOFError: bwrap has ended.
+    """
     deadline = time.monotonic() + LAUNCH_TIMEOUT_S
     said = b""
     while b"}" not in said:

@@ -1,4 +1,4 @@
-"""The command line of bwrap: namespaces, users and mounts of a sandbox, and its requirements on the host."""
+"""The command line of bwrap: namespaces, users and mounts of a sandbox; and the requirements on the host."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from services.reward.sandbox.isolation import INTERPRETER, MIB, PACKAGE, SOURCE,
 from settings.reward import SandboxTable
 
 HOME = "/sandbox"
-"""Directory of our own modules in a sandbox."""
+"""Directory of this package's modules in a sandbox."""
 TMP = "/tmp"
 PREFIX = Path(os.path.realpath(sys.base_prefix))
-"""The Python installation."""
+"""Directory of the Python installation on the host, without symbolic links."""
 DEVICES = ("null", "zero", "random", "urandom")
 SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
-"""Directories of shared libraries, the only ones of the host that sandboxes see."""
+"""Directories of shared libraries, the only ones of the host's system that a sandbox contains."""
 _SHARED = ("wire", "confine")
 MODULES = {
     "candidate": (*_SHARED, "candidate"),
     "test_runner": (*_SHARED, "remote_program", "test_kinds", "test_runner"),
 }
-"""Our modules that a sandbox sees, by the module that it runs."""
+"""Modules of this package that a sandbox contains, by the module that it runs."""
 
 
 def missing() -> list[str]:
-    """The requirements that the host does not meet, each with a remedy; empty where a sandbox can be tried."""
+    """Returns one text, with a remedy, per requirement that the host does not meet; empty if sandboxes can be
+    tried."""
     lacks = []
     if not sys.platform.startswith("linux"):
         lacks.append(f"namespaces: {sys.platform} is not Linux")
@@ -46,11 +47,15 @@ def missing() -> list[str]:
 
 
 class BwrapCommand:
-    """Makes command lines of bwrap, each with an interpreter that runs `main` of one of our modules.
+    """Builds command lines of bwrap that run `main` of a module of this package in a Python interpreter.
 
-    As root, a user namespace has two users: root, which sets up the mounts, for only root may reach an interpreter in
-    a home directory, and an unprivileged one, which runs all code. As any other user there is one user, without
-    rights outside.
+    If the service runs as root, the user namespace has two users: root, which sets up the mounts, since only root may
+    reach an interpreter in a home directory, and an unprivileged user, which runs all code. Otherwise it has one
+    user, without rights outside.
+
+    Args:
+        table: The table `sandbox` of the config.
+        as_root: Whether the service runs as root.
     """
 
     def __init__(self, table: SandboxTable, as_root: bool) -> None:
@@ -60,12 +65,12 @@ class BwrapCommand:
         self._tmpfs_bytes = table.tmpfs_mb * MIB
 
     def line(self, module: str, info: int, gate: int, rules: int) -> list[str]:
-        """The command line.
+        """Returns the command line, as a list of arguments.
 
         Args:
-            module: "candidate" or "test_runner".
-            info: Descriptor to which bwrap writes the PID of the first process.
-            gate: Descriptor from which bwrap reads a byte before it goes on.
+            module: Module to run, "candidate" or "test_runner".
+            info: Descriptor to which bwrap writes the PID of the sandbox's first process.
+            gate: Descriptor from which bwrap reads a byte before it starts the interpreter.
             rules: Descriptor of the seccomp filter.
         """
         if self._as_root:
@@ -86,7 +91,8 @@ class BwrapCommand:
 
 
 def _mounts(module: str) -> list[str]:
-    """Mounts of libraries, the interpreter, four devices and our modules. There is no /proc, no /sys and no /etc."""
+    """Returns the arguments that mount libraries, the interpreter, four devices and the modules that `module` needs.
+    A sandbox has no /proc, /sys or /etc."""
     # bwrap gives the directories that it makes on the way the modes of the host's, which may shut other users out.
     found = [
         word

@@ -1,7 +1,7 @@
-"""Runs the program to be graded, in a sandbox of its own, and answers the test runner with plain data.
+"""Runs the program to be graded, in its own sandbox, and answers requests of the test runner with plain data.
 
-Once the program runs, this module cannot be trusted: it shares a process with code that may change all of it. The test
-runner takes every answer as the program's own. See wire.py on what it may import.
+Once the program runs, this module cannot be trusted: the program shares its process and may change all of it. The
+test runner treats every answer as the program's. See wire.py for the modules that may be imported here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 NICENESS = 10
-"""Niceness of programs: where there are no control groups, the service and the test runners keep their CPU time."""
+"""Niceness of programs, so that the service and the test runners keep their CPU time where there are no control
+groups."""
 REQUEST_LIMIT = 1 << 30
 PROGRAM = "program.py"
 SIGKILL = 9
 
 
 def main() -> None:
-    """Answers requests from a pipe on standard output, another pipe, until the first one closes."""
+    """Answers requests that arrive on a pipe, on the pipe that was its standard output, until the first pipe is
+    closed."""
     job = confine.begin()
     os.nice(NICENESS)
     answers, requests = os.dup(1), job["requests"]
@@ -55,10 +57,10 @@ def _serve(program: ProgramRunner, requests: int, answers: int) -> NoReturn:
 
 
 class Forked(BaseException):
-    """Raised in a forked process that becomes a run of the program, to leave the loop that serves the test runner.
+    """Raised in a forked process that is to run the whole program, to leave the loop that serves the test runner.
 
     Args:
-        stdin, stdout: Descriptors that become descriptors 0 and 1.
+        stdin, stdout: Descriptors that become the process's descriptors 0 and 1.
     """
 
     def __init__(self, stdin: int, stdout: int) -> None:
@@ -71,7 +73,7 @@ class ProgramRunner:
 
     Args:
         code: Source of the program.
-        output_bytes: Most bytes of an answer.
+        output_bytes: Maximum size of an answer in bytes.
     """
 
     def __init__(self, code: str, output_bytes: int) -> None:
@@ -80,11 +82,14 @@ class ProgramRunner:
         self._module: ModuleType | None = None
 
     def answer(self, request: dict[str, Any]) -> bytes:
-        """Executes a request, {"call": name, "args": list, "kwargs": object} or {"run": standard input}, and returns
-        the frame of the answer.
+        """Executes a request and returns the frame of the answer.
+
+        Args:
+            request: {"call": name of a function, "args": list, "kwargs": dictionary}, or {"run": text of standard
+                input}.
 
         Raises:
-            Forked: This is the forked process, which becomes the run of the program.
+            Forked: In the forked process that is to run the whole program, which does not answer.
         """
         try:
             reply = self._run(request["run"]) if "run" in request else self._call(request)
@@ -103,14 +108,15 @@ class ProgramRunner:
         return {"value": function(*request["args"], **request["kwargs"])}
 
     def execute(self, name: str) -> ModuleType:
-        """Executes the program as a new module of this name."""
+        """Executes the program as a new module `name` and returns the module."""
         module = type(sys)(name)
         sys.modules[name] = module
         exec(compile(self._code, PROGRAM, "exec"), module.__dict__)
         return module
 
     def _run(self, stdin: str) -> dict[str, Any]:
-        """Runs the program in a process of its own; processes that it leaves behind end with the sandbox."""
+        """Runs the whole program in a forked process, and waits for it; returns its standard output and exit code.
+        Processes that it leaves behind end with the sandbox."""
         given = os.open("/tmp", os.O_TMPFILE | os.O_RDWR, 0o600)
         with open(given, "wb", closefd=False) as file:
             file.write(stdin.encode("utf-8", "surrogatepass"))
@@ -133,7 +139,8 @@ class ProgramRunner:
 
 
 def _find(module: ModuleType, name: str) -> Callable[..., Any]:
-    """A function of the program, or else a method of its class Solution, which some data sets use."""
+    """Returns the function `name` of the program, or else the method of its class Solution, which some data sets
+    use."""
     solution = getattr(module, "Solution", None)
     if not hasattr(module, name) and isinstance(solution, type):
         return getattr(solution(), name)

@@ -1,4 +1,4 @@
-"""Limits of all processes of a sandbox together, where the service may make control groups."""
+"""Limits on all processes of a sandbox together, by control groups, on hosts where the service may create them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 PREFIX = "rlhf-sandbox-"
 LEAF = "rlhf-services"
-"""Name of the group to which the processes of a version 2 group move, so that the group can have limited groups."""
+"""Name of the child group to which the processes of a version 2 group are moved, so that limits can be set on further
+child groups."""
 MOUNTS = Path("/proc/self/mountinfo")
 OWN = Path("/proc/self/cgroup")
 REMOVE_TIMEOUT_S = 5.0
 
 CPU_PERIOD_US = 100_000
-"""Length of the periods for which controller "cpu" sets limits, in microseconds: the default of both versions."""
+"""Period of the CPU time limit in microseconds; the default of both versions of control groups."""
 _FILES = {
     ("cgroup", "pids"): "pids.max",
     ("cgroup", "memory"): "memory.limit_in_bytes",
@@ -25,19 +26,20 @@ _FILES = {
     ("cgroup2", "memory"): "memory.max",
     ("cgroup2", "cpu"): "cpu.max",
 }
-"""Files of limits by hierarchy and controller: processes and threads, bytes, and microseconds of CPU time in a period.
-All groups have the default weight, so groups that compete for CPU time get equal shares."""
+"""Names of the files that set limits, by (file system type of the hierarchy, controller). Units: number of processes
+and threads, bytes, and microseconds of CPU time per period. All groups have the default weight, so that groups that
+compete for CPU time get equal shares."""
 _NAMES = ("pids", "memory", "cpu")
 
 
 @dataclass(frozen=True)
 class Controller:
-    """A usable controller.
+    """A controller of control groups that the service can use.
 
     Attributes:
         name: "pids", "memory" or "cpu".
-        parent: Directory in which groups are made.
-        limit_file: Name of the file of a group that sets the limit.
+        parent: Directory in which groups are created.
+        limit_file: Name of the file, in a group's directory, that sets the limit.
     """
 
     name: str
@@ -47,20 +49,21 @@ class Controller:
 
 @dataclass
 class ControlGroup:
-    """The control groups of one sandbox, one directory per hierarchy. To be removed when its processes have ended."""
+    """The control groups of one sandbox, one directory per hierarchy. Call `remove` when its processes have ended."""
 
     directories: list[Path] = field(default_factory=list)
 
     def add(self, pid: int) -> None:
-        """Moves a process into the group; processes that it starts afterwards are in the group too."""
+        """Moves a process into the groups; processes that it starts afterwards belong to them too."""
         for directory in self.directories:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """Removes the directories. The kernel may take a moment to remove processes that have ended from the group.
+        """Removes the directories. Retries for up to REMOVE_TIMEOUT_S seconds, since the kernel may still count
+        processes that have just ended.
 
         Raises:
-            OSError: The group still has processes after `REMOVE_TIMEOUT_S`.
+            OSError: A group still has processes afterwards.
         """
         deadline = time.monotonic() + REMOVE_TIMEOUT_S
         for directory in self.directories:
@@ -77,7 +80,8 @@ class ControlGroup:
 
 
 def usable(limits: dict[str, int]) -> list[Controller]:
-    """The controllers in which this process can make a group with these limits; it tries each of them."""
+    """Returns the controllers in which this process can create a group with these limits, by controller; tries each
+    one."""
     found = []
     for kind, name, parent in _candidates():
         controller = Controller(name, parent, _FILES[kind, name])
@@ -90,10 +94,15 @@ def usable(limits: dict[str, int]) -> list[Controller]:
 
 
 def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> ControlGroup:
-    """Makes a group with these limits by controller.
+    """Creates the control groups of a sandbox.
+
+    Args:
+        controllers: Controllers to use, from `usable`.
+        name: Name of the new directories.
+        limits: Limit by name of the controller; see `_FILES` for units.
 
     Raises:
-        OSError: The group cannot be made; its directories are removed.
+        OSError: A group cannot be created; its directories are removed.
     """
     group = ControlGroup()
     try:
@@ -113,7 +122,7 @@ def make(controllers: list[Controller], name: str, limits: dict[str, int]) -> Co
 
 
 def sweep(controllers: list[Controller]) -> None:
-    """Removes groups of killed services, whose processes have ended with them."""
+    """Removes groups that killed services have left behind; their processes have ended with the services."""
     for parent in {controller.parent for controller in controllers}:
         for directory in parent.glob(f"{PREFIX}*"):
             pid = directory.name.removeprefix(PREFIX).partition("-")[0]
@@ -124,10 +133,12 @@ def sweep(controllers: list[Controller]) -> None:
 
 
 def _make_room(own: Path) -> Path:
-    """The version 2 group in which a process of group `own` can make groups with limits, as far as the host permits.
+    """Prepares and returns the version 2 group in which a process of group `own` can create groups with limits, as
+    far as the host permits.
 
-    A controller limits the child groups of a group once it is enabled there. A group other than the root can enable one
-    only without processes of its own: so all its processes move to a leaf, under the same limits as before.
+    A controller limits the child groups of a group once it is enabled in the group. A group other than the root can
+    enable controllers only while it has no processes itself, so all its processes are moved to the child group LEAF,
+    where the same limits apply to them.
     """
     room = own.parent if own.name == LEAF else own
     processes, enabled = room / "cgroup.procs", room / "cgroup.subtree_control"
@@ -148,7 +159,8 @@ def _make_room(own: Path) -> Path:
 
 
 def _candidates() -> list[tuple[str, str, Path]]:
-    """Hierarchy, controller, and the directory for our groups, of each controller that is mounted."""
+    """Returns (file system type, controller, directory in which to create groups) for each controller that is
+    mounted."""
     own = {}
     for line in OWN.read_text().splitlines():
         _, names, path = line.split(":", 2)

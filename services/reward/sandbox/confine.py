@@ -1,6 +1,6 @@
-"""The first action of a process in a sandbox: it gives up its rights, before it reads any untrusted data.
+"""The first code that a process in a sandbox runs: it gives up its rights, before it reads any untrusted data.
 
-This module runs in both sandboxes; see wire.py on what it may import.
+This module runs in both sandboxes; see wire.py for the modules that may be imported here.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 UNPRIVILEGED_ID = 65534
-"""User and group of everything in a sandbox."""
+"""User id and group id of all code in a sandbox."""
 OPEN_FILES = 64
 MOST_DESCRIPTORS = 1 << 20
 
 
 def begin() -> dict[str, Any]:
-    """Reads the job on standard input, closes descriptors that bwrap left open, drops root and sets limits that cannot
-    be raised again.
+    """Confines this process: reads the job from standard input, closes inherited descriptors, drops root, and sets
+    limits that cannot be raised again.
 
     Returns:
-        The job. Its keys "keep" (descriptors besides 0, 1 and 2 that stay open), "drop_root" and "limits" (by name in
-        the module `resource`) are used here.
+        The job, a dictionary. This function uses its keys "keep" (descriptors besides 0, 1 and 2 that stay open),
+        "drop_root" (whether to become UNPRIVILEGED_ID) and "limits" (by name in the module `resource`).
     """
     with open(0, "rb", closefd=False) as stdin:
         job = wire.decode(stdin.read())
@@ -48,7 +48,7 @@ def begin() -> dict[str, Any]:
 
 
 def silence(*fds: int) -> None:
-    """Points descriptors at /dev/null."""
+    """Redirects descriptors to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in fds:
         os.dup2(null, fd)

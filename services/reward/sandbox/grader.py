@@ -1,4 +1,4 @@
-"""Grades programs, each in two fresh sandboxes, on a pool of threads that only wait."""
+"""Grades programs, each in two new sandboxes, on a pool of threads that wait for them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from services.reward.sandbox.remote_program import START_TIMEOUT_S
 from settings.reward import SandboxTable
 
 GRACE_S = 1.0
-"""Seconds after a program's time is up in which the test runner may send its verdict."""
+"""Seconds beyond the time limit of a program in which the test runner may send its verdict."""
 MAX_VERDICT_BYTES = 1 << 20
 ENFORCE_EVERY_S = 0.05
 STAGES = test_runner.READY + test_runner.VALID + test_runner.BEGUN
 REASONS = ("wrong", "raised", "timeout", "died", "output_limit", "malformed", "tests_ended")
-"""Reasons why a test is not passed: another answer than the expected one; an exception; the time is up; the program's
-process ended; an answer is too large, or is not plain data; answers ended the tests, for example by their size."""
+"""Reasons why a program does not pass a test: its answer differs from the expected one ("wrong"), it raised an
+exception, its time was up, its process ended, an answer was too large or no plain data, or its answers made the test
+runner end."""
 TRANSIENT = frozenset({"timeout", "tests_ended"})
-"""Reasons that another attempt, on a host with less load, might not give."""
+"""Reasons that may be due to the load of the host, so that another attempt may pass."""
 
 ATTEMPTS = {
     "write to the root": "os.mkdir('/probe')",
@@ -41,7 +42,8 @@ ATTEMPTS = {
     "see files of the host": "os.stat('/etc/passwd')",
     "see processes of the host": "-1 if os.getpid() < 10 else os.getpid()",
 }
-"""Actions forbidden to a program, each as an expression that raises OSError or is -1."""
+"""Actions that a program must not be able to do, by name: expressions that raise OSError or are -1 in a working
+sandbox."""
 ATTEMPT = """
 import ctypes, os, socket
 attempts = {%s}
@@ -55,11 +57,11 @@ def fails(name):
 
 @dataclass(frozen=True)
 class ProgramVerdict:
-    """Verdict on a program.
+    """Result of grading a program.
 
     Attributes:
-        reasons: For each test, "" where the program passed it, else one of `REASONS`. Empty where there is a fault.
-        fault: Cause, other than the program, for which there is no verdict; else "".
+        reasons: For each test, "" if the program passed it, else one of `REASONS`. Empty if there is a fault.
+        fault: Why the program could not be graded, for a cause other than the program; "" if it was graded.
     """
 
     reasons: tuple[str, ...] = ()
@@ -67,17 +69,22 @@ class ProgramVerdict:
 
     @property
     def reason(self) -> str:
-        """The reason of the first test that is not passed; "" where all are passed."""
+        """Reason of the first test that the program did not pass; "" if it passed all."""
         return next((reason for reason in self.reasons if reason), "")
 
     def score(self, kind: str) -> float:
-        """1 if all tests are passed, else 0; for kind "fraction", the share of passed tests."""
+        """Returns the score: for kind "all", 1 if all tests were passed, else 0; for kind "fraction", the share of
+        tests that were passed. Not defined if there is a fault."""
         passed = self.reasons.count("")
         return passed / len(self.reasons) if kind == "fraction" else float(passed == len(self.reasons))
 
 
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
-    """A pipe whose ends are closed with the block, or earlier."""
+    """Context manager of a pipe; closes both ends on exit. Either end may be closed earlier.
+
+    Attributes:
+        reader, writer: Unbuffered files of the two ends.
+    """
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -89,8 +96,14 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> ProgramVerdict:
-    """Runs one program against its tests. Takes little more than `wall_time_s`, whatever the program does, and leaves
-    no process or file behind."""
+    """Runs one program against its tests. Whatever the program does, each stage takes little more than the table's
+    `wall_time_s`, and no process or file is left behind.
+
+    Args:
+        program: The program and its tests.
+        isolation: Starts the two sandboxes.
+        table: The table `sandbox` of the config, with the limits.
+    """
     shared = {"output_bytes": table.output_kb * 1024}
     errors: list[str] = []
     try:
@@ -113,8 +126,16 @@ def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> Pro
 
 
 def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[bytes, bytes]:
-    """Stages that the test runner has reached, and its verdict: empty where it ends without one or runs out of time,
-    which each stage gets anew. Meanwhile the limits of the sandboxes are enforced, once they are up.
+    """Waits for the verdict of the test runner, and meanwhile enforces the limits of the sandboxes once they are up.
+
+    Args:
+        fd: Descriptor from which stages and verdict are read.
+        wall_time_s: Time limit in seconds, which begins anew with each stage.
+        processes: The two sandboxes.
+
+    Returns:
+        The stages that the test runner has reached, and its encoded verdict, empty if it ended or exceeded its time
+        without one.
 
     Raises:
         SandboxFailed: The limits cannot be enforced.
@@ -143,8 +164,16 @@ def _listen(fd: int, wall_time_s: float, processes: Sequence[Process]) -> tuple[
 
 
 def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> ProgramVerdict:
-    """The verdict in the test runner's message, or of its end. Any failure before the first call of the program is a
-    fault. After the call the program is the cause of any failure: nothing that it does makes a fault."""
+    """Returns the verdict that the test runner sent or, without a valid one, that follows from the stages. A failure
+    before the first call of the program is a fault; any later failure counts as the program's, so no program can
+    cause a fault.
+
+    Args:
+        stages: Stages that the test runner has reached.
+        said: Encoded verdict of the test runner; may be empty or invalid.
+        num_tests: Number of tests.
+        errors: Error output of the sandboxes, for faults.
+    """
     try:
         verdict = wire.decode(said)
         if (
@@ -166,10 +195,11 @@ def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> Program
 
 
 def choose(table: SandboxTable) -> Isolation:
-    """Returns bubblewrap once it has passed `verify`; or no isolation, where that fails and the config allows it.
+    """Returns bubblewrap if it works on this host and passes `verify`; else `Unsandboxed` if the config allows it.
 
     Raises:
-        ConfigError: The host cannot have a sandbox; the text says what is missing.
+        ConfigError: Sandboxes do not work on this host, and the config does not allow to do without; the message
+            gives the cause.
     """
     try:
         isolation = Bubblewrap(table)
@@ -184,7 +214,7 @@ def choose(table: SandboxTable) -> Isolation:
 
 
 def verify(isolation: Isolation, table: SandboxTable) -> None:
-    """Runs a program that tries to break out of the sandbox.
+    """Checks an isolation by a program that tries every action of `ATTEMPTS`.
 
     Raises:
         ConfigError: The program does not run, or one of its forbidden actions succeeds.
@@ -201,10 +231,14 @@ def verify(isolation: Isolation, table: SandboxTable) -> None:
 
 
 class Grader:
-    """A pool that grades programs. It caches verdicts, except faults and reasons that a busy host may have caused.
+    """Thread pool that grades programs. It caches verdicts, except faults and those with a reason in `TRANSIENT`.
+    Thread-safe.
+
+    Args:
+        table: The table `sandbox` of the config.
 
     Raises:
-        ConfigError: See `choose`.
+        ConfigError: As raised by `choose`.
     """
 
     def __init__(self, table: SandboxTable) -> None:
@@ -217,7 +251,8 @@ class Grader:
         self._lock = threading.Lock()
 
     def submit(self, program: Submission) -> Future[ProgramVerdict]:
-        """Grades a program; equal programs with equal tests are graded once."""
+        """Schedules the grading of a program; returns the future of its verdict. Equal programs with equal tests
+        share it."""
         key = program.key(self._limits)
         with self._lock:
             known = self._known.pop(key, None)
@@ -229,12 +264,12 @@ class Grader:
         return known
 
     def close(self) -> None:
-        """Waits for the running programs and cancels the others."""
+        """Waits for the programs that are running, and cancels the others."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def _may_differ(future: Future[ProgramVerdict]) -> bool:
-    """Whether grading again could give another verdict."""
+    """Returns whether grading the program again could give a different verdict; False while it is being graded."""
     if not future.done():
         return False
     if future.cancelled() or future.exception() is not None:

@@ -1,4 +1,4 @@
-"""Processes that run untrusted code: the interface to start them, and an implementation that isolates nothing."""
+"""The interface by which processes that run untrusted code are started, and an implementation without isolation."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ ENVIRONMENT = {
 SOURCE = Path(__file__).parent
 PACKAGE = "services/reward/sandbox"
 INTERPRETER = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-"""The service's interpreter, by its path without symbolic links."""
+"""Path of the service's Python interpreter, without symbolic links."""
 MAX_STDERR = 2000
 
 
 class SandboxFailed(RlhfError):
-    """A sandbox did not start, or its limits cannot be enforced; no program is the cause."""
+    """A sandbox did not start, or its limits cannot be enforced. The graded program is not the cause."""
 
 
 class Process(ABC):
-    """A process that runs untrusted code, and can be ended with all processes that it started."""
+    """A running sandbox: a process that runs untrusted code, and all processes that it has started."""
 
     @abstractmethod
     def enforce(self) -> None:
-        """Ends the sandbox where its processes together exceed a limit that the kernel does not enforce. To be called
-        again and again, once the process has written something.
+        """Ends the sandbox if its processes together exceed a limit that the kernel does not enforce. To be called
+        repeatedly, from the first output of the process on.
 
         Raises:
             SandboxFailed: The resources in use cannot be measured.
@@ -53,30 +53,31 @@ class Process(ABC):
 
     @abstractmethod
     def end(self) -> str:
-        """Kills all processes of the sandbox, waits until they have ended, and returns the text on stderr."""
+        """Kills all processes of the sandbox and waits until they have ended; returns the text that was written to
+        stderr."""
 
 
 class Isolation(ABC):
-    """A way to start processes."""
+    """Base class of the ways to start processes that run untrusted code."""
 
     @abstractmethod
     def start(self, module: str, job: dict[str, Any], stdout: int, pass_fds: Sequence[int]) -> Process:
-        """Starts `main` of one of our modules.
+        """Starts a process that runs `main` of a module of this package.
 
         Args:
-            module: "candidate" or "test_runner".
-            job: Plain data for its standard input; limits are added.
-            stdout: Its descriptor 1.
-            pass_fds: Further descriptors that it inherits, under the same numbers.
+            module: Module to run, "candidate" or "test_runner".
+            job: Plain data that the process reads from its standard input; limits are added.
+            stdout: Descriptor that becomes the standard output of the process.
+            pass_fds: Further descriptors that the process inherits, under the same numbers.
 
         Raises:
-            SandboxFailed: It does not start.
+            SandboxFailed: The process does not start.
             OSError: The service lacks descriptors, memory or processes.
         """
 
 
 def limits(table: SandboxTable) -> dict[str, int]:
-    """Limits of every process, by their name in the module `resource`."""
+    """Returns the limits of each process in a sandbox, by name in the module `resource`."""
     return {
         "RLIMIT_AS": table.memory_mb * MIB,
         "RLIMIT_CPU": table.cpu_time_s,
@@ -90,17 +91,26 @@ def limits(table: SandboxTable) -> dict[str, int]:
 
 
 def python(module: str) -> list[str]:
-    """The command that runs `main` of one of our modules, in an interpreter without `site`."""
+    """Returns the command that runs `main` of a module of this package, in an interpreter without the module
+    `site`."""
     return [INTERPRETER, "-sSB", "-c", f"from {PACKAGE.replace('/', '.')}.{module} import main; main()"]
 
 
 def job_file(job: dict[str, Any], limits: dict[str, int], drop_root: bool, keep: Sequence[int]) -> int:
-    """A descriptor from which `confine.begin` reads the job; the caller closes it."""
+    """Creates a file in memory from which `confine.begin` reads the job; returns its descriptor, which the caller
+    closes.
+
+    Args:
+        job: Plain data.
+        limits: Limits of the process, from `limits`.
+        drop_root: Whether the process becomes the unprivileged user.
+        keep: Descriptors besides 0, 1 and 2 that stay open.
+    """
     return memory_file(wire.encode({**job, "limits": limits, "drop_root": drop_root, "keep": list(keep)}))
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor from which the content is read; the caller closes it."""
+    """Creates a file in memory with this content; returns its descriptor, at position 0, which the caller closes."""
     fd = os.memfd_create("sandbox")
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -113,14 +123,16 @@ def memory_file(content: bytes) -> int:
 
 
 def is_readable(fd: int, timeout_s: float) -> bool:
-    """Whether a descriptor can be read within this time: of a process, whether the process has ended."""
+    """Waits up to `timeout_s` seconds and returns whether a descriptor can be read. A pidfd can be read once its
+    process has ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
 
 def reap(process: subprocess.Popen[bytes]) -> str:
-    """Waits for the end of a killed process, and returns what it wrote to stderr before untrusted code could.
+    """Waits for the end of a killed process; returns the first MAX_STDERR bytes of its stderr, as text. Only trusted
+    code writes there, since `confine.silence` redirects it before untrusted code runs.
 
     Raises:
         TimeoutExpired: The process has not ended within `END_TIMEOUT_S`.
@@ -138,7 +150,7 @@ def reap(process: subprocess.Popen[bytes]) -> str:
 
 
 class Unsandboxed(Isolation):
-    """No isolation: the same processes with the same limits of a process, and with all rights of the service."""
+    """Starts the same processes without isolation: with limits per process, but with all rights of the service."""
 
     def __init__(self, table: SandboxTable) -> None:
         self._limits = limits(table)
@@ -166,7 +178,7 @@ class _UnsandboxedProcess(Process):
         self._directory = directory
 
     def enforce(self) -> None:
-        """Does nothing."""
+        """Does nothing, since limits on all processes together are not enforced without a sandbox."""
 
     def end(self) -> str:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The program and tests of a row. Pure functions."""
+"""Pure functions that read the program and the tests of a row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 class BadProgramRow(ValueError):
-    """A row whose tests are missing or invalid."""
+    """The tests of a row are missing or invalid."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Submission:
     """A program to be graded, with its tests.
 
     Attributes:
-        code: Source of the whole program.
-        prelude: Source whose names assert-style tests may use beside the program's.
-        tests: Tests as in docs/sandbox.md, with all defaults filled in.
-        score: "all" gives 1 if every test passes, else 0; "fraction" gives the share of passed tests.
+        code: Source of the whole program, the prelude included.
+        prelude: Source code whose names the tests of kind "asserts" may use.
+        tests: Tests in the form of docs/sandbox.md, with all defaults filled in.
+        score: "all" scores 1 if every test passes, else 0; "fraction" scores the share of tests that pass.
     """
 
     code: str
@@ -49,7 +49,7 @@ class Submission:
     score: str
 
     def key(self, limits: str) -> str:
-        """Hash of everything that the verdict depends on, including the limits."""
+        """Returns a hash of everything that the verdict depends on; `limits` is the JSON of the limits of a run."""
         parts = json.dumps([asdict(self), limits], sort_keys=True)
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -57,10 +57,13 @@ class Submission:
 def read_row(
     prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], score: str
 ) -> Submission:
-    """The program and tests of a row; `docs/sandbox.md` lists the keys of `metadata`.
+    """Reads the program and the tests of a row.
 
     Args:
-        score: "all" or "fraction", for rows without that key.
+        prompt, response: Texts of the row; the program is in the response.
+        ground_truth: Tests in verl's form; read only if `metadata` has no key "tests".
+        metadata: Fields of the row; docs/sandbox.md lists the keys that are used.
+        score: "all" or "fraction", for rows whose metadata has no key "score".
 
     Raises:
         BadProgramRow: The tests are missing or invalid.
@@ -76,7 +79,7 @@ def read_row(
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of Python, or else the last one without a language; without a block, the whole text."""
+    """Returns the last fenced block of Python; else the last fenced block without a language; else the whole text."""
     blocks = list(_fenced_blocks(response))
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     plain = [code for language, code in blocks if not language]
@@ -84,7 +87,7 @@ def extract_code(response: str) -> str:
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of each closed fenced block."""
+    """Yields (language, content) of each closed fenced block of Markdown."""
     lines = text.splitlines(keepends=True)
     last = {line.strip(): number for number, line in enumerate(lines)}
     fence, language, start = "", "", 0
@@ -99,9 +102,11 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
-    """Reads a list of tests, or the JSON of one, and fills in all defaults.
+    """Checks tests and fills in all defaults.
 
-    Numbers of a message are doubles; whole ones become integers. Numbers in JSON are kept.
+    Args:
+        tests: List of tests, or the JSON of one. In a list, whole floats become integers, since numbers in metadata
+            are doubles; numbers in JSON are kept.
 
     Raises:
         BadProgramRow: The tests are invalid.
@@ -138,7 +143,8 @@ def _checked(number: int, test: Any) -> dict[str, Any]:
 
 
 def _unusable(test: dict[str, Any]) -> str:
-    """The reason why no program could pass a test with complete keys, or none could fail it; else ""."""
+    """Returns why a test, whose keys are complete, cannot be used, or "": its names, tolerance or values are
+    invalid."""
     for key in ("function", "entry_point"):
         if key in test and (not test[key].isidentifier() or keyword.iskeyword(test[key])):
             return f"{key} {test[key]!r} is not a name"
@@ -155,11 +161,13 @@ def _unusable(test: dict[str, Any]) -> str:
 
 
 def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
-    """Reads the ground truth of verl's data sets for code: {"inputs": [...], "outputs": [...]} for standard input and
-    output, or for calls with "fn_name", where an input is a list of arguments or has the JSON of one argument per line.
+    """Reads tests from the ground truth of verl's data sets of code, the JSON of {"inputs": [...], "outputs": [...]}.
+
+    With a key "fn_name", each test calls that function: an input is a list of arguments, or a text with the JSON of
+    one argument per line. Without it, inputs and outputs are standard input and output of the program.
 
     Raises:
-        BadProgramRow: The ground truth has another form.
+        BadProgramRow: The ground truth does not have this form.
     """
     try:
         table = json.loads(ground_truth)

@@ -1,6 +1,6 @@
-"""The program under test, as the test runner sees it: requests and answers over two pipes.
+"""Access of the test runner to the program under test, by requests and answers over two pipes.
 
-This module runs in the test runner's sandbox; wire.py says what it may import.
+This module runs in the test runner's sandbox; see wire.py for the modules that may be imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 START_TIMEOUT_S = 60.0
-"""Longest start of the candidate's sandbox."""
+"""Maximum seconds in which the candidate's sandbox starts."""
 BUILT_IN = {
     name: kind
     for name, kind in vars(builtins).items()
@@ -26,14 +26,16 @@ BUILT_IN = {
 
 
 class RemoteProgram:
-    """The program in the candidate's sandbox.
+    """Proxy of the program in the candidate's sandbox.
 
     Args:
-        requests, answers: Pipes to and from the sandbox.
-        wall_time_s: Time for all answers, and for everything that the tests do between them, from the first call on.
-        output_bytes: Most bytes of one answer.
-        begun: Called before the first call.
-        lost: Called with the reason when no more answers will come; does not return, so that no test can catch it.
+        requests, answers: Descriptors of the pipes to and from the candidate's sandbox.
+        wall_time_s: Time limit in seconds, from the first call on, for all answers and the tests' own work between
+            them.
+        output_bytes: Maximum size of one answer in bytes.
+        begun: Called before the first call of the program.
+        lost: Called with the reason, one of `grader.REASONS`, when the program will answer no more. It must not
+            return, so that no test can catch it.
     """
 
     def __init__(
@@ -56,14 +58,14 @@ class RemoteProgram:
 
     @property
     def was_called(self) -> bool:
-        """Whether any of the program has run."""
+        """Whether the program has been called."""
         return self._deadline is not None
 
     def wait_until_ready(self) -> None:
-        """Returns when the candidate's sandbox is up.
+        """Waits until the candidate's sandbox has started.
 
         Raises:
-            TimeoutError, EOFError, Malformed, TooLarge: The sandbox does not come up.
+            TimeoutError, EOFError, Malformed, TooLarge: The sandbox did not start.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         if wire.decode(wire.receive(self._answers, self._output_bytes, deadline)) != {"ready": True}:
@@ -73,10 +75,12 @@ class RemoteProgram:
         """Calls a function of the program and returns its value.
 
         Args:
-            named: Names of built-in exceptions that are raised as they are.
+            name: Name of the function.
+            args, kwargs: Arguments; plain data.
+            named: Names of built-in exceptions that are raised as they are, not as `Raised`. Default: none.
 
         Raises:
-            Exception: The function raised; see `exception`.
+            Exception: The function raised an exception; see `exception`.
         """
         answer = self._ask({"call": name, "args": args, "kwargs": kwargs})
         if "raised" in answer:
@@ -84,7 +88,7 @@ class RemoteProgram:
         return answer["value"]
 
     def run(self, stdin: str) -> tuple[str, int]:
-        """Runs the whole program and returns its standard output and exit code.
+        """Runs the whole program with `stdin` as standard input; returns its standard output and exit code.
 
         Raises:
             Raised: The program cannot be run.
@@ -122,16 +126,21 @@ class RemoteProgram:
 
 
 class Raised(Exception):
-    """The program raised an exception that its tests do not name."""
+    """The program raised an exception that the test does not name."""
 
 
 def exception(name: str, text: str, named: Container[str] = ()) -> Exception:
-    """The exception that stands in a test for one that the program raised.
+    """Returns the exception to raise in a test for one that the program raised.
 
-    It is of the program's class where that is built in and the test names it or one of its bases, and else `Raised`:
-    Python takes some exceptions for an answer without any `except`. StopIteration, which therefore never arrives, ends
-    a loop over the cases as if all had passed; IndexError does in `__getitem__`; AttributeError makes `getattr` return
-    its default.
+    It has the same class if that is built in and the test names it or one of its base classes; else it is `Raised`. A
+    test that does not expect an exception must not take it for control flow: StopIteration would end a loop over
+    cases as if all had passed, as would IndexError in `__getitem__`, and AttributeError would make `getattr` return
+    its default. StopIteration is always converted to `Raised`.
+
+    Args:
+        name: Name of the class of the program's exception.
+        text: Text of the exception.
+        named: Names of exceptions that the test contains. Default: none.
     """
     kind = BUILT_IN.get(name)
     if kind is not None and not issubclass(kind, StopIteration | StopAsyncIteration):
@@ -144,5 +153,5 @@ def exception(name: str, text: str, named: Container[str] = ()) -> Exception:
 
 
 def named_in(code: str) -> set[str]:
-    """Names of the built-in exceptions that occur in a test, except Exception itself."""
+    """Returns the names of the built-in exceptions that occur in the code of a test, except Exception."""
     return {kind.__name__ for name, kind in BUILT_IN.items() if name in code} - {"Exception"}

@@ -1,4 +1,4 @@
-"""A running sandbox of bwrap: the limits of all its processes together, and its end."""
+"""A running sandbox of bwrap: enforces limits on all its processes together, and ends them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from services.reward.sandbox.bwrap_command import TMP
 from services.reward.sandbox.isolation import Process, SandboxFailed, is_readable, reap
 
 CPU_CHECK_S = 0.2
-"""Least time between two looks at the CPU time of a sandbox's processes, each of which reads all of /proc."""
+"""Minimum seconds between two measurements of the CPU time of a sandbox, each of which reads all of /proc."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of all processes of a sandbox together.
+    """Limits on all processes of a sandbox together.
 
     Attributes:
-        cpu_time_s: CPU seconds.
-        files: Files in /tmp.
-        cores: Most cores that they can use at the same time.
+        cpu_time_s: Maximum CPU time in seconds.
+        files: Maximum number of files in /tmp.
+        cores: Number of cores that the processes can use at the same time, which bounds how fast CPU time is used.
     """
 
     cpu_time_s: float
@@ -34,16 +34,17 @@ class Quota:
 
 
 class SandboxedProcess(Process):
-    """A sandbox that runs, or that did not start completely.
+    """A sandbox of bwrap that is running or starting.
 
-    Killing the first process of its namespace makes the kernel kill all others. bwrap is the parent of the first
-    process and ends when all of them have ended, so nothing is left over and nothing is orphaned.
+    When the first process of its PID namespace is killed, the kernel kills all others. bwrap is the parent of the
+    first process and ends after all of them, so no process is left behind.
 
     Args:
-        monitor: The process of bwrap.
+        monitor: Process of bwrap.
+        quota: Limits on all processes of the sandbox together.
 
     Attributes:
-        group: Its control groups.
+        group: Control groups of the sandbox; empty until the caller sets them.
     """
 
     def __init__(self, monitor: subprocess.Popen[bytes], quota: Quota) -> None:
@@ -55,7 +56,7 @@ class SandboxedProcess(Process):
         self.group = cgroups.ControlGroup()
 
     def has_process(self, first: int) -> None:
-        """Sets the PID of the first process of the namespace."""
+        """Sets the PID, on the host, of the first process of the sandbox; to be called once bwrap has reported it."""
         self._pidfd = os.pidfd_open(first)
         self._first = first
 
@@ -72,7 +73,8 @@ class SandboxedProcess(Process):
             self._kill()
 
     def _cpu_time_is_over(self) -> bool:
-        """Whether the CPU time is used up; it is measured only when that is possible."""
+        """Returns whether the CPU time is used up. Measures it only if enough time has passed since the last
+        measurement for that to be possible."""
         now = time.monotonic()
         if now < self._next_check:
             return False

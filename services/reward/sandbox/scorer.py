@@ -1,4 +1,4 @@
-"""The code grader as a reward."""
+"""The scorer of rewards of kind "sandbox", which runs the code grader."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ POLL_S = 0.1
 
 
 class SandboxScorer(Scorer):
-    """Runs the program in each response against the row's tests.
+    """Scores rows by running the program in each response against the row's tests.
 
-    A program that fails, crashes or exceeds a limit scores 0, or less than 1, and its reason is counted in the metrics
-    `sandbox/REASON`. A row without usable tests, or whose sandbox fails, is an error.
+    A program that fails a test, crashes or exceeds a limit scores 0 (less than 1 with score "fraction"), and the
+    metrics `sandbox/REASON` count it by its first reason. A row without usable tests, or whose sandbox fails, gets an
+    error.
+
+    Args:
+        table: The table `sandbox` of the config.
     """
 
     score_range = (0.0, 1.0)
@@ -34,7 +38,7 @@ class SandboxScorer(Scorer):
         return "sandbox"
 
     def close(self) -> None:
-        """Waits for the running programs; no further ones start."""
+        """Waits for the programs that are running, and cancels the others."""
         self._grader.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
@@ -62,7 +66,7 @@ class SandboxScorer(Scorer):
             return error
 
     def _wait(self, pending: set[futures.Future[ProgramVerdict]], call: CallContext) -> None:
-        """Waits for all programs; where the call should stop, cancels those that have not begun."""
+        """Waits for all programs. If the call should stop, cancels those that have not begun, and raises."""
         of = len(pending)
         try:
             while pending:

@@ -1,9 +1,9 @@
-"""The system calls that a program in the sandbox may make. All others fail with ENOSYS.
+"""Seccomp filter of the system calls that a program in a sandbox may make. All others fail with ENOSYS.
 
-The list names the allowed calls, so new calls of the kernel are excluded without an update, as are io_uring and user
-namespaces. Excluded are also ptrace, keyctl, bpf, mount, unshare, memfd and System V memory (which no limit of a
-process counts), all sockets except unix ones, and the ways to affect another sandbox by files that both read: leases,
-locks, notices of access, and the state of the page cache.
+The list names the allowed calls, so calls that later kernels add are excluded without an update. It excludes
+io_uring, user namespaces, ptrace, keyctl, bpf, mount, unshare, memfd and System V memory (which no limit of a process
+counts), all sockets except unix ones, and the ways to affect another sandbox through files that both can read:
+leases, locks, notifications of access, and changes of the page cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _BY_VALUE: dict[tuple[str, int], tuple[int, ...]] = {
 
 
 def program() -> bytes:
-    """The filter as the BPF program that bwrap loads.
+    """Returns the filter as the BPF program that bwrap loads.
 
     Raises:
         ConfigError: pyseccomp or libseccomp is missing.

@@ -1,6 +1,6 @@
-"""The kinds of test, and how each is put to a program.
+"""The kinds of tests, each of which runs itself against a program.
 
-This module runs in the test runner's sandbox; wire.py says what it may import.
+This module runs in the test runner's sandbox; see wire.py for the modules that may be imported here.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from services.reward.sandbox.remote_program import RemoteProgram
 
 MAX_CAUSE = 500
-"""Most characters, and bytes, of the cause of a fault."""
+"""Maximum length of the cause of a fault, in characters and in bytes."""
 SIGKILL = 9
 
 
 class Unusable(Exception):
-    """Tests that fail by themselves, so that there is no verdict on any program."""
+    """A test fails without the program, so that no program can be graded by it."""
 
 
 class CallTest:
-    """Calls a function of the program and compares its value."""
+    """Test that calls a function of the program and compares its value with the accepted ones."""
 
     def __init__(self, test: dict[str, Any]) -> None:
         self._function, self._args, self._kwargs = test["function"], test["args"], test["kwargs"]
         self._accepted, self._tolerance = test["accepted"], test["tolerance"]
 
     def check(self, deadline: float) -> None:
-        """Does nothing: this test cannot fail by itself."""
+        """Does nothing, since this test has no code that could fail without the program."""
 
     def put_to(self, program: RemoteProgram) -> str:
-        """The reason why the program fails; "" where it passes."""
+        """Runs the test; returns the reason why the program does not pass it, or "" if it passes."""
         try:
             value = program.call(self._function, self._args, self._kwargs)
         except Raised:
@@ -50,16 +50,17 @@ class CallTest:
 
 
 class InputTest:
-    """Runs the program and compares its output."""
+    """Test that runs the whole program with a standard input and compares its standard output with the expected
+    one."""
 
     def __init__(self, test: dict[str, Any]) -> None:
         self._input, self._expected = test["input"], test["expected"]
 
     def check(self, deadline: float) -> None:
-        """Does nothing: this test cannot fail by itself."""
+        """Does nothing, since this test has no code that could fail without the program."""
 
     def put_to(self, program: RemoteProgram) -> str:
-        """The reason why the program fails; "" where it passes."""
+        """Runs the test; returns the reason why the program does not pass it, or "" if it passes."""
         try:
             output, code = program.run(self._input)
         except Raised:
@@ -70,10 +71,15 @@ class InputTest:
 
 
 class AssertsTest:
-    """Runs code that calls the program by a name.
+    """Test that runs code, such as assert statements, which calls a function of the program by the name
+    `entry_point`.
+
+    Args:
+        test: The test, in the form of docs/sandbox.md.
+        prelude: Source code that is executed first and whose names the test may use.
 
     Raises:
-        Unusable: The code does not compile, or the prelude fails.
+        Unusable: The code does not compile, or the prelude raises.
     """
 
     def __init__(self, test: dict[str, Any], prelude: str) -> None:
@@ -87,10 +93,13 @@ class AssertsTest:
             raise Unusable(f"does not load: {described(error)}") from error
 
     def check(self, deadline: float) -> None:
-        """Runs the code, in a process of its own, up to its first call of the program.
+        """Checks that the code reaches its first call of the program, by running it up to there in a forked process.
+
+        Args:
+            deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            Unusable: The code does not get there.
+            Unusable: The code ends, raises or exceeds the deadline before it calls the program.
         """
         causes, end = os.pipe()
         child = os.fork()
@@ -108,7 +117,8 @@ class AssertsTest:
             raise Unusable(f"{cause or 'it ends'} before it calls {self._entry_point}")
 
     def _rehearse(self, say: Callable[[str], object]) -> NoReturn:
-        """Writes the entry point when it is called, or else why it is not; ends the process."""
+        """Runs the code in the forked process. Passes to `say` the name of the entry point once it is called, or else
+        why it was not called; then ends the process."""
 
         def call(*args: Any, **kwargs: Any) -> NoReturn:
             try:
@@ -126,10 +136,10 @@ class AssertsTest:
         os._exit(0)
 
     def put_to(self, program: RemoteProgram) -> str:
-        """The reason why the program fails; "" where it passes.
+        """Runs the test; returns the reason why the program does not pass it, or "" if it passes.
 
         Raises:
-            Unusable: The code fails before any of the program has run.
+            Unusable: The code fails, or ends, before it has called the program.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +164,7 @@ class AssertsTest:
 
 
 def described(error: BaseException) -> str:
-    """The class and text of an exception."""
+    """Returns the class and the text of an exception, as in "ValueError: text"."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -162,10 +172,14 @@ Test = CallTest | InputTest | AssertsTest
 
 
 def load(test: dict[str, Any], prelude: str) -> Test:
-    """Loads a test of docs/sandbox.md, with all defaults filled in.
+    """Creates a test from its description.
+
+    Args:
+        test: The test in the form of docs/sandbox.md, with all defaults filled in.
+        prelude: Source code whose names a test of kind "asserts" may use.
 
     Raises:
-        Unusable: The test is broken.
+        Unusable: The code of the test does not compile, or the prelude raises.
     """
     if test["kind"] == "call":
         return CallTest(test)
@@ -173,8 +187,9 @@ def load(test: dict[str, Any], prelude: str) -> Test:
 
 
 def agree(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Whether a value equals the expected one by Python's ==, except that a tuple agrees with a list, for JSON has no
-    tuples, and that numbers may differ by `tolerance`, relative or absolute."""
+    """Returns whether a value equals the expected one by Python's ==, with two exceptions: a tuple equals a list with
+    the same items, since JSON has no tuples; and numbers may differ by `tolerance`, relative or absolute (default
+    0)."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         same_length = len(value) == len(expected)
         return same_length and all(agree(v, e, tolerance) for v, e in zip(value, expected, strict=True))
@@ -189,5 +204,5 @@ def agree(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def lines(text: str) -> list[str]:
-    """Lines of a text without trailing spaces, and without empty lines at the end."""
+    """Returns the lines of a text without trailing whitespace, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,8 +1,8 @@
-"""Puts tests to a program that runs in another sandbox, and reports which of them the program passed.
+"""Runs tests against a program that runs in another sandbox, and reports which of them the program passed.
 
-The test runner has the tests and never the program's code; all it learns of the program is plain data. It runs in a
-sandbox of its own all the same: tests are code out of a data set, and the values they meet are the program's.
-See wire.py on what it may import.
+The test runner has the tests but not the program's code, and receives only plain data from the program. It runs in a
+sandbox too, since tests are code of a data set, and handle values that the program returns. See wire.py for the
+modules that may be imported here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 READY, VALID, BEGUN = b"1", b"2", b"3"
-"""Stages, sent to the service: both sandboxes are up; all tests are valid; the program is called for the first time.
-The program is the cause of a failure after the last stage, and of none before it."""
+"""Stages, one byte each, that are sent to the service. READY: both sandboxes have started. VALID: all tests are
+valid.
+BEGUN: the program is called for the first time; only failures after this stage count as the program's."""
 
 
 def main() -> None:
-    """Tests one program; the verdict goes to standard output, as a frame behind the stages."""
+    """Tests one program, and writes the stages and then the verdict, as a frame, to standard output."""
     job = confine.begin()
     service = os.dup(1)
     confine.silence(0, 1, 2)

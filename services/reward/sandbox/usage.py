@@ -1,4 +1,4 @@
-"""Resources used by all processes of a sandbox together, read from outside in /proc."""
+"""Resources that all processes of a sandbox use together, read from /proc outside the sandbox."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections import defaultdict
 from pathlib import Path
 
 _PARENT, _TIMES = 1, slice(11, 15)
-"""Fields of /proc/PID/stat after the name of the process (proc(5)): its parent; clock ticks in user and in kernel mode,
-of the process and of the children that it has waited for."""
+"""Indices of fields of /proc/PID/stat, counted after the name of the process (proc(5)): PID of the parent; clock
+ticks in user and in kernel mode, of the process and of the children that it has waited for."""
 
 
 def cpu_time_s(first: int) -> float:
-    """CPU seconds of a process and all its descendants, including those that have ended.
+    """Returns the CPU seconds that a process, its PID `first`, and all its descendants have used, ended ones
+    included.
 
     The kernel adds the time of a process that ends to the parent that waits for it. A parent that ignores SIGCHLD would
     lose that time; the seccomp filter prevents it.
@@ -36,10 +37,11 @@ def cpu_time_s(first: int) -> float:
 
 
 def files(first: int, directory: str) -> int:
-    """Number of files, directories and links in a file system of a sandbox, including those without a name.
+    """Returns the number of files, directories and links in a file system of a sandbox, those without a name
+    included.
 
     Args:
-        first: A process in the sandbox.
+        first: PID of a process in the sandbox.
         directory: Mount point of the file system in the sandbox.
 
     Raises:

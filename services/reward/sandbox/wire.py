@@ -1,6 +1,6 @@
-"""Plain data as bytes, and frames of bytes over pipes: the messages between the sandboxes and the service.
+"""The messages between the sandboxes and the service: plain data encoded as bytes, in frames over pipes.
 
-A value is one byte for its type and what follows it (sizes and counts: 4 bytes, big-endian):
+A value is encoded as one byte for its type and then its content (sizes and counts: 4 bytes, big-endian):
 
     N, T, F             None, True, False
     f, c                a float, a complex number: 8 bytes (IEEE 754) each part
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 4
 MAX_DEPTH = 64
-"""Deepest nesting of values."""
+"""Maximum depth to which values may be nested."""
 _MOST_BYTES = 2**32 - 1
 _CONTAINERS = {b"l": list, b"t": tuple, b"S": set, b"Z": frozenset}
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 
 
 class Malformed(Exception):
-    """A message violates the format, or a value to be sent is not plain data."""
+    """A message that was received violates the format, or a value to be sent is not plain data."""
 
 
 class TooLarge(Exception):
-    """A frame is larger than allowed."""
+    """A frame that was received, or is to be sent, has more bytes than its limit allows."""
 
 
 def encode(value: object) -> bytes:
@@ -102,7 +102,7 @@ def decode(data: bytes) -> Any:
 
 
 class _Reader:
-    """Reads consecutive values; `place` is the number of bytes read."""
+    """Decodes values one after the other; `place` is the number of bytes read so far."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -134,7 +134,8 @@ class _Reader:
         raise Malformed(f"unknown type {tag!r}")
 
     def _count(self) -> int:
-        """Reads a number of items, of at least one byte each."""
+        """Reads a number of items. Raises Malformed if it exceeds the number of remaining bytes, since an item has at
+        least one byte."""
         count = int.from_bytes(self._take(4), "big")
         if count > len(self._data) - self.place:
             raise Malformed(f"{count} items in {len(self._data) - self.place} bytes")
@@ -152,7 +153,7 @@ class _Reader:
 
 
 def frame(payload: bytes, limit: int = _MOST_BYTES) -> bytes:
-    """Prepends a payload's size to it.
+    """Returns a frame: the size of the payload, then the payload.
 
     Raises:
         TooLarge: The payload has more than `limit` bytes.
@@ -166,7 +167,10 @@ def send(fd: int, framed: bytes, deadline: float | None = None) -> None:
     """Writes a frame to a pipe.
 
     Args:
-        deadline: `time.monotonic()` of the end of the wait, for a non-blocking pipe; None waits without end.
+        fd: Descriptor of the pipe.
+        framed: The frame, from `frame`.
+        deadline: Time at which the wait ends, on the clock of `time.monotonic`, in seconds, for a non-blocking pipe.
+            Default: no deadline.
 
     Raises:
         TimeoutError: The deadline passed.
@@ -183,10 +187,10 @@ def send(fd: int, framed: bytes, deadline: float | None = None) -> None:
 
 
 def receive(fd: int, limit: int, deadline: float | None = None) -> bytes:
-    """Reads the payload of one frame, and never more than `limit` bytes of it.
+    """Reads one frame and returns its payload. Arguments as in `send`.
 
     Raises:
-        TooLarge: The header announces more than `limit` bytes.
+        TooLarge: The header announces more than `limit` bytes; the payload is not read.
         TimeoutError: The deadline passed; see `send`.
         EOFError: The other end is closed.
     """

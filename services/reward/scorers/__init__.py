@@ -1,1 +1,1 @@
-"""The interface of scorers, and scoring of rows side by side."""
+"""The interface of scorers, and a function that scores rows in parallel."""

@@ -1,4 +1,4 @@
-"""The interface of every kind of reward: rows in, one verdict per row out."""
+"""The interface of every kind of reward: a scorer takes rows and returns one RowScore per row."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from services.runtime.worker import CallContext, CallResult, CallRows
 
 
 class GaveUp(Exception):
-    """A verifier gives up on a response, which therefore scores 0. The text is the cause, in one word; rows are counted
-    by it."""
+    """A verifier gives up on a response, which then scores 0. The message is the cause in one word, such as
+    "too_long", by which metrics count rows."""
 
 
 class Scorer(ABC):
-    """Scores rows of one input form.
+    """Base class of scorers. A subclass reads one form of rows, text or token ids, and overrides `score_texts` or
+    `score_tokens`.
 
     Attributes:
-        input_form: Form of the rows that it reads, for Describe.
-        vocabulary_hash: Hash of the tokenizer whose ids it reads; "" for text.
-        score_range: Lowest and highest score; None where they are not known.
-        metrics: (sum, count) by name, of the rows scored last.
+        input_form: Form of the rows that the scorer reads, a value of the enum InputForm. Default: text.
+        vocabulary_hash: Hash of the vocabulary of the token ids that it reads; "" (default) if it reads text.
+        score_range: Lowest and highest score. Default None: unknown.
+        metrics: Metrics of the rows scored last, as (sum, count) by name.
     """
 
     input_form = worker_pb2.INPUT_FORM_TEXT
@@ -35,33 +36,45 @@ class Scorer(ABC):
     metrics: Mapping[str, tuple[float, float]] = {}
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        """Scores text rows: one verdict per row, in row order.
+        """Scores text rows; returns one RowScore per row, in row order.
 
         Raises:
-            CallCancelled, DeadlineExceeded: As `call.check`.
+            CallCancelled, DeadlineExceeded: As raised by `call.check`.
             InvalidRequest: The reward does not read text.
         """
         raise InvalidRequest("this reward reads token ids: send a batch with prompt_ids and response_ids")
 
     def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
-        """Scores columns "prompt_ids" and "response_ids": verdicts in row order. Raises as `score_texts`."""
+        """Scores rows of token ids, columns "prompt_ids" and "response_ids"; returns one RowScore per row, in row
+        order.
+
+        Raises:
+            CallCancelled, DeadlineExceeded: As raised by `call.check`.
+            InvalidRequest: The reward does not read token ids.
+        """
         raise InvalidRequest("this reward reads text: send text_rows")
 
     @abstractmethod
     def kind(self) -> str:
-        """Name of the kind in Describe."""
+        """Returns the name of the kind of reward that Describe shows, such as "judge MODEL"."""
 
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
-        """Frees processes and connections. Called on the thread that scores; nothing is scored afterwards."""
+        """Frees processes and connections. Called last, on the thread that scores."""
 
 
 def score_request(
     scorer: Scorer, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
 ) -> CallResult:
-    """Answers ComputeReward with verdicts on its text rows or on its batch.
+    """Handles the ComputeReward RPC: scores the request's text rows, or the rows of its batch.
+
+    Args:
+        scorer: The scorer.
+        rows: Rows of the request's batch, fetched.
+        request: The request.
+        call: Context of the call.
 
     Raises:
-        InvalidRequest: The request has both, or rows in a form that the scorer does not read.
+        InvalidRequest: The request has both text rows and a batch, or rows in a form that the scorer does not read.
     """
     if not request.HasField("batch"):
         scores = scorer.score_texts(request.text_rows, call)
@@ -72,7 +85,11 @@ def score_request(
 
 
 def metadata_of(row: reward_pb2.TextRow) -> dict[str, Any]:
-    """The metadata of a row as a dictionary. Raises InvalidRequest where a number in it is not finite."""
+    """Returns the metadata of a row as a dictionary.
+
+    Raises:
+        InvalidRequest: A number in the metadata is not finite.
+    """
     try:
         return json_format.MessageToDict(row.metadata)
     except (json_format.Error, ValueError) as error:
@@ -80,10 +97,12 @@ def metadata_of(row: reward_pb2.TextRow) -> dict[str, Any]:
 
 
 def gave_up_metrics(causes: Mapping[str, int], rows: int) -> dict[str, tuple[float, float]]:
-    """Metrics: the share of rows on whose responses a verifier gave up, in all and by cause.
+    """Returns metrics, as (sum, count) by name: the share of rows on whose responses a verifier gave up, in total
+    (`gave_up`) and by cause (`gave_up/CAUSE`).
 
     Args:
-        causes: Number of rows by cause; "" where the verifier did not give up.
+        causes: Number of rows by cause, with "" for rows on which the verifier did not give up.
+        rows: Number of all rows.
     """
     counts = {cause: count for cause, count in sorted(causes.items()) if cause}
     by_cause = {f"gave_up/{cause}": (float(count), float(rows)) for cause, count in counts.items()}
@@ -91,7 +110,8 @@ def gave_up_metrics(causes: Mapping[str, int], rows: int) -> dict[str, tuple[flo
 
 
 def row_score(verdict: object) -> reward_pb2.RowScore:
-    """The message of a function's result: a score, scores of tokens, or an error where one is no finite number."""
+    """Converts the result of a reward function to a RowScore: a score, scores of tokens, or an error if one of them
+    is not a finite number."""
     if isinstance(verdict, str | bytes):
         return reward_pb2.RowScore(error=f"score is text: {verdict!r}")
     try:

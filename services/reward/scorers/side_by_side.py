@@ -1,4 +1,4 @@
-"""Rows scored side by side, for rewards that wait for processes or for a model behind HTTP."""
+"""Scoring of rows in parallel, for rewards that wait for processes or for a model behind HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.v1 import reward_pb2
 from services.runtime.worker import CallContext
 
 LOOK_S = 0.05
-"""Seconds between two checks of whether the call should stop."""
+"""Seconds between two checks whether the call should stop."""
 
 
 async def score_side_by_side(
@@ -19,13 +19,17 @@ async def score_side_by_side(
     slots: int,
     score: Callable[[int, reward_pb2.TextRow], Awaitable[reward_pb2.RowScore]],
 ) -> list[reward_pb2.RowScore]:
-    """Scores rows, at most `slots` at a time, and returns the verdicts in row order.
+    """Scores rows in parallel and returns one RowScore per row, in row order.
 
     Args:
-        score: Maps (slot, row) to the verdict. Each slot scores one row at a time. Cancelled when the call should stop.
+        rows: The rows.
+        call: Context of the call, which is told the progress and checked for its end.
+        slots: Maximum number of rows that are scored at the same time.
+        score: Coroutine function that maps (slot number, row) to a RowScore. A slot scores one row at a time.
+            Cancelled when the call should stop.
 
     Raises:
-        CallCancelled, DeadlineExceeded: As `call.check`, once all scoring has ended.
+        CallCancelled, DeadlineExceeded: As raised by `call.check`, after all scoring has ended.
     """
     verdicts: dict[int, reward_pb2.RowScore] = {}
     waiting = deque(enumerate(rows))
