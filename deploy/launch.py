@@ -37,7 +37,8 @@ def rank_command(job: Job) -> list[str]:
 
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
-    """The environment that a service's ranks share: this process's with the deployment's mark and the table's threads.
+    """Returns the environment that all ranks of a service share: that of this process, with the id of the deployment
+    (variable `MARK`) and the number of threads.
     The user's value of a variable overrides a default.
     """
     threads = str(table.threads)
