@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class RuleResult(StrEnum):
-    """The result of a check."""
+    """Result of the check of a rule."""
 
     PASS = "pass"
     WARN = "warn"
@@ -17,7 +17,7 @@ class RuleResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one rule's check.
+    """Result of the check of one rule, with what was seen.
 
     Attributes:
         rule: Name of the rule.
@@ -36,9 +36,12 @@ class Finding:
 
 
 class Unmet(Exception):
-    """A rule that does not hold.
+    """Base class of exceptions that a check raises where it cannot confirm its rule.
 
     Attributes:
+        result: Result of the finding that the exception becomes.
+        seen: Observation, in a sentence.
+        advice: Remedy, in a sentence.
         rule: Name of the broken rule, where it is not the rule that the check is for.
     """
 
@@ -52,16 +55,16 @@ class Unmet(Exception):
 
 
 class Violation(Unmet):
-    """The server breaks the contract."""
+    """Raised where the server breaks the contract."""
 
 
 class Caution(Unmet):
-    """The contract allows it, but it limits runs."""
+    """Raised where the server does something that the contract allows, but that limits runs."""
 
     result = RuleResult.WARN
 
 
 class Undecided(Unmet):
-    """The check cannot tell whether the rule holds."""
+    """Raised where the check cannot tell whether the rule holds."""
 
     result = RuleResult.SKIP

@@ -27,7 +27,7 @@ from conformance.target import COUNT, VERDICTS, RewardTarget
 from conformance.verdict_checks import check_invariants, check_order, check_repeatable, check_scores
 
 Check = Callable[[RewardTarget], str]
-"""Returns a sentence where the rule holds, and raises Unmet where it does not."""
+"""Function that checks a rule: it returns a sentence where the rule holds, and raises Unmet where it does not."""
 
 RULES: dict[str, Check] = {
     "reachable": check_reachable,
@@ -54,12 +54,12 @@ RULES: dict[str, Check] = {
 }
 """Checks by name of their rule."""
 STOPS = ("reachable", "describe")
-"""Rules without which no other can be checked."""
+"""Names of the rules without which no other rule can be checked."""
 
 
 def check_rules(target: RewardTarget) -> list[Finding]:
-    """A finding per rule, in order. A rule whose check finds another rule broken (too few verdicts) is skipped; so are
-    all later rules once the server no longer answers."""
+    """Checks all rules and returns one finding per rule, in order. A rule whose check finds a different rule broken,
+    such as too few verdicts, is skipped; so are all later rules once the server no longer responds."""
     found: dict[str, Finding] = {}
     stopped = ""
     for rule, check in RULES.items():

@@ -25,10 +25,10 @@ Status = grpc.StatusCode
 
 
 class RewardTarget:
-    """A reward server.
+    """The reward server under test.
 
     Args:
-        address: host:port.
+        address: host:port of the server.
         deadline_s: Deadline of calls, in seconds, except of those that test deadlines.
         rows: Probe rows, at least two.
         num_rows: Rows of the largest call.
@@ -57,17 +57,17 @@ class RewardTarget:
         self.channel.close()
 
     def start(self, request: reward_pb2.ComputeRewardRequest, timeout_s: float | None = None) -> Any:
-        """Sends a request and returns its call, a future."""
+        """Sends a ComputeReward request and returns its gRPC call, which is a future of the serialized response."""
         return self.method(COMPUTE_REWARD.path).future(
             request.SerializeToString(), timeout=timeout_s or self.deadline_s
         )
 
     def method(self, path: str) -> grpc.UnaryUnaryMultiCallable:
-        """A method by its path; request and response are bytes."""
+        """Returns the callable of the unary method at `path`; its requests and responses are bytes."""
         return self.channel.unary_unary(path)
 
     def score(self, rows: Sequence[Row], timeout_s: float | None = None) -> list[Verdict]:
-        """Scores rows.
+        """Sends rows to ComputeReward and returns the verdict on each, in order.
 
         Raises:
             Violation: The call failed, or its answer breaks a rule for every answer.
@@ -76,7 +76,8 @@ class RewardTarget:
         return self.verdicts(self.start(request, timeout_s), len(rows))
 
     def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
-        """The verdicts of a call with `num_rows` rows. Raises as `score`."""
+        """Waits for a call that was started with `num_rows` rows and returns its verdicts. Raises the errors of
+        `score`."""
         try:
             answer = decoded(reward_pb2.ComputeRewardResponse, call.result())
         except grpc.RpcError as error:
@@ -129,7 +130,7 @@ def has_score(verdict: Verdict) -> bool:
 
 
 def verdict_fault(verdict: Verdict) -> str:
-    """The fault of a verdict; "" for a valid one."""
+    """Returns the fault of a verdict as text; empty for a valid one."""
     match verdict.WhichOneof("verdict"):
         case None:
             return "no verdict is set"
@@ -162,12 +163,12 @@ def _values(verdict: Verdict) -> list[float]:
 
 
 def described(error: grpc.RpcError) -> str:
-    """`CODE (details)`."""
+    """Returns the status of a failed call as text: `CODE (details)`."""
     call: Any = error
     details = " ".join((call.details() or "").split())
     return f"{call.code().name} ({details[:120]})" if details else call.code().name
 
 
 def status_of(error: Any) -> grpc.StatusCode:
-    """The status code of a failed call."""
+    """Returns the status code of a failed call."""
     return error.code()

@@ -1,4 +1,4 @@
-"""Whether services serve, asked over gRPC health v1."""
+"""Health checks of services over gRPC health v1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.channels import open_channel
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 ANSWER_TIMEOUT_S = 3.0
-"""Longest time a service may take to answer."""
+"""Timeout of a health check, and of Describe, in seconds."""
 # Services are on this host or named by address: never behind the proxy of the environment. The short back-off
 # finds a service soon after it starts to listen.
 CHANNEL_OPTIONS = [
@@ -27,7 +27,7 @@ NOT_REACHABLE = "not reachable"
 
 
 class Probe:
-    """Asks one service again and again whether it serves, and never waits for the answer."""
+    """Polls the health of the service at an address without blocking."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address, CHANNEL_OPTIONS)
@@ -35,7 +35,8 @@ class Probe:
         self._question: Any = None
 
     def serving(self) -> bool:
-        """Whether an answer has come since the last look and says that the service serves."""
+        """Whether a health check has been answered with SERVING since the last call. Starts the next check where none
+        is under way; never blocks."""
         if self._question is None:
             self._question = self._check.future(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         if not self._question.done():
@@ -44,7 +45,7 @@ class Probe:
         return question.exception() is None and _serves(question.result())
 
     def close(self) -> None:
-        """Frees the channel."""
+        """Closes the channel."""
         self._channel.close()
 
 
@@ -53,16 +54,16 @@ class HealthAnswer:
     """Answer of a service to a health check."""
 
     state: str
-    """SERVING, NOT_SERVING or NOT_REACHABLE."""
+    """State of the service: SERVING, NOT_SERVING or NOT_REACHABLE."""
     ranks: int | None = None
-    """Number of its ranks, where it says."""
+    """Number of ranks; None where the service does not serve Describe or is not reachable."""
     epoch: int | None = None
-    """Its epoch, where it says."""
+    """Epoch of the service; None where the service does not serve Describe or is not reachable."""
 
 
 def ask(address: str) -> HealthAnswer:
-    """Asks the service at an address for its health and who it is; waits for the answer at most
-    `ANSWER_TIMEOUT_S` each."""
+    """Calls the health check and Describe of the service at an address, each with a timeout of `ANSWER_TIMEOUT_S`,
+    and returns the answers. Does not raise where the service cannot be reached."""
     with open_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
@@ -80,7 +81,7 @@ def ask(address: str) -> HealthAnswer:
 
 
 def _check(channel: grpc.Channel) -> Any:
-    """The method grpc.health.v1.Health/Check; its generated stub has no types."""
+    """Returns the callable of grpc.health.v1.Health/Check on a channel; its generated stub has no types."""
     return health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a service are started: their command line and their environment."""
+"""Command line and environment that the ranks of a service are started with."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from settings.service import ServiceTable
 
 @dataclass(frozen=True)
 class Job:
-    """One service to be started."""
+    """A service that is to be started."""
 
     name: str
-    """Its name in the config."""
+    """Name of the service in the config."""
     role: str
-    """Its role, which is the module below `services` that serves it."""
+    """Role of the service, which is also the name of the package below `services` that serves it."""
     table: ServiceTable
-    """Its table."""
+    """Table of the service."""
     config: Path
-    """The config file."""
+    """Path of the config file."""
     settings: tuple[str, ...]
-    """`key.path=value` settings put into the config."""
+    """Overrides "key.path=value" of the file's values."""
 
 
 def rank_command(job: Job) -> list[str]:
-    """The command line of one rank; its environment says which."""
+    """Returns the command line of a rank. It is the same for all ranks, whose environment has the number."""
     return [
         *(sys.executable, "-m", f"services.{job.role}", "--config", str(job.config), "--name", job.name),
         *(part for setting in job.settings for part in ("--set", setting)),
@@ -37,7 +37,8 @@ def rank_command(job: Job) -> list[str]:
 
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
-    """The environment that a service's ranks share: this process's with the deployment's mark and the table's threads.
+    """Returns the environment that all ranks of a service share: that of this process, with the id of the deployment
+    (variable `MARK`) and the number of threads.
     The user's value of a variable overrides a default.
     """
     threads = str(table.threads)
@@ -53,9 +54,9 @@ def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How services are started and stopped."""
+    """Options of starting and stopping services."""
 
     command: Callable[[Job], list[str]] = rank_command
-    """The command line of a rank."""
+    """Function that returns the command line of a rank."""
     grace_s: float = 15.0
-    """Time a rank has between SIGTERM and SIGKILL."""
+    """Time, in seconds, between SIGTERM and SIGKILL when services are stopped."""

@@ -1,4 +1,4 @@
-"""Reads from a service's log why it ended."""
+"""Reads the logs of services: why a service ended, and lines as they are added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _LINE_LIMIT = 400
 
 
 def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
-    """One line on why a service ended: its first fatal line, or the exit of the rank that ended first.
+    """Returns one line on why a service ended: its first fatal line, or the exit of a rank, of which killed ones come
+    first and then those with an exit code other than 0.
 
     Args:
         ended: Exit codes, as of `subprocess`, by rank, of those that have ended.
@@ -42,13 +43,13 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
 
 
 def evidence(log: Path) -> str:
-    """`: LAST LINE (log: PATH)`, with the last line that is not empty, if any."""
+    """Returns the text `: LAST LINE (log: PATH)`, with the log's last line that is not empty, if any."""
     return _evidence(_tail(log), log)
 
 
 def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
-    """The lines of some logs, each with its log; with `follow` also those that are added, for ever. A log that is
-    written anew, or removed and made again, is read from its start."""
+    """Yields (log, line) for each line of some logs. With `follow`, also yields lines that are added, and never ends;
+    a log that is truncated or replaced is read from its start."""
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(contextlib.closing(_LogReader(log))) for log in logs]
         while True:
@@ -94,7 +95,7 @@ class _LogReader:
         yield from (line.decode(errors="replace") for line in lines)
 
     def _starts_anew(self) -> bool:
-        """Whether the log was cut off or replaced; then its content is read from the start."""
+        """Whether the log was truncated or replaced; if so, goes to the start of its content."""
         opened = os.fstat(self._file.fileno())
         if opened.st_size < self._file.tell():
             self._file.seek(0)

@@ -1,4 +1,4 @@
-"""Checks made before anything is started, so that a mistake is reported at once, by its key."""
+"""Checks before any service is started, so that a mistake in the config is reported early and by its key."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_engines(name: str, table: Service) -> None:
 
 
 def check_model(name: str, table: Service) -> None:
-    """Raises ConfigError where the service's model directory does not exist, or is none of a model."""
+    """Raises ConfigError where the service's model directory does not exist, or has no config.json."""
     model = table.model_directory
     if model is None or (model / "config.json").is_file():
         return
@@ -67,7 +67,8 @@ def check_model(name: str, table: Service) -> None:
 
 
 def check_address(name: str, table: Service) -> None:
-    """Raises ConfigError where the service's address is in use or is not this host's."""
+    """Raises ConfigError where rank 0 of the service cannot listen on its address: it is in use, or not this
+    host's."""
     try:
         addresses.probe(table.bind_address)
     except OSError as error:

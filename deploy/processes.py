@@ -17,9 +17,9 @@ from rlhf.errors import RlhfError
 MARK = "RLHF_DEPLOYMENT"
 """Environment variable that holds the id of the deployment a process belongs to."""
 POLL_S = 0.1
-"""Time between two looks at processes that are waited for."""
+"""Interval, in seconds, at which processes that are waited for are polled."""
 KILL_TIMEOUT_S = 10.0
-"""Longest time the kernel may take to end a killed process."""
+"""Longest time, in seconds, to wait for a process to end after SIGKILL."""
 
 
 def find(deployment: str) -> list[psutil.Process]:
@@ -55,7 +55,11 @@ def stop(deployment: str, grace_s: float) -> None:
 
 
 def kill_after(grace_s: float, living: Callable[[], list[psutil.Process]]) -> None:
-    """Returns when no process lives; kills those that are left after the grace, in seconds.
+    """Waits until no process is alive; sends SIGKILL to those that are left after `grace_s` seconds.
+
+    Args:
+        grace_s: Time in seconds before SIGKILL.
+        living: Function that returns the processes that are still alive.
 
     Raises:
         RlhfError: A killed process does not end: it is stuck in the kernel.
@@ -84,7 +88,7 @@ def _mark(process: psutil.Process) -> str | None:
 
 
 def _roots(marked: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes whose parent is not marked."""
+    """Returns those of the marked processes whose parent is not marked."""
     pids = {process.pid for process in marked}
     return [process for process in marked if _parent(process) not in pids]
 

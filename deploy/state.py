@@ -25,28 +25,29 @@ from deploy import processes
 from rlhf.errors import Refused
 
 LOCK_TIMEOUT_S = 1.0
-"""Longest time that a process holds the lock only to look."""
+"""Longest time, in seconds, to wait for the lock, which other commands hold briefly to read the file."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One `up` of a config."""
+    """One execution of `rlhf-deploy up` for a config."""
 
     config: str
     """Resolved path of the config."""
     log_dir: str
-    """Where its logs are."""
+    """Directory of the logs."""
     settings: tuple[str, ...] = ()
-    """`key.path=value` settings it was started with."""
+    """Overrides "key.path=value" that it was started with."""
     supervisor: int = field(default_factory=os.getpid)
     """Process id of the supervisor."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Mark of its processes."""
+    """Unique id, which its processes have in their environment; see `processes.MARK`."""
 
 
 @contextlib.contextmanager
 def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
-    """Locks the config for the deployment; first stops processes that a killed supervisor of it left.
+    """Context manager that locks the config for a deployment. On entering, it stops processes that a killed
+    supervisor of the same config left.
 
     Raises:
         Refused: The config is up already.
@@ -67,7 +68,7 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
 
 
 def find(config: Path) -> Deployment | None:
-    """The deployment of a config that is up, or was until its supervisor was killed."""
+    """Returns the deployment of a config that is up, or was left by a killed supervisor; None where there is none."""
     try:
         return _parse(_path(str(config.resolve())).read_text())
     except FileNotFoundError:
@@ -75,7 +76,7 @@ def find(config: Path) -> Deployment | None:
 
 
 def supervisor(deployment: Deployment) -> psutil.Process | None:
-    """The deployment's supervisor, where it is alive."""
+    """Returns the process of a deployment's supervisor; None where it is not alive."""
     try:
         process = psutil.Process(deployment.supervisor)
     except psutil.NoSuchProcess:

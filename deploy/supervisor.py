@@ -57,7 +57,7 @@ class Supervisor:
             deployment: The config file, the settings, the mark of the processes, where logs go (a file per
                 service, NAME.log).
             only: Names of the services to start; empty: all.
-            launcher: How they are started and stopped.
+            launcher: Options of starting and stopping them. Default: `Launcher()`.
             say: Called with a line when a service has started and when it is healthy.
 
         Raises:
@@ -171,7 +171,7 @@ class Supervisor:
 
 
 def service_names(config: Config, only: tuple[str, ...] = ()) -> list[str]:
-    """The services that are started here: of those in `only`, or of all, the ones that are not external.
+    """Returns the names of the services to start on this host: those in `only`, or all, without external ones.
 
     Raises:
         ConfigError: `only` names a service that the config does not have.

@@ -1,1 +1,1 @@
-"""Load tests of single services: what a client of theirs would see, at a rate it chooses."""
+"""Load tests of a single service: latency and throughput that its clients see at a given rate or concurrency."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SUSTAINED = 0.95
-"""Share of the calls due that has to be answered for a rate to count as sustained."""
+"""Smallest share of the calls due that must be answered for a rate to count as sustained."""
 TOLERATED_ERRORS = 0.01
-"""Share of errors up to which it still does."""
+"""Largest share of calls with an error for a rate to count as sustained."""
 LAG_FLOOR_S = 0.001
 LAG_SHARE = 0.1
 BUSY = 0.9
@@ -22,8 +22,8 @@ class Level:
     Attributes:
         level: Calls per second offered, or calls at the same time in a closed loop.
         throughput: Calls answered without error, per second.
-        latency_s: Mean latency.
-        sustained: Whether the service kept up with it.
+        latency_s: Mean latency in seconds.
+        sustained: Whether the service kept up with the load; see `is_sustained`.
     """
 
     level: float
@@ -33,8 +33,9 @@ class Level:
 
 
 def knee(levels: Sequence[Level]) -> Level | None:
-    """The level of the greatest power: throughput over mean latency (Kleinrock, "Power and deterministic rules of
-    thumb for probabilistic problems in computer communications", ICC 1979).
+    """Returns the level with the greatest power, that is throughput divided by mean latency (Kleinrock, "Power and
+    deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979); None where no call
+    was answered.
 
     Below it, more load costs little latency; above it, latency grows faster than throughput. For one server with a
     fixed service time and Poisson arrivals it lies at a load of 2 - sqrt(2), or 59 %.
@@ -44,44 +45,55 @@ def knee(levels: Sequence[Level]) -> Level | None:
 
 
 def capacity(levels: Sequence[Level]) -> Level | None:
-    """The level with the highest throughput of those the service kept up with."""
+    """Returns the sustained level with the highest throughput; None where no level was sustained."""
     sustained = [level for level in levels if level.sustained]
     return max(sustained, key=lambda level: level.throughput, default=None)
 
 
 def is_sustained(due: int, answered: int, errors: int, *, closed: bool = False) -> bool:
-    """Whether a service kept up: it answered nearly all calls due in a window, nearly without error. A closed loop
-    waits for answers, so there any answer is enough, nearly without error."""
+    """Whether a service kept up with a load: it answered at least `SUSTAINED` of the calls due in the window, with
+    errors for at most `TOLERATED_ERRORS` of them.
+
+    Args:
+        due: Number of calls due in the window.
+        answered: Number of calls answered without error.
+        errors: Number of calls that ended with an error.
+        closed: Whether the load was a closed loop, in which callers wait for answers, so that one answer is enough.
+    """
     kept_up = answered > 0 and (closed or answered >= SUSTAINED * due)
     return due > 0 and kept_up and errors <= TOLERATED_ERRORS * due
 
 
 def mean_wait_s(rate: float, service_s: float, variance_s2: float = 0.0) -> float:
-    """Mean time in the queue of one server with Poisson arrivals (Pollaczek-Khinchine, M/G/1):
-    rate E[S^2] / (2 (1 - load)). With no variance it is M/D/1's load S / (2 (1 - load)).
+    """Computes the mean waiting time in the queue of one server with Poisson arrivals (Pollaczek-Khinchine, M/G/1):
+    rate E[S^2] / (2 (1 - load)) with load = rate E[S]. Without variance it is that of M/D/1, load S / (2 (1 - load)).
 
     Args:
         rate: Arrivals per second.
-        service_s: Mean service time S.
-        variance_s2: Variance of the service time.
+        service_s: Mean service time in seconds.
+        variance_s2: Variance of the service time in seconds squared.
 
     Returns:
-        Seconds; infinite where the server cannot keep up.
+        The waiting time in seconds; infinite where the load is 1 or more.
     """
     load = rate * service_s
     return math.inf if load >= 1 else rate * (variance_s2 + service_s**2) / (2 * (1 - load))
 
 
 def is_testers_limit(lag_s: float, latency_s: float) -> bool:
-    """Whether the tester limits a load that was not kept up with: the lag of its sends is most of the mean latency."""
+    """Whether the load generator itself is the limit of a load that was not sustained: the mean delay of its sends,
+    `lag_s`, is more than half of the mean latency `latency_s`, both in seconds."""
     return lag_s > latency_s / 2
 
 
 def warmup_warnings(warmup_s: float, latency_s: float, window_s: float) -> list[str]:
-    """Warning that the throughput is too low: the window began before the answers to the warm-up arrived.
+    """Returns a warning where the measured throughput is too low because the window began before the answers to calls
+    of the warm-up arrived; else an empty list.
 
     Args:
-        latency_s: Median latency.
+        warmup_s: Duration of the warm-up in seconds.
+        latency_s: Median latency in seconds.
+        window_s: Duration of the measured window in seconds.
     """
     if latency_s - warmup_s <= (1 - SUSTAINED) * window_s:
         return []
@@ -92,12 +104,12 @@ def warmup_warnings(warmup_s: float, latency_s: float, window_s: float) -> list[
 
 
 def generator_warnings(lag_p99_s: float, latency_p99_s: float, busy: float) -> list[str]:
-    """Reasons not to take a figure for the service's own.
+    """Returns warnings where figures may be those of the load generator rather than of the service.
 
     Args:
-        lag_p99_s: By how much sends were late, 99th percentile; latencies contain it.
-        latency_p99_s: Latency from the intended time of sending, 99th percentile.
-        busy: Share of the time in which the tester's event loop computed.
+        lag_p99_s: 99th percentile of the delay of sends in seconds; latencies include it.
+        latency_p99_s: 99th percentile of the latency, from the time at which a call was due, in seconds.
+        busy: Share of the time in which the event loop of the load generator was busy, from 0 to 1.
     """
     warnings = []
     if lag_p99_s > max(LAG_FLOOR_S, LAG_SHARE * latency_p99_s):

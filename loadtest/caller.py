@@ -21,19 +21,19 @@ from rlhf.errors import RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 
 SETTLE_S = 2.0
-"""Longest time of Release and EndSession."""
+"""Timeout of Release and EndSession, in seconds."""
 OK = "OK"
 ROW_ERROR = "ROW_ERROR"
-"""Code of a reward's answer that lacks the score of a row."""
+"""Code of a call whose response lacks the score of a row."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How one call ended.
+    """Outcome of one call.
 
     Attributes:
-        code: gRPC code, or ROW_ERROR.
-        timings: Time of the call by rank, as the ranks report it; empty where they report none.
+        code: Name of the gRPC status code, ROW_ERROR or UNFINISHED.
+        timings: Times of the call that the ranks report, in rank order; empty where they report none.
     """
 
     code: str
@@ -41,7 +41,7 @@ class Reply:
 
 
 class Caller:
-    """A session that calls one method. An async context manager: entering opens the session, leaving ends it, so that
+    """Async context manager that calls one method in a session. Entering opens the session; leaving ends it, so that
     its calls stop and its rows are freed.
 
     Requests are serialized once, beforehand: a message is the concatenation of its fields, so a call costs only its
@@ -52,11 +52,11 @@ class Caller:
     Args:
         target: The service.
         method: The method.
-        requests: By turn and rank, the request without its header.
-        timeout_s: Deadline of a call.
+        requests: Serialized requests without headers: a list per call, cycled through, with a request per rank.
+        timeout_s: Timeout of a call in seconds.
 
     Attributes:
-        causes: By code, the message of the first error.
+        causes: Message of the first error of each code, by code.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Caller:
         await close_all(self._clients)
 
     async def call(self) -> Reply:
-        """One call, to all ranks where the method is the group's; ends within the timeout."""
+        """Makes one call, to all ranks or, for a method without ranks, to rank 0, and returns its outcome. Takes at
+        most about `timeout_s`, and does not raise where the call fails."""
         number = next(self._numbers)
         header = self._header(self._method)
         requests = self._requests[number % len(self._requests)]
@@ -145,7 +146,7 @@ class Caller:
         return client.call(self._method, request, self._timeout_s)
 
     async def _ask_all(self, name: str, request: Any) -> None:
-        """Asks every rank, and passes over those that died or do not serve the call."""
+        """Calls a method of WorkerService on every rank, and ignores errors of ranks that died or do not serve it."""
         calls = (connections[0].call(WORKER[name], request, SETTLE_S) for connections in self._clients)
         with contextlib.suppress(RlhfError):
             await asyncio.gather(*calls)
@@ -161,7 +162,7 @@ class Caller:
 
 
 def _code_and_cause(error: RlhfError) -> tuple[str, str]:
-    """gRPC code and message of a failed call, as the server said them."""
+    """Returns the gRPC status code and the message of a failed call, as the server sent them."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return cause.code().name, cause.details() or ""
@@ -169,7 +170,7 @@ def _code_and_cause(error: RlhfError) -> tuple[str, str]:
 
 
 def _row_error(response: Any) -> str:
-    """Why a row of a reward's answer has no score; empty where all have."""
+    """Returns the reason that a row in a reward's response has no score; empty where all rows have one."""
     if not isinstance(response, reward_pb2.ComputeRewardResponse):
         return ""
     for score in response.scores:

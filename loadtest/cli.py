@@ -158,7 +158,7 @@ def _settings(
 
 
 def _run(settings: Settings) -> tuple[Json, list[int]]:
-    """The result, and the signals that ended it early."""
+    """Runs the load test. Returns its result, and the numbers of the signals that ended it early."""
 
     def tell(step: Json) -> None:
         if settings.is_ramp:
@@ -175,7 +175,7 @@ def _run(settings: Settings) -> tuple[Json, list[int]]:
 
 
 def _objectives_met(result: Json) -> bool:
-    """Whether the step met its objectives; of a ramp, whether any step did."""
+    """Whether the objectives were met: by the only step, or for a ramp by at least one step."""
     return any(all(verdict["met"] for verdict in step["objectives"]) for step in result["steps"])
 
 

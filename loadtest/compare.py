@@ -1,4 +1,4 @@
-"""Two results side by side."""
+"""Compares two results of load tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NOT_COMPARED = ("target", "objectives", "data")
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of two results; None in a result without it."""
+    """One figure in two results: `before` and `after`, each None where the result does not have it. `is_time`: the
+    figure is a time in seconds."""
 
     level: float
     name: str
@@ -32,17 +33,17 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """(after - before) / before; None where a figure is missing or `before` is 0."""
+        """Relative change (after - before) / before; None where a figure is missing or `before` is 0."""
         if self.before is None or self.after is None or self.before == 0:
             return None
         return (self.after - self.before) / self.before
 
 
 def read(path: Path) -> Json:
-    """A result that `--json` wrote.
+    """Reads a result that `--json` wrote.
 
     Raises:
-        ConfigError: The file is not a result.
+        ConfigError: The file cannot be read, or is not a result.
     """
     try:
         result = json.loads(path.read_text())
@@ -54,21 +55,22 @@ def read(path: Path) -> Json:
 
 
 def differences(before: Json, after: Json) -> list[Difference]:
-    """Figures of the levels that both results have, in order."""
+    """Returns the figures of all levels that both results have, in order."""
     theirs = {step["level"]: step for step in after["steps"]}
     pairs = [(step, theirs[step["level"]]) for step in before["steps"] if step["level"] in theirs]
     return [difference for pair in pairs for difference in _of_step(*pair)]
 
 
 def differing_settings(before: Json, after: Json) -> list[str]:
-    """Settings that make the figures incomparable, as "rows: 1 and 8"."""
+    """Returns a text for each setting that differs, such as "rows: 1 and 8", since figures are then not
+    comparable."""
     ours, theirs = before["settings"], after["settings"]
     names = [name for name in ours if name not in _NOT_COMPARED and ours[name] != theirs.get(name)]
     return [f"{name}: {ours[name]} and {theirs.get(name)}" for name in names]
 
 
 def table(found: list[Difference]) -> Table:
-    """The differences, as a terminal shows them."""
+    """Makes a table of the differences for the terminal."""
     shown = Table()
     for name in ("level", "figure", "A", "B", "B over A"):
         shown.add_column(name, justify="left" if name == "figure" else "right")

@@ -25,12 +25,12 @@ RELEASE_EVERY_S = 0.5
 
 @dataclass
 class Sending:
-    """How the sending of a step went.
+    """Outcome of the sending of a step's calls.
 
     Attributes:
-        overrun: Whether it ended early: too many calls had no answer, or could not be sent in time.
-        interrupted: Whether it was asked to stop.
-        busy: Share of the window in which the event loop computed.
+        overrun: Whether the step ended early because too many calls had no answer or could not be sent in time.
+        interrupted: Whether the step was asked to stop.
+        busy: Share of the window in which the thread of the event loop used the CPU, from 0 to 1.
     """
 
     overrun: bool = False
@@ -42,8 +42,10 @@ class Generator:
     """Sends the calls of one step.
 
     Args:
-        drain_s: Longest wait for answers after the last call.
-        stop: When set, nothing more is sent or waited for.
+        caller: Makes the calls.
+        recorder: Records the calls.
+        drain_s: Longest time, in seconds, to wait for answers after the last call.
+        stop: Event that ends the step: when it is set, nothing more is sent or waited for.
     """
 
     def __init__(self, caller: Caller, recorder: StepRecorder, drain_s: float, stop: asyncio.Event) -> None:

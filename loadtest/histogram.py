@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 PRECISION = 1 / 1024
-"""Largest relative error of a percentile, upwards."""
+"""Largest relative error of a percentile, which is never too low."""
 HIGHEST = 3_600 * 10**9
-"""Largest value an encoded histogram declares: an hour in nanoseconds."""
+"""Highest trackable value that an encoded histogram declares: an hour, in nanoseconds."""
 
 _HALF_BITS = 10
 _COOKIE, _COMPRESSED_COOKIE = 0x1C849313, 0x1C849314
@@ -26,7 +26,8 @@ _NS = 1e9
 
 
 class Histogram:
-    """Counts of durations in whole nanoseconds; sums are exact, percentiles within `PRECISION`."""
+    """Histogram of durations in whole nanoseconds. Sums are exact, percentiles have a relative error of at most
+    `PRECISION`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,7 +38,7 @@ class Histogram:
         self._counts: Counter[int] = Counter()
 
     def add(self, seconds: float) -> None:
-        """Counts a duration; one below zero, as clocks of two hosts may give, counts as zero."""
+        """Counts a duration in seconds. A negative one, as the clocks of two hosts may give, counts as zero."""
         value = max(int(seconds * _NS), 0)
         self.least = value if self.count == 0 else min(self.least, value)
         self.most = max(self.most, value)
@@ -48,16 +49,17 @@ class Histogram:
 
     @property
     def mean_s(self) -> float:
-        """Mean in seconds; 0 where nothing was counted."""
+        """Mean of the counted durations in seconds; 0 where nothing was counted."""
         return self.total / self.count / _NS if self.count else 0.0
 
     @property
     def variance_s2(self) -> float:
-        """Variance in seconds squared; 0 where nothing was counted."""
+        """Variance of the counted durations in seconds squared; 0 where nothing was counted."""
         return self.total_squares / self.count / _NS**2 - self.mean_s**2 if self.count else 0.0
 
     def percentile_s(self, percent: float) -> float:
-        """The smallest duration, in seconds, that `percent` of the counted do not exceed; 0 where there are none."""
+        """Returns a percentile in seconds: the smallest duration that `percent` % of the counted ones do not exceed;
+        0 where nothing was counted."""
         # 99.9 percent of 3000 are 2997, not a rounding error more.
         wanted = round(percent * self.count / 100, 6)
         for index, seen in self._cumulated():
@@ -66,23 +68,24 @@ class Histogram:
         return 0.0
 
     def count_below(self, seconds: float) -> int:
-        """How many of the counted are shorter, within `PRECISION`."""
+        """Returns the number of counted durations that are shorter than `seconds`, within `PRECISION`."""
         return sum(count for index, count in self._counts.items() if _highest_of(index) < seconds * _NS)
 
     def summary(self) -> dict[str, float]:
-        """Mean, percentiles and extremes, in seconds."""
+        """Returns mean, min, p50, p90, p95, p99, p99.9 and max by name, in seconds."""
         names = {f"p{percent:g}": self.percentile_s(percent) for percent in (50, 90, 95, 99, 99.9)}
         return {"mean": self.mean_s, "min": self.least / _NS, **names, "max": self.most / _NS}
 
     def curve(self, points: int = 200) -> list[tuple[float, float]]:
-        """(share of the counted above, seconds) along the distribution, at most about `points` of them."""
+        """Returns about `points` points (share of durations above, duration in seconds) along the distribution."""
         stride = max(len(self._counts) // points, 1)
         cumulated = list(self._cumulated())
         kept = cumulated[::stride] + ([] if len(cumulated) % stride == 1 else cumulated[-1:])
         return [(1 - seen / self.count, min(_highest_of(index), self.most) / _NS) for index, seen in kept]
 
     def encoded(self) -> str:
-        """The histogram in HdrHistogram's format V2, compressed, base64, for its other tools."""
+        """Returns the histogram in the compressed V2 format of HdrHistogram, as base64, for the tools of that
+        project."""
         runs = bytearray()
         next_index = 0
         for index in sorted(self._counts):
@@ -106,7 +109,7 @@ def _index(value: int) -> int:
 
 
 def _highest_of(index: int) -> int:
-    """Largest value of a bucket."""
+    """Returns the largest value that falls into bucket `index`, in nanoseconds."""
     shift = max((index >> _HALF_BITS) - 1, 0)
     return ((index - (shift << _HALF_BITS) + 1) << shift) - 1
 

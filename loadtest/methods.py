@@ -27,16 +27,16 @@ OF_ALL = ("Describe", "Synchronize")
 
 
 def offered(role: str) -> dict[str, Method]:
-    """The methods of a role that may be called at any rate, by name."""
+    """Returns the methods of a role that can be load-tested, by name."""
     own = {name: SERVICES[role][name] for name in OF_ROLE[role]}
     return {**own, **{name: SERVICES["worker"][name] for name in OF_ALL}, HEALTH_CHECK.name: HEALTH_CHECK}
 
 
 def find_method(role: str, name: str) -> Method:
-    """The method of a role by its name in the proto or in Python.
+    """Finds a method of a role by its name in the proto or in Python.
 
     Raises:
-        ConfigError: There is none, or it would change the service.
+        ConfigError: The role or the method is unknown, or the method changes the service.
     """
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}; known: {', '.join(ROLES)}")

@@ -1,4 +1,4 @@
-"""The result as one HTML page that loads nothing."""
+"""Renders the result of a load test as one HTML page without external resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_SETTINGS = (
 
 
 def render(result: Json) -> str:
-    """The page, as HTML that is well-formed XML too."""
+    """Renders the page as HTML that is well-formed XML too."""
     settings, steps = result["settings"], result["steps"]
     closed = settings["arrivals"] == "closed"
     sections = [_header(result, closed), _levels(steps, closed)]

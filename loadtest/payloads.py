@@ -21,26 +21,27 @@ from rlhf.v1 import reward_pb2
 Row = Mapping[str, Any]
 
 MADE_UP = 64
-"""Number of made-up requests; calls take turns with them."""
+"""Number of made-up requests, which calls cycle through."""
 MOST_FROM_FILE = 1024
-"""Most different requests that are made from a file."""
+"""Maximum number of different requests that are made from a file."""
 IDS = ("prompt_ids", "response_ids")
 _ALPHABET = string.ascii_letters + string.digits + " "
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of rows, drawn uniformly from `least` to `most`: tokens of ids, characters of text."""
+    """Range of lengths, drawn uniformly from `least` to `most` inclusive: tokens for token ids, characters for
+    text."""
 
     least: int
     most: int
 
     @staticmethod
     def parse(text: str) -> Lengths:
-        """ "16" or "8-32".
+        """Parses a length "16" or a range "8-32".
 
         Raises:
-            ConfigError: It is neither, or contradicts itself.
+            ConfigError: The text is neither, or the range begins above its end.
         """
         low, dash, high = text.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
@@ -60,9 +61,9 @@ class Shape:
 
     Attributes:
         rows: Rows per call.
-        prompt, response: Their lengths.
-        vocabulary: Token ids are drawn below it.
-        seed: Same seed, same rows.
+        prompt, response: Lengths of prompts and of responses.
+        vocabulary: Token ids are drawn from 0 to vocabulary - 1.
+        seed: Seed of the rows.
     """
 
     rows: int
@@ -73,9 +74,14 @@ class Shape:
 
 
 def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> list[list[dict[str, Any]]]:
-    """Rows of the requests that calls take turns with; a row has a value for each column.
+    """Makes the rows of the requests that calls cycle through: a list of rows per request. A row has a value for each
+    column, by name.
 
-    Fields that the file lacks are made up, and `ground_truth` left empty.
+    Args:
+        columns: Names of the columns.
+        shape: Number, lengths and seed of the rows.
+        data: JSONL file with rows; None: all rows are made up. Fields that it lacks are made up too, except
+            `ground_truth`, which is left empty.
 
     Raises:
         ConfigError: The file cannot be used.
@@ -93,7 +99,7 @@ def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> lis
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a JSONL file.
+    """Reads the objects of a JSONL file.
 
     Raises:
         ConfigError: The file is missing, empty, or a line of it is not an object.
@@ -119,13 +125,13 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def to_batch(rows: list[dict[str, Any]], columns: Iterable[str]) -> Batch:
-    """A batch with inline columns: token ids as jagged int64, all others as text."""
+    """Makes a batch whose columns are sent by value: token ids as jagged int64, all others as text."""
     values = {name: _column(name, [row[name] for row in rows]) for name in columns}
     return Batch.of(**values) if values else Batch(len(rows), {})
 
 
 def to_text_rows(rows: list[dict[str, Any]]) -> list[reward_pb2.TextRow]:
-    """The rows as a reward takes them."""
+    """Converts rows to the TextRow messages that a reward of texts takes."""
     return [
         reward_pb2.TextRow(
             prompt=row["prompt"],

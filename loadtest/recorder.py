@@ -1,4 +1,4 @@
-"""StepRecorder of one step of a load test, in memory that does not grow with the number of calls."""
+"""Records the calls of one step of a load test, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest.caller import OK, ROW_ERROR, Reply
 from loadtest.histogram import Histogram
 
 UNFINISHED = "UNFINISHED"
-"""Code of a call without an answer at the end of the drain."""
+"""Code of a call that had no answer when the wait for answers ended."""
 TIMED = (OK, ROW_ERROR, UNFINISHED, "DEADLINE_EXCEEDED")
 """Codes that count into the latency. An abandoned call counts with the time that it waited: without the slowest
 calls the service would look faster."""
@@ -19,7 +19,8 @@ SERVER_PARTS = ("queue", "fetch", "compute", "store")
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a step that is measured: after its warm-up, until nothing more is sent. On the loop's clock."""
+    """The part of a step that is measured: from the end of its warm-up until nothing more is sent. Times are those of
+    the event loop's clock, in seconds."""
 
     start_s: float
     stop_s: float
@@ -34,7 +35,8 @@ class Window:
 
 @dataclass
 class Interval:
-    """One stretch of the window: calls by when they were due, answers by when they came."""
+    """Figures of one interval of the window: latencies and errors of the calls due in it, and the number of answers
+    that arrived in it."""
 
     latency: Histogram = field(default_factory=Histogram)
     answered: int = 0
@@ -42,17 +44,22 @@ class Interval:
 
 
 class StepRecorder:
-    """Counts the calls of a step.
+    """Counts the calls of a step and their times.
+
+    Args:
+        window: The part of the step that is measured.
+        interval_s: Length of an interval of the timeline in seconds.
 
     Attributes:
-        sent: Calls due in the window that were sent.
-        answered: Answers without error that came in the window, whenever the call was due.
-        answers: From the window's start to each answer without error that came after it, also after its end.
-        latency: From when a call was due to its answer.
-        lag: From when a call was due to when it was sent.
-        server: The service's own times by part, of the slowest rank.
-        rest: From sending to the answer, less the service's own times: network, gRPC and the tester.
-        codes: Calls by code: those due in the window, and those due in the warm-up that had no answer.
+        sent: Number of calls due in the window that were sent.
+        answered: Number of answers without error that arrived in the window, whenever their calls were due.
+        answers: Histogram of the times from the window's start to each later answer without error, also after its
+            end.
+        latency: Histogram of the times from when a call was due to its answer.
+        lag: Histogram of the times from when a call was due to when it was sent.
+        server: Histograms of the times that the slowest rank reports, by part: queue, fetch, compute, store.
+        rest: Histogram of the times from sending to the answer minus those of `server`: network, gRPC and the tester.
+        codes: Number of calls by code: those due in the window, and those due in the warm-up that had no answer.
     """
 
     def __init__(self, window: Window, interval_s: float) -> None:
@@ -95,8 +102,8 @@ class StepRecorder:
 
     @property
     def kept_up(self) -> int:
-        """Answers without error in a window as long as the measured one and later by the median latency: slow calls are
-        not yet answered at the measured window's start, and still answered after its end."""
+        """Number of answers without error in a window of the same length that begins later by the median latency,
+        since slow calls are answered only after the measured window has begun, and after it has ended."""
         later_s = self.latency.percentile_s(50)
         return self.answers.count_below(later_s + self.window.length_s) - self.answers.count_below(later_s)
 
@@ -116,7 +123,7 @@ class StepRecorder:
         return self.intervals[int((moment_s - self.window.start_s) / self.interval_s)]
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The intervals, in order; latencies are missing where no call was due."""
+        """Returns the figures of each interval, in order; latencies are None where no call was due."""
         rows = []
         for number, interval in sorted(self.intervals.items()):
             known = interval.latency.count > 0

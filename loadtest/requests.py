@@ -20,7 +20,7 @@ TEMPERATURE = 1.0
 
 
 def make_requests(target: Target, method: Method, shape: Shape, data: Path | None) -> list[list[bytes]]:
-    """Requests without their headers, by turn and rank: calls take turns with them.
+    """Makes serialized requests without headers: a list per call, which calls cycle through, with a request per rank.
 
     Raises:
         ConfigError: The rows do not fit the service or the method.
@@ -70,7 +70,7 @@ def _of_ranks(
 
 
 def _options(method: Method, shape: Shape) -> dict[str, Any]:
-    """Fields beside the rows that a method requires."""
+    """Returns the fields beside the rows that a method's request requires, by name."""
     if method.name == "GenerateSequences":
         longest = max(shape.response.most, 1)
         return {"sampling": actor_pb2.Sampling(temperature=TEMPERATURE, max_new_tokens=longest)}

@@ -29,7 +29,8 @@ from rlhf.errors import ConfigError
 FORMAT = 1
 MOST_INTERVALS = 120
 LAST_TRIES = 2
-"""Levels in a row that a service has to fail before a ramp ends: one failure may be a disturbance of the machine."""
+"""Number of successive levels that are not sustained after which a ramp ends; a single one may be a disturbance of
+the machine."""
 EIGHT = Lengths(8, 8)
 
 Json = dict[str, Any]
@@ -43,14 +44,14 @@ class Settings:
         role, target, method: The service's role, host:port of rank 0, name of the method.
         arrivals: "poisson" or "constant" for an open loop, "closed" for a closed one.
         levels: Calls per second, or calls at the same time in a closed loop; several for a ramp.
-        duration_s: Measured time of each level.
-        warmup_s: Time under load before that.
-        drain_s: Longest wait for answers after the last call.
-        timeout_s: Deadline of a call.
-        connections: Connections to each rank.
+        duration_s: Measured time of each level in seconds.
+        warmup_s: Time under load before the measured time, in seconds.
+        drain_s: Longest time, in seconds, to wait for answers after the last call.
+        timeout_s: Timeout of a call in seconds.
+        connections: Number of connections to each rank.
         rows, prompt, response, vocabulary, seed: Shape of the rows; see `payloads.Shape`.
         data: JSONL file with rows; None: made-up rows.
-        objectives: Bounds that decide the exit code.
+        objectives: Service level objectives, which decide the exit code; see `slo.parse`.
     """
 
     role: str
@@ -81,12 +82,13 @@ class Settings:
 
 
 async def measure(settings: Settings, tell: Callable[[Json], None], stop: asyncio.Event) -> Json:
-    """Runs all levels; returns the result as it goes to JSON. A ramp ends with the second level in a row that the
-    service does not keep up with.
+    """Runs all levels and returns the result as JSON values. A ramp ends after `LAST_TRIES` successive levels that
+    the service does not sustain.
 
     Args:
-        tell: Called with the figures of each step.
-        stop: When set, ends at once with what was measured.
+        settings: Settings of the load test.
+        tell: Called with the figures of each step when it has ended.
+        stop: Event that ends the test: when it is set, the result has what was measured so far.
 
     Raises:
         RlhfError: The settings do not fit the service, or it does not answer.
@@ -129,7 +131,8 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
 
 @contextmanager
 def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Sets `stop` at SIGINT and SIGTERM; yields the list of received signals."""
+    """Context manager that sets `stop` at SIGINT and SIGTERM; yields a list to which received signals are
+    appended."""
     loop, came = asyncio.get_running_loop(), []
 
     def note(number: int) -> None:

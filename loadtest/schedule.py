@@ -13,32 +13,32 @@ Arrivals = Literal["poisson", "constant"]
 
 
 def arrivals(kind: Arrivals, rate: float, seed: int) -> Iterator[float]:
-    """Offsets in seconds from the start at which calls are due, without end.
+    """Returns an endless iterator over the times at which calls are due, in seconds from the start.
 
     Args:
         kind: "poisson": independent exponential gaps, as from many independent clients; "constant": equal gaps.
         rate: Calls per second, > 0.
-        seed: Same seed, same gaps.
+        seed: Seed of the gaps.
     """
     return constant(rate) if kind == "constant" else poisson(rate, seed)
 
 
 def constant(rate: float) -> Iterator[float]:
-    """0, 1 / rate, 2 / rate, ..."""
+    """Returns an endless iterator over 0, 1 / rate, 2 / rate, ..."""
     return (number / rate for number in itertools.count())
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """A Poisson process: gaps are exponential with mean 1 / rate."""
+    """Returns an endless iterator over the events of a Poisson process: gaps are exponential with mean 1 / rate."""
     generator = random.Random(seed)
     return itertools.accumulate(generator.expovariate(rate) for _ in itertools.count())
 
 
 def ramp(text: str) -> list[float]:
-    """The levels of a ramp "LOW:HIGH:STEPS": STEPS levels, each the same factor above the one before.
+    """Parses a ramp "LOW:HIGH:STEPS" into its STEPS levels, each the same factor above the one before.
 
     Raises:
-        ConfigError: The text is not one.
+        ConfigError: The text has another form, or the numbers are out of range.
     """
     try:
         low_text, high_text, steps_text = text.split(":")

@@ -14,7 +14,7 @@ _KNOWN = "pNN, mean or max with a time (50ms), errors with a number or a share (
 
 @dataclass(frozen=True)
 class Objective:
-    """One bound.
+    """One service level objective: a bound of a measured figure.
 
     Attributes:
         text: The objective as given.
@@ -32,7 +32,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a step met an objective; `measured` is None if no call ended, or for a latency if none was answered."""
+    """An objective and its measured figure in a step. `measured` is None where no call ended, or, for a latency,
+    where none was answered; `met` is then False."""
 
     objective: Objective
     measured: float | None
@@ -47,20 +48,21 @@ class Judgement:
 
 
 def parse(text: str) -> list[Objective]:
-    """The objectives of a comma-separated list; none of an empty one.
+    """Parses a comma-separated list of objectives, such as "p99=50ms,errors=0"; it may be empty.
 
     Raises:
-        ConfigError: One of them is not known; the text lists those that are.
+        ConfigError: An objective is not known; the text lists the known forms.
     """
     return [_objective(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Judgement]:
-    """Judgement of a step's figures on each objective.
+    """Compares the figures of a step with each objective.
 
     Args:
-        step: Figures as in the JSON result.
-        percentile_s: From a percentage to the latency's percentile in seconds.
+        objectives: The objectives.
+        step: Figures of the step, as in the JSON result.
+        percentile_s: Function from a percentage to that percentile of the latency in seconds.
     """
     return [Judgement(objective, _measured(objective, step, percentile_s)) for objective in objectives]
 

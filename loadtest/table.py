@@ -1,4 +1,4 @@
-"""The result in a terminal."""
+"""Shows the result of a load test in a terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PERCENTILES = ("mean", "p50", "p90", "p99", "p99.9", "max")
 
 
 def console() -> Console:
-    """Standard output; in a file or a pipe wide enough for the tables."""
+    """Returns a console for standard output; where that is no terminal, it is 120 columns wide."""
     shown = Console()
     return shown if shown.is_terminal else Console(width=120)
 
 
 def progress_line(step: Json, closed: bool) -> str:
-    """One line about a step that has just ended."""
+    """Returns one line of text about a step that has ended."""
     latency = step["latency_s"]
     told = (
         f"p50 {seconds_text(latency['p50'])}, p99 {seconds_text(latency['p99'])}" if latency else "no answer"
@@ -37,12 +37,12 @@ def progress_line(step: Json, closed: bool) -> str:
 
 
 def level_text(step: Json, closed: bool) -> str:
-    """Load that a step offered to the service."""
+    """Returns the load of a step as text: callers of a closed loop, or calls per second."""
     return f"{step['level']:g} callers" if closed else f"{step['level']:g}/s offered"
 
 
 def report(result: Json) -> RenderableType:
-    """A result for the terminal: levels, parts of the latency and notes."""
+    """Renders a result for the terminal: levels, parts of the latency and notes."""
     settings, closed = result["settings"], result["settings"]["arrivals"] == "closed"
     steps = result["steps"]
     loop = "closed loop" if closed else f"open loop, {settings['arrivals']}"
@@ -76,7 +76,8 @@ def _parts(step: Json) -> Table:
 
 
 def time_parts(step: Json) -> list[tuple[str, Json]]:
-    """Parts of the latency with their figures, the tester's own first; the others only if replies have Timing."""
+    """Returns (name, figures) of each part of the latency: the delay of sends, and, where the ranks report their
+    times, those and the rest."""
     parts = [("tester: sent late by", step["lag_s"])]
     parts += [(f"service: {part}", summary) for part, summary in step["server_s"].items()]
     if step["rest_s"]:
@@ -117,6 +118,6 @@ def _notes(result: Json, closed: bool) -> Iterable[tuple[str, bool]]:
 
 
 def ramp_text(level: Json, closed: bool) -> str:
-    """A level of a ramp in words."""
+    """Returns a level of a ramp as text: load, throughput and mean latency."""
     offered = f"{level['level']:g} {'callers' if closed else 'calls/s'}"
     return f"{offered}: {rate_text(level['throughput'])}/s answered, mean {seconds_text(level['latency_s'])}"

@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, RlhfError
 from rlhf.v1 import worker_pb2
 
 CONNECT_S = 10.0
-"""Longest time until a service answers Describe, or opens a session."""
+"""Timeout of Describe and of opening a session, in seconds."""
 
 _NOT_SERVED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 
@@ -24,9 +24,9 @@ class Target:
 
     Args:
         address: host:port of rank 0.
-        role: Role that the service has to have.
-        connections: Connections to each rank; calls take turns with them.
-        description: Answer of rank 0 to Describe; None for a server that does not serve it.
+        role: Role of the service.
+        connections: Number of connections to each rank, which calls cycle through.
+        description: Response of rank 0 to Describe; None for a server that does not serve it.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Target:
 
     @staticmethod
     async def find(address: str, role: str, connections: int) -> Target:
-        """Describes the service at an address.
+        """Calls Describe on the service at an address and makes its Target.
 
         Raises:
-            ConfigError: The service has another role.
-            RlhfError: No answer within CONNECT_S, or an error.
+            ConfigError: The service has a different role.
+            RlhfError: The service does not respond within `CONNECT_S`, or responds with an error.
         """
         client = RankClient(role, 0, address)
         try:
@@ -71,19 +71,19 @@ class Target:
 
     @property
     def wants_text(self) -> bool:
-        """Whether a reward scores text; a server that does not describe itself does."""
+        """Whether the service, a reward, scores texts. True for a server that does not serve Describe."""
         return not self.description or self.description.input_form != worker_pb2.INPUT_FORM_TENSOR
 
     @property
     def dispatches(self) -> bool:
-        """Whether calls may go over WorkerService.Dispatch."""
+        """Whether the service serves WorkerService.Dispatch, so that calls can be sent over a stream."""
         return self.description is not None and self.description.dispatches
 
     def clients(self, session: str = "") -> list[list[RankClient]]:
-        """New clients by rank and connection; the caller closes them.
+        """Makes new clients, a list of one per connection for each rank. The caller must close them, see `close_all`.
 
         Args:
-            session: As of `RankClient`.
+            session: Name of the session whose calls go over streams; empty: calls are unary. See `RankClient`.
         """
         is_ours = self.description is not None and self.description.epoch > 0
         return [

@@ -26,19 +26,20 @@ class Axis:
 
 
 def linear_axis(values: Sequence[float]) -> Axis:
-    """From a tick at or below the smallest value to one at or above the largest."""
+    """Makes a linear axis from a round tick at or below the smallest value to one at or above the largest."""
     ticks = nice_ticks(min(values), max(values), target=4)
     return _linear(ticks, ticks[0], ticks[-1], "{:.4g}".format)
 
 
 def step_axis(values: Sequence[float]) -> Axis:
-    """From the smallest value to the largest, with ticks at whole numbers between them."""
+    """Makes a linear axis from the smallest value to the largest, with ticks at whole numbers."""
     low, high = min(values), max(values)
     return _linear(nice_ticks(low, high, target=6, whole=True), low, high, "{:g}".format)
 
 
 def log_axis(values: Sequence[float], text: Callable[[float], str]) -> Axis:
-    """Whole powers of ten that enclose the values, which are > 0."""
+    """Makes a logarithmic axis between the powers of ten that enclose the values, which must be above 0. `text` makes
+    the label of a value."""
     low, high = math.floor(math.log10(min(values)) + 1e-9), math.ceil(math.log10(max(values)) - 1e-9)
     high = max(high, low + 1)
     ticks = [(10.0**power, text(10.0**power)) for power in range(low, high + 1)]
@@ -46,7 +47,7 @@ def log_axis(values: Sequence[float], text: Callable[[float], str]) -> Axis:
 
 
 def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) -> list[float]:
-    """Evenly spaced round numbers, 1, 2 or 5 times a power of ten apart, that enclose [low, high].
+    """Returns evenly spaced round numbers, 1, 2 or 5 times a power of ten apart, that enclose [low, high].
 
     Args:
         target: Roughly the number of intervals; there are at most `target` + 2.
@@ -66,7 +67,7 @@ def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) ->
 
 
 def tick_label(value: float, step: float) -> str:
-    """A tick with as many decimals as ticks `step` apart need."""
+    """Returns the label of a tick, with as many decimals as ticks that are `step` apart need."""
     if step < 1e-5 or step >= 1e7:
         return f"{value:.3g}"
     return f"{value:,.{_decimals(step)}f}"

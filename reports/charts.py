@@ -44,14 +44,14 @@ _MAX_NAME = 24
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a line chart. Points that are not finite break it."""
+    """Line of a line chart, with its name and its points (x, y). Points whose y is not finite interrupt the line."""
 
     name: str
     points: Sequence[Point]
 
     @property
     def finite(self) -> list[Point]:
-        """The points that are drawn."""
+        """Points whose y is finite."""
         return [point for point in self.points if math.isfinite(point[1])]
 
 
@@ -93,7 +93,7 @@ def line_chart(
     height: int = 240,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """Lines over two axes, with ticks, grid, legend and a hover title at each point.
+    """Renders a line chart as SVG, with ticks, grid, legend and a hover title at each point.
 
     Args:
         label: Describes the chart to readers who do not see it.
@@ -113,7 +113,7 @@ def line_chart(
 
 
 def bar_chart(bars: Sequence[Bar], label: str, width: int = 440) -> str:
-    """Horizontal bars from zero, one below the other, each with its name and its value in words.
+    """Renders a bar chart as SVG: horizontal bars from zero, each with its name and its value as text.
 
     Args:
         label: Describes the chart to readers who do not see it.
@@ -136,7 +136,8 @@ def bar_chart(bars: Sequence[Bar], label: str, width: int = 440) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """At most `limit` points with the same outline: of each of equal stretches the lowest and highest."""
+    """Returns at most about `limit` points with the same outline: the lowest and the highest of each of equal
+    stretches."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))

@@ -12,16 +12,19 @@ _NOT_IN_HTML = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFF
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """The page of a title, which is escaped, and of sections in HTML; empty ones are left out."""
+    """Renders an HTML page from a title, which is escaped, and sections in HTML, of which empty ones are left out."""
     body = "\n".join(section for section in sections if section)
     return _PAGE.format(title=escape(title), style=_STYLE + CHART_STYLE, body=body)
 
 
 def card(title: str, content: str, *, is_wide: bool = False, note: str = "") -> str:
-    """A titled box with content in HTML and a note below it; empty without content.
+    """Renders a titled box as HTML; returns an empty text where `content` is empty.
 
     Args:
-        is_wide: Whether it takes both columns.
+        title: Title as text.
+        content: Content as HTML.
+        is_wide: Whether the box takes both columns of the page.
+        note: Text below the content.
     """
     if not content:
         return ""
@@ -47,7 +50,7 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Text in a fixed-width font that keeps its line breaks."""
+    """Returns HTML of a text in a fixed-width font that keeps its line breaks."""
     return f"<code>{escape(text)}</code>"
 
 

@@ -15,7 +15,7 @@ def document(parts: Iterable[str], width: float, height: float, label: str) -> s
 
 
 def rule(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight line of the CSS class `kind`."""
+    """Returns a straight line from (x1, y1) to (x2, y2) with CSS class `kind`."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
@@ -31,5 +31,5 @@ def title(content: str) -> str:
 
 
 def text_width(texts: Sequence[str]) -> float:
-    """An upper bound of the width of the longest text."""
+    """Returns an upper bound of the width of the longest text, in user units; 0 for no texts."""
     return _CHARACTER_WIDTH * max((len(each) for each in texts), default=0)

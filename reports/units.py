@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers for people: bytes, durations, figures and rates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Such as "512 B", "1.5 KiB" or "310 MiB"."""
+    """Formats a number of bytes, such as "512 B", "1.5 KiB" or "310 MiB"."""
     power = min(len(_UNITS) - 1, max(0, int(num_bytes).bit_length() - 1) // 10)
     value = num_bytes / 1024**power
     return f"{value:.{0 if power == 0 or value >= 100 else 1}f} {_UNITS[power]}"
 
 
 def duration_text(seconds: float) -> str:
-    """Such as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
+    """Formats a duration in seconds, such as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -32,7 +32,7 @@ def figure_text(value: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """Such as "61.2 %"."""
+    """Formats a fraction as a percentage, such as "61.2 %" for 0.612."""
     return f"{100 * fraction:.1f} %"
 
 

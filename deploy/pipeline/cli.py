@@ -24,9 +24,9 @@ class Stage:
 
     Attributes:
         algorithm: Name of the algorithm, of its config beside this file, and of the stage's directory.
-        trained: Service whose weights the later stages begin with.
-        models: By service, the stage whose model it begins with; "" is the model with random weights.
-        rows: Stem of the names of its data.
+        trained: Name of the service whose weights later stages start from.
+        models: Stage whose model each service starts from, by service; "" is the model with random weights.
+        rows: Stem of the names of its data files.
     """
 
     algorithm: str
@@ -52,9 +52,9 @@ class Pipeline:
     """One run of all stages.
 
     Attributes:
-        directory: Where everything goes.
-        settings: By stage, KEY=VALUE settings of its config.
-        runs: Run directory of each stage that is done.
+        directory: Directory of all outputs.
+        settings: Overrides KEY=VALUE of the config of each stage, by stage.
+        runs: Run directory of each finished stage, by stage.
     """
 
     directory: Path
@@ -62,12 +62,12 @@ class Pipeline:
     runs: dict[str, Path] = field(default_factory=dict)
 
     def prepare(self, data: Path, seed: int) -> None:
-        """Builds tokenizer, model and rows."""
+        """Builds tokenizer, model and rows from the dialogues in `data`."""
         out = str(self.directory / "data")
         _run("-m", "deploy.pipeline.prepare", "--data", str(data), "--out", out, "--seed", str(seed))
 
     def run(self, stage: Stage, seed: int) -> None:
-        """One stage, its services started and stopped."""
+        """Runs one stage; starts its services before and stops them after it."""
         parent = self.directory / stage.algorithm
         settings = [
             f"run.directory={parent}",
@@ -83,7 +83,8 @@ class Pipeline:
         (self.runs[stage.algorithm],) = parent.iterdir()
 
     def model(self, stage: str) -> Path:
-        """Model directory that a stage produced; for no stage, that of the model with random weights."""
+        """Returns the model directory that a finished stage exported; for "", that of the model with random
+        weights."""
         if not stage:
             return self.directory / "data" / "model"
         trained = next(each.trained for each in STAGES if each.algorithm == stage)

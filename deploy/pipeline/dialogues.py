@@ -11,12 +11,12 @@ from pathlib import Path
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 Count = Callable[[str], int]
-"""Tokens of a text."""
+"""Function that returns the number of tokens of a text."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ends of one dialogue.
+    """One dialogue with two alternative last answers.
 
     Attributes:
         prompt: The dialogue up to where the assistant speaks last.
@@ -60,7 +60,8 @@ def is_heldout(pair: Pair, percent: int) -> bool:
 
 
 def shortened(prompt: str, count: Count, most: int) -> str:
-    """The last turns of a prompt, as many as fit into so many tokens; empty where not even the last does."""
+    """Returns the last turns of a prompt, as many as fit into `most` tokens; empty where not even the last one
+    does."""
     turns = prompt.split(HUMAN)[1:]
     kept = ""
     for turn in reversed(turns):

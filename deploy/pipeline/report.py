@@ -14,11 +14,11 @@ KL = "kl/sequence_mean"
 
 
 def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
-    """The figures of all steps, by step.
+    """Returns the figures of all steps, by step, and the total time.
 
     Args:
-        runs: Run directory of each step.
-        wall_s: Of everything.
+        runs: Run directory of each step, by name of the step.
+        wall_s: Wall time of the whole pipeline in seconds.
     """
     sft, pairs, ppo = (_read(runs[name] / "summary.json") for name in ("sft", "reward_model", "ppo"))
     lines = [json.loads(line) for line in (runs["ppo"] / "metrics.jsonl").read_text().splitlines()]
@@ -42,7 +42,7 @@ def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
 
 
 def check(summary: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
-    """By bar, whether it is met, and its figures."""
+    """Returns for each bar, the criterion that a step has to meet, whether it is met, and its figures as text."""
     sft, pairs, ppo = summary["sft"], summary["reward_model"], summary["ppo"]
     interval = f"{pairs['accuracy_low']:.1%} to {pairs['accuracy_high']:.1%}"
     return {
@@ -86,7 +86,8 @@ def render(directory: Path, runs: Mapping[str, Path], summary: Mapping[str, Any]
 
 
 def before_and_after(run: Path) -> list[tuple[str, str, str]]:
-    """Prompt, first and last response with their rewards, of each prompt with samples."""
+    """Returns (prompt, first response, last response), with rewards, for each prompt with samples at both the first
+    and the last evaluation of a run."""
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     last = max((row["step"] for row in rows), default=0)
     first = {row["prompt"]: row for row in rows if row["step"] == 0}
