@@ -129,11 +129,9 @@ def policy_loss(
         config: options of the loss.
         num_tokens: response tokens of the mini-batch, over all micro-batches and data ranks.
         num_sequences: sequences of the mini-batch, over all micro-batches and data ranks.
-        entropy_BT: H, entropy of the policy at each token in nats; required for `entropy_coef`, else only a
-            statistic (pass it detached then, or backward traverses its graph in vain).
+        entropy_BT: H, entropy at each token in nats; required for `entropy_coef`, else a statistic, to pass detached.
         ref_log_probs_BT: log-probabilities of the reference; required for `kl_coef`, else only a statistic.
-        rollout_log_probs_BT: log-probabilities of the rollout engine; required for `correction`. Without correction
-            w is 1.
+        rollout_log_probs_BT: log-probabilities of the rollout engine; required for `correction`, without which w is 1.
 
     Returns:
         The scalar to call backward on, and the sums of the surrogate and of `rollout_weights` with `pg_loss` and,

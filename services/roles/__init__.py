@@ -1,1 +1,1 @@
-"""What the roles with a model (actor, critic, reference, reward) share: `ModelWorker` and its parts."""
+"""`ModelWorker`, the worker of roles with a model (actor, critic, reference, reward), and its parts."""

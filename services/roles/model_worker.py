@@ -146,8 +146,7 @@ class ModelWorker(Worker):
             return run()
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
-        """Returns the token ids of each text; calls `services.roles.tokenization.tokenize_texts` with the role's
-        tokenizer, and `options` for it."""
+        """Returns the token ids of each text by the role's tokenizer; see `tokenize_texts`."""
         return tokenize_texts(
             self.tokenizer,
             texts,
@@ -191,13 +190,10 @@ class ModelWorker(Worker):
 
         Args:
             rows: Rows of the call, with columns "prompt_ids" and "response_ids".
-            schedule: Numbers of epochs and of mini-batches per epoch.
-            call: The call.
             head: Head whose output the loss takes.
-            loss_for: Returns the loss function of a mini-batch, given its numbers of response tokens and of rows over
-                all ranks.
-            columns: Columns that the loss reads, which must have one value per response token.
-            term: Additional loss over sequences of its own; None for none.
+            loss_for: Returns the loss of a mini-batch, given its response tokens and its rows over all ranks.
+            columns: Columns that the loss reads, with one value per response token.
+            term: Additional loss over sequences of its own.
         """
         with self.ranks.together(call.peers_deadline):
             mini_batches = plan_mini_batches(rows, schedule, call, self._micro_batcher, columns, term)
@@ -212,12 +208,8 @@ class ModelWorker(Worker):
         loss_for: Callable[[int, int], LossFn[Output]],
         term: LossTerm[Any] | None = None,
     ) -> CallResult:
-        """Makes one optimizer step per mini-batch (see `Updater.run`) and increments the policy version. Collective.
-
-        Args:
-            mini_batches: This rank's part of each mini-batch; equally many on every rank.
-            rows, call, head, loss_for, term: As for `update`.
-        """
+        """Makes one optimizer step per mini-batch, of which `mini_batches` holds this rank's parts, and increments the
+        policy version. Collective; otherwise as `update`."""
         metrics = self._updater.run(
             mini_batches,
             UpdateLoss(head, loss_for, term),
@@ -243,8 +235,7 @@ class ModelWorker(Worker):
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
-        """Loads weights, optimizer state and policy version from a sharded checkpoint. Collective; if any rank fails,
-        every rank keeps its state."""
+        """Loads a sharded checkpoint and its policy version, on every rank or on none. Collective."""
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")

@@ -58,13 +58,11 @@ class ThreeDParallelEngine(ShardedEngine):
             masters, which have gradients and moments (Micikevicius et al. 2018, "Mixed Precision Training").
         optimizer: Options of AdamW; None for a model that is not trained.
         with_value_head: Whether the model is a value model.
-        transition: How generation weights are gathered from training weights; None for a model that does not
-            generate.
+        transition: How generation weights are gathered from training weights; None if the model does not generate.
         generates_in_place: Whether training weights are views of the generation weights' memory; if not,
             `rollout_weights` copies them. Only with a transition "hybridflow".
         activation_checkpointing: Whether a layer saves only its input, and is recomputed in the backward pass.
-        shards_over_data: Whether weights, gradients and moments are sharded over data ranks (FSDP2); excludes
-            generation in place.
+        shards_over_data: Whether data ranks shard weights, gradients and moments (FSDP2); not with generates_in_place.
 
     Attributes:
         transition: The object that gathers generation weights; None for a model that does not generate.
