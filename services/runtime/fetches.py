@@ -32,7 +32,7 @@ class FetchQueue:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Fetch, asyncio.Future[CallRows]]] = deque()
         self._running: asyncio.Future[CallRows] | None = None
-        self._thread = ThreadPoolExecutor(1, "transfer")
+        self._thread = _started_thread()
 
     def add(self, fetch: Fetch) -> asyncio.Future[CallRows]:
         """Adds a fetch; returns a future of its rows, which `drop` and `close` cancel."""
@@ -48,7 +48,7 @@ class FetchQueue:
         rows.cancel()
         if rows is self._running:
             self._thread.shutdown(wait=False)
-            self._thread, self._running = ThreadPoolExecutor(1, "transfer"), None
+            self._thread, self._running = _started_thread(), None
             self._start_next()
 
     def close(self) -> None:
@@ -73,6 +73,13 @@ class FetchQueue:
         if rows is self._running:
             self._running = None
             self._start_next()
+
+
+def _started_thread() -> ThreadPoolExecutor:
+    """Returns an executor whose one thread runs already, so that a dropped fetch leaves as many threads as before."""
+    thread = ThreadPoolExecutor(1, "transfer")
+    thread.submit(int)
+    return thread
 
 
 def fetch_rows(

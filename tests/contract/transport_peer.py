@@ -271,8 +271,8 @@ class Peer:
         return {}
 
     def pause(self, at, after=0):
-        """Makes the next transfer between GPUs pause until `go_on` at a `copy`, after so many copies, or at its `join`,
-        or for ever at its `send`; the peer reports the pause."""
+        """Pauses the next transfer between GPUs: until `go_on` at copy number `after` or at its `join`, or for ever at
+        its `send`. The peer reports the pause."""
         if at == "copy":
             self.store.copies_left = after
             return {}
