@@ -107,9 +107,9 @@ class CallRunner:
                 return self._compute.run_at_once(call)
             self._phase.set(worker_pb2.PHASE_FETCHING, call)
             rows, failure = await self._fetched(call)
-            self._phase.set(worker_pb2.PHASE_COMPUTING, call)
             if call.registration.collective and self._worker.ranks.size > 1:
                 await self._meet(call)
+            self._phase.set(worker_pb2.PHASE_COMPUTING, call)
             return await self._compute.run(call, rows, failure)
         except OutOfStep as error:
             asyncio.get_running_loop().call_later(ANSWER_S, self._worker.leave, str(error))

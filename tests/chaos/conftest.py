@@ -214,9 +214,12 @@ def describe(address: str) -> worker_pb2.DescribeResponse:
 
 
 def wait_for_call(run: Program, address: str, method: str) -> None:
-    """Returns in the middle of a call of a training step."""
+    """Returns when every rank of the service at an address computes a call of a training step."""
     run.until_it_says("step 0/", START_TIMEOUT_S)
-    watch_until(address, lambda s: s.method == method and s.phase == worker_pb2.PHASE_COMPUTING)
+    for rank in describe(address).ranks:
+        watch_until(
+            rank.endpoint.address, lambda s: s.method == method and s.phase == worker_pb2.PHASE_COMPUTING
+        )
 
 
 def with_vocabulary(model: Path, directory: Path, change: Callable[[dict[str, int]], None]) -> Path:

@@ -19,7 +19,7 @@ from integration.test_server import (
     training_rows,
 )
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, PeerFailed, Refused, RlhfError
-from rlhf.v1 import actor_pb2
+from rlhf.v1 import actor_pb2, worker_pb2
 from services.runtime.turn_queue import MISSING_S
 
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
@@ -60,6 +60,17 @@ def test_a_call_that_one_rank_is_not_sent_fails_at_its_deadline_and_later_ones_a
         assert not (tmp_path / "lone").exists()
         assert_right(service, tmp_path)
         service.close()
+
+
+def test_a_rank_computes_once_every_rank_is_ready(actor: Service, tmp_path: Path) -> None:
+    rows = training_rows().select(["prompt_ids", "response_ids"])
+    requests = actor.requests("compute_log_prob", rows, temperature=1.0)
+    first = actor.send("compute_log_prob", {0: requests[0]})
+    statuses = [actor.watch_until(lambda status: status.method == "ComputeLogProb", 0) for _ in range(5)]
+    assert {status.phase for status in statuses} == {worker_pb2.PHASE_FETCHING}
+    second = actor.send("compute_log_prob", {1: requests[1]})
+    assert not any(isinstance(outcome, Exception) for outcome in [*first.outcomes(), *second.outcomes()])
+    assert_right(actor, tmp_path)
 
 
 def test_sessions_that_reach_one_rank_only_do_not_stop_the_next(actor: Service, tmp_path: Path) -> None:

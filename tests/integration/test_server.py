@@ -459,7 +459,7 @@ def test_a_call_that_a_dead_controller_left_with_one_rank_does_not_stop_the_next
     options = {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}
     rows = training_rows()
     stale = actor.send("update_actor", {0: actor.requests("update_actor", rows, **options)[0]})
-    actor.watch_until(lambda status: status.phase == worker_pb2.PHASE_COMPUTING)
+    actor.watch_until(lambda status: status.method == "UpdateActor")
     successor = Service("actor", actor.addresses[0])
     assert successor.export(tmp_path / "after") == before
     assert [type(outcome) for outcome in stale.outcomes()] == [Refused]
