@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from controller.config.config import Config
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
-from integration import node_reward
+from integration import example_plugins, node_reward
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
 from integration.references import References
 
@@ -170,6 +170,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 def reward_node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reward in Node.js, ready to start."""
     return node_reward.install(tmp_path_factory.mktemp("node"))
+
+
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory to put on PYTHONPATH, in which the package `examples/plugins` is installed."""
+    return example_plugins.install(tmp_path_factory.mktemp("plugins"))
 
 
 def _save_all(config: Config, directory: Path) -> dict[str, Path]:

@@ -1,0 +1,68 @@
+"""Plug-ins by name: those of this project, those of installed packages, and objects named as `module:object`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from rlhf.errors import ConfigError
+from settings.explain import nearest
+
+T = TypeVar("T")
+
+
+class PluginError(ConfigError, ValueError):
+    """A plug-in does not exist, cannot be imported, or is of a wrong type. Also a ValueError, so that a validator of a
+    table may raise it."""
+
+
+def plugin_names(group: str, built_in: Iterable[str] = ()) -> list[str]:
+    """Returns the names of the plug-ins that are known, sorted.
+
+    Args:
+        group: Entry-point group in which installed packages declare plug-ins.
+        built_in: Names of those of this project.
+    """
+    return sorted({*built_in, *entry_points(group=group).names})
+
+
+def find_plugin(group: str, name: str, kind: type[T], built_in: Mapping[str, T]) -> T:
+    """Returns a plug-in by name.
+
+    Args:
+        group: Entry-point group in which installed packages declare plug-ins, as NAME = "module:object".
+        name: Name of a plug-in of this project or of an entry point, or "module:object".
+        kind: Type that the plug-in must have.
+        built_in: Plug-ins of this project, by name. An entry point of the same name is ignored.
+
+    Raises:
+        PluginError: There is no such plug-in (the text lists the known names), it cannot be imported, or it is not of
+            type `kind`.
+    """
+    if name in built_in:
+        return built_in[name]
+    if ":" in name:
+        return load_object(name, kind)
+    found = tuple(entry_points(group=group, name=name))
+    if not found:
+        known = plugin_names(group, built_in)
+        raise PluginError(
+            f"{name!r} is unknown{nearest(name, known)}; known: {', '.join(known)}, or module:object"
+        )
+    return load_object(found[0].value, kind)
+
+
+def load_object(reference: str, kind: type[T]) -> T:
+    """Imports and returns the object that `reference`, "module:object", names.
+
+    Raises:
+        PluginError: It cannot be imported, or is not of type `kind`.
+    """
+    try:
+        found = EntryPoint(reference, reference, "").load()
+    except Exception as error:
+        raise PluginError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, kind):
+        raise PluginError(f"{reference!r} is of type {type(found).__name__}, not {kind.__name__}")
+    return found
