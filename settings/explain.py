@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from rlhf.plugins import nearest
 
 SHOWN = 3
 """Maximum number of errors that a message describes; further ones are only counted."""
@@ -54,12 +55,6 @@ def explain(
     if len(mistakes) > SHOWN:
         lines.append(f"and {len(mistakes) - SHOWN} more")
     return "; ".join(lines)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'WORD'?` with the most similar known word, or an empty string where none is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _mistake(

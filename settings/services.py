@@ -8,9 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rlhf.errors import ConfigError
+from rlhf.plugins import nearest
 from settings.actor import ActorTable
 from settings.critic import CriticTable
-from settings.explain import explain, nearest
+from settings.explain import explain
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
 from settings.service import ServiceTable

@@ -8,7 +8,7 @@ import pytest
 from pydantic import field_validator
 
 from rlhf.errors import ConfigError
-from settings.plugins import PluginError, find_plugin, load_object, plugin_names
+from rlhf.plugins import PluginError, find_plugin, load_object, plugin_names
 from settings.strict import Strict, validate
 
 GROUP = "rlhf_cluster.test_plugins"
@@ -76,5 +76,5 @@ def test_a_table_may_look_for_a_plug_in_as_it_is_validated() -> None:
 
 
 def test_an_object_without_a_colon_is_told() -> None:
-    with pytest.raises(PluginError, match=r"'settings\.plugins' is of type module, not int"):
-        load_object("settings.plugins", int)
+    with pytest.raises(PluginError, match=r"'rlhf\.plugins' is of type module, not int"):
+        load_object("rlhf.plugins", int)

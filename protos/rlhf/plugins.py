@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from rlhf.errors import ConfigError
-from settings.explain import nearest
 
 T = TypeVar("T")
 
@@ -66,3 +66,9 @@ def load_object(reference: str, kind: type[T]) -> T:
     if not isinstance(found, kind):
         raise PluginError(f"{reference!r} is of type {type(found).__name__}, not {kind.__name__}")
     return found
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'WORD'?` with the most similar known word, or an empty string where none is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
