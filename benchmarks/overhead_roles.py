@@ -17,18 +17,20 @@ from torch import Tensor
 from controller.advantage import ppo_advantage
 from controller.config.config import Config
 from controller.data.prompts import PromptData
+from controller.training.losses import policy_loss as policy_loss_message
 from nccl_transfer.refs.columns import Jagged
-from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.losses import policy_loss, surrogate_of
 from services.compute.heads import Head, Output, PolicyHead, PolicyOutput, value_head
 from services.compute.jagged_rows import assemble
 from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
-from services.critic.losses import value_loss
+from services.critic.losses import clipped_squared_error
 from services.engines.base import LossFn, OptimizerOptions, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
 from services.models.families import load_causal_lm, load_value_model
 from services.models.tokenizers import load_tokenizer
 from services.reward.functions import find_function
+from services.roles.loss_options import PolicyLossOptions, read_knobs
 from services.roles.losses import aggregate
 from services.roles.minibatch import deal
 from services.rollout.base import SamplingOptions
@@ -36,6 +38,7 @@ from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from settings.actor import ActorTable
 from settings.critic import CriticTable
+from settings.losses import ValueClipOptions
 from settings.model import ModelTable, OptimizerTable
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
@@ -147,14 +150,8 @@ class PlainActor(Model):
         self, step: int, numbers: np.ndarray, sequences: Sequences, old: Column, advantages: Column
     ) -> None:
         algorithm = self.config.algorithm
-        loss_config = PolicyLossConfig(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip or None,
-            entropy_coef=algorithm.entropy_coefficient,
-            aggregation=algorithm.aggregation,
-            max_length=self.config.rollout.max_response_tokens,
-        )
+        options = read_knobs(PolicyLossOptions, policy_loss_message(self.config, with_texts=False))
+        surrogate = surrogate_of(options)
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
             def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -163,7 +160,8 @@ class PlainActor(Model):
                     micro_batch.spread(old),
                     micro_batch.spread(advantages),
                     micro_batch.response_mask_BR,
-                    loss_config,
+                    surrogate,
+                    options,
                     num_tokens=num_tokens,
                     num_sequences=num_rows,
                     entropy_BT=output.entropy_BR,
@@ -192,21 +190,20 @@ class PlainCritic(Model):
         self, step: int, numbers: np.ndarray, sequences: Sequences, old: Column, returns: Column
     ) -> None:
         algorithm = self.config.algorithm
+        options = ValueClipOptions(value_clip=algorithm.value_clip)
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[Tensor]:
             def loss(values_BR: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
                 old_BR, returns_BR = micro_batch.spread(old), micro_batch.spread(returns)
                 mask_BR = micro_batch.response_mask_BR
-                loss_BR, stats = value_loss(
-                    values_BR, old_BR, returns_BR, mask_BR, clip=algorithm.value_clip or None
-                )
+                loss_BR, stats = clipped_squared_error(values_BR, old_BR, returns_BR, mask_BR, options)
                 total = aggregate(
                     loss_BR,
                     mask_BR,
                     algorithm.aggregation,
                     num_tokens=num_tokens,
                     num_sequences=num_rows,
-                    max_length=self.config.rollout.max_response_tokens,
+                    max_response_tokens=self.config.rollout.max_response_tokens,
                 )
                 return total, stats
 

@@ -52,6 +52,8 @@ _set_option = click.option(
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Start, watch and stop the services of a config on this host."""
+    # A user's own plug-ins may be in the working directory.
+    sys.path.append(str(Path.cwd()))
     ctx.obj = ctx.obj or Launcher()
 
 

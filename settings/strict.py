@@ -18,6 +18,8 @@ from rlhf.errors import ConfigError
 from settings.explain import explain
 
 Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 class Strict(BaseModel):

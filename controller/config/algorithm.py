@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import model_validator
 
-from settings.strict import Positive, Strict
+from rlhf.errors import ConfigError
+from settings.losses import (
+    PolicyLossTable,
+    PpoOptions,
+    ValueClipOptions,
+    ValueLossTable,
+    find_policy_loss,
+    find_value_loss,
+)
+from settings.strict import Fraction, NotNegative, Positive, Strict, validate
 
 MAX_KL_ERROR = 0.2
 """Bound of the relative error |KL / target - 1| from which an adaptive KL coefficient is updated (Ziegler et al.
 2019), so that it changes by at most this share per horizon."""
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
+LOSSES = {"surrogate": find_policy_loss, "value_loss": find_value_loss}
+"""Functions that find the losses per token, by the key of `[algorithm]` that names one. The options of each are in a
+table that is named like the key, with _options."""
 
 
-class AlgorithmTable(Strict):
+class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTable):
     """Hyper-parameters that algorithms share; each algorithm reads some of them, and may have defaults of its own."""
 
     epochs: Positive = 1
@@ -31,25 +41,6 @@ class AlgorithmTable(Strict):
     """Lambda of GAE: 0 uses one-step returns, 1 the whole return."""
     whiten_advantages: bool = True
     """Shifts and scales the advantages of a batch to mean 0 and variance 1."""
-    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Use of the probability ratio in the actor's loss: ppo clips the ratio of each token, gspo that of the whole
-    response, and cispo multiplies each token's log-probability by the clipped ratio, without its gradient."""
-    clip_low: Fraction = 0.2
-    """The probability ratio is clipped from below at 1 - clip_low."""
-    clip_high: NotNegative = 0.2
-    """The probability ratio is clipped from above at 1 + clip_high."""
-    dual_clip: NotNegative = 3.0
-    """Dual clip (Ye et al. 2020): where the advantage A is negative, the loss of a token is at most -dual_clip A.
-    Above 1, or 0 for off. With surrogate ppo it is on in every algorithm, though their papers do not have it."""
-    value_clip: NotNegative = 0.5
-    """New values of the critic are clipped to within +-value_clip of the old ones in its loss. 0: off."""
-    entropy_coefficient: NotNegative = 0.0
-    """Weight of the entropy bonus in the actor's loss."""
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """Reduction of the losses of tokens to one number: token-mean is the mean over all tokens; the others reduce each
-    response first, to the sum, the mean, or the sum divided by rollout.max_response_tokens, and average these."""
     kl_reward_coefficient: NotNegative = 0.001
     """Coefficient of the KL penalty in the reward."""
     kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -58,29 +49,12 @@ class AlgorithmTable(Strict):
     """KL per response that an adaptive coefficient steers to (Ziegler et al. 2019); 0: the coefficient is fixed."""
     kl_horizon: Positive = 10_000
     """Number of responses over which the adaptive coefficient changes."""
-    kl_loss_coefficient: NotNegative = 0.0
-    """Coefficient of the KL term in the actor's loss."""
-    kl_loss_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimator of the KL term in the actor's loss; k1+ and k3+ have the value of k1 and k3 and the gradient of
-    k2."""
     recompute_log_probs: bool = True
     """Recomputes the log-probabilities of the responses with the training engine. false uses those of the rollout
     engine."""
-    rollout_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correction for the difference between the probabilities of the training engine and those that the rollout
-    engine sampled with: the loss is weighted by their ratio. truncate bounds the ratio from above; mask replaces
-    ratios that are out of bounds by 0. Cannot be combined with rollout.top_k or rollout.top_p."""
-    rollout_correction_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio of the rollout correction: one per token, or one per response."""
-    rollout_correction_low: NotNegative = 0.5
-    """Smallest ratio that rollout correction mask keeps."""
-    rollout_correction_high: float = Field(default=2.0, gt=0)
-    """Largest ratio that rollout correction mask keeps, and the upper bound with truncate."""
     max_log_prob_drift: NotNegative = 0.0
     """Largest difference allowed between a token's log-probabilities in training and rollout engine, in nats; a
     larger one ends the run. 0: no bound."""
-    pretrain_coefficient: NotNegative = 0.0
-    """Coefficient of the loss on the texts of data.pretrain in the actor's loss."""
     on_failed_reward: Literal["stop", "retry", "drop_group"] = "stop"
     """Handling of rows that could not be scored. stop ends the run with the cause; retry sends them again, up to
     `reward_retries` times, and then ends the run; drop_group trains without them and the other responses to their
@@ -90,9 +64,29 @@ class AlgorithmTable(Strict):
     options: dict[str, Any] = {}
     """Options of the chosen algorithm; see the tables of the algorithms below."""
 
-    @field_validator("dual_clip")
-    @classmethod
-    def _check_dual_clip(cls, dual_clip: float) -> float:
-        if 0 < dual_clip <= 1:
-            raise ValueError(f"must be above 1, or 0 for off (given: {dual_clip})")
-        return dual_clip
+    def loss_options(self, loss: str) -> Strict:
+        """Returns all options of the loss per token that a key of `LOSSES` names. An option that has the name of a key
+        of `[algorithm]` has that key's value.
+
+        Raises:
+            ConfigError: An option is unknown or wrong, or is given in its table although it is a key of `[algorithm]`.
+        """
+        name, given = getattr(self, loss), getattr(self, f"{loss}_options")
+        kind = LOSSES[loss](name).options
+        shared = self.shared_options(loss)
+        where = f"algorithm.{loss}_options of {name}"
+        for option in sorted(shared.intersection(given)):
+            raise ConfigError(f"config {where}: {option}: is a key of [algorithm]; set algorithm.{option}")
+        return validate(kind, {**given, **{option: getattr(self, option) for option in shared}}, where)
+
+    def shared_options(self, loss: str) -> set[str]:
+        """Returns the names of the options of a loss that are keys of `[algorithm]`."""
+        kind = LOSSES[loss](getattr(self, loss)).options
+        return kind.model_fields.keys() & type(self).model_fields.keys()
+
+    @model_validator(mode="after")
+    def _check_loss_options(self) -> Self:
+        # Where no loss is named, it is that of the algorithm, which checks the options.
+        for loss in LOSSES.keys() & self.model_fields_set:
+            self.loss_options(loss)
+        return self

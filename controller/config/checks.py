@@ -82,7 +82,7 @@ def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
 
 def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Checks that rollout correction is used only where the training engine recomputes log-probabilities and sampling
-    is not truncated, and that its lower bound is below its upper one."""
+    is not truncated."""
     if algorithm.rollout_correction == "none":
         return
     if not algorithm.recompute_log_probs:
@@ -95,11 +95,6 @@ def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
             "algorithm.rollout_correction: does not go with rollout.top_k or rollout.top_p: the rollout's "
             "log-probabilities are those of the truncated distribution, so that the ratio to the training engine's "
             "would be the probability that truncation kept, at every token"
-        )
-    if algorithm.rollout_correction_low >= algorithm.rollout_correction_high:
-        raise ValueError(
-            f"algorithm.rollout_correction_low: {algorithm.rollout_correction_low:g} is not below "
-            f"rollout_correction_high, {algorithm.rollout_correction_high:g}"
         )
 
 

@@ -6,22 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.config.algorithm import AlgorithmTable
+from controller.config.algorithm import LOSSES, AlgorithmTable
 from controller.config.config import Config
 from controller.training.run import Run
 from rlhf.errors import ConfigError
+from settings.losses import PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
 from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
 """Keys of `[algorithm]` that every update reads. The tuples below hold the keys that the update of the policy, that
 of the critic, the reward, and the KL penalty in the reward read."""
 POLICY = (
-    *SCHEDULE, "surrogate", "clip_low", "clip_high", "dual_clip", "entropy_coefficient", "aggregation",
-    "kl_loss_coefficient", "kl_loss_estimator", "recompute_log_probs", "rollout_correction",
-    "rollout_correction_level", "rollout_correction_low", "rollout_correction_high",
+    *SCHEDULE,
+    *(key for key in PolicyLossTable.model_fields if key != "pretrain_coefficient"),
+    *PpoOptions.model_fields,
+    "recompute_log_probs",
     "max_log_prob_drift",
-)  # fmt: skip
-CRITIC = ("critic_epochs", "value_clip")
+)
+CRITIC = ("critic_epochs", *ValueLossTable.model_fields, *ValueClipOptions.model_fields)
 REWARD = ("on_failed_reward", "reward_retries")
 KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_horizon")
 
@@ -78,14 +80,20 @@ class Algorithm:
         algorithm's defaults for keys that are not set, and all of its options.
 
         Raises:
-            ConfigError: A service is missing or has another role, an option is unknown or wrong, a key is set that
-                the algorithm does not read, or the configuration is incompatible with it.
+            ConfigError: A service is missing or has another role, an option of the algorithm or of a loss is unknown
+                or wrong, a key is set that the algorithm does not read, or the configuration is incompatible with it.
         """
         given = config.algorithm.model_dump(exclude_unset=True)
-        self._check_keys(given)
+        chosen = validate(AlgorithmTable, {**self.defaults, **given}, f"algorithm, for {self.name}")
+        self._check_keys(given, chosen)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
         tables = config.model_dump(exclude_unset=True)
-        tables["algorithm"] = {**self.defaults, **given, "options": options.model_dump(mode="json")}
+        tables["algorithm"] = {
+            **self.defaults,
+            **given,
+            **self._loss_options(chosen),
+            "options": options.model_dump(mode="json"),
+        }
         tables["services"] = {name: tables["services"][name] for name in self._needed(config)}
         configured = validate(Config, tables, f"for {self.name}")
         self._check(configured)
@@ -96,13 +104,31 @@ class Algorithm:
     def resolved(self, config: Config) -> dict[str, Any]:
         """Returns a configuration that `configure` returned as the tables of a config file, with all keys that the
         algorithm reads and their values. `configure` accepts such a file again."""
-        return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": self._unread()})
+        unread = self._unread(config.algorithm)
+        return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
 
-    def _unread(self) -> set[str]:
-        return set() if self.reads is None else AlgorithmTable.model_fields.keys() - self.reads - {"options"}
+    def _losses(self) -> list[str]:
+        """Returns the keys of the losses that the algorithm uses."""
+        return [loss for loss in LOSSES if self.reads is None or loss in self.reads]
 
-    def _check_keys(self, given: Iterable[str]) -> None:
-        unread = sorted(self._unread().intersection(given))
+    def _loss_options(self, table: AlgorithmTable) -> dict[str, Any]:
+        """Returns the tables of the options of the losses, with their defaults."""
+        return {
+            f"{loss}_options": table.loss_options(loss).model_dump(
+                mode="json", exclude_none=True, exclude=table.shared_options(loss)
+            )
+            for loss in self._losses()
+        }
+
+    def _unread(self, table: AlgorithmTable) -> set[str]:
+        """Returns the keys that neither the algorithm nor its losses read."""
+        if self.reads is None:
+            return set()
+        of_losses = [{f"{loss}_options", *table.shared_options(loss)} for loss in self._losses()]
+        return AlgorithmTable.model_fields.keys() - self.reads - {"options"}.union(*of_losses)
+
+    def _check_keys(self, given: Iterable[str], table: AlgorithmTable) -> None:
+        unread = sorted(self._unread(table).intersection(given))
         if unread and self.reads is not None:
             raise ConfigError(
                 f"{', '.join(f'algorithm.{key}' for key in unread)}: {self.name} has no use for this; of [algorithm] "

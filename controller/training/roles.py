@@ -8,8 +8,9 @@ from client.session import StepContext
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
-from rlhf.v1 import actor_pb2, critic_pb2
+from rlhf.v1 import actor_pb2
 
 
 class Actor:
@@ -80,22 +81,7 @@ class Actor:
         """Updates the policy with the losses and the schedule of the config. Columns that the losses do not read are
         not sent."""
         config, algorithm = self._config, self._config.algorithm
-        loss = actor_pb2.PolicyLoss(
-            surrogate=algorithm.surrogate,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            entropy_coefficient=algorithm.entropy_coefficient,
-            kl_coefficient=algorithm.kl_loss_coefficient,
-            kl_estimator=algorithm.kl_loss_estimator,
-            aggregation=algorithm.aggregation,
-            max_length=config.rollout.max_response_tokens,
-            rollout_correction=algorithm.rollout_correction,
-            rollout_correction_level=algorithm.rollout_correction_level,
-            rollout_correction_low=algorithm.rollout_correction_low,
-            rollout_correction_high=algorithm.rollout_correction_high,
-            pretrain_coefficient=algorithm.pretrain_coefficient if "pretrain_text" in batch else 0,
-        )
+        loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
             "ref_log_probs": not algorithm.kl_loss_coefficient,
             "rollout_log_probs": algorithm.rollout_correction == "none",
@@ -152,11 +138,7 @@ class Critic:
     def update_critic(self, batch: FutureBatch) -> FutureBatch:
         """Updates the value model with the loss and the schedule of the config."""
         algorithm = self._config.algorithm
-        loss = critic_pb2.ValueLoss(
-            clip=algorithm.value_clip,
-            aggregation=algorithm.aggregation,
-            max_length=self._config.rollout.max_response_tokens,
-        )
+        loss = value_loss(self._config)
         return self._group.update_critic(batch, loss, _schedule(self._config, batch, algorithm.critic_epochs))
 
 

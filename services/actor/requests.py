@@ -1,4 +1,4 @@
-"""Converts messages of the actor's requests to options of its engines and losses."""
+"""Converts messages of the actor's requests to options of its rollout engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf.v1 import actor_pb2
-from services.actor.losses import PolicyLossConfig
 from services.rollout.base import SamplingOptions
 from services.rollout.stops import StopStrings
 
@@ -34,29 +33,6 @@ def sampling_options(
         top_k=sampling.top_k,
         top_p=sampling.top_p or 1.0,
         stop=stop,
-    )
-
-
-def loss_config(loss: actor_pb2.PolicyLoss) -> PolicyLossConfig:
-    """Converts a request's loss message to the configuration of the policy loss; unset names get their defaults.
-
-    Raises:
-        ValueError: A name is unknown, or a number is out of its range.
-    """
-    return PolicyLossConfig(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip or None,
-        entropy_coef=loss.entropy_coefficient,
-        kl_coef=loss.kl_coefficient,
-        kl_kind=loss.kl_estimator or "k3",
-        aggregation=loss.aggregation or "token-mean",
-        max_length=loss.max_length or None,
-        surrogate=loss.surrogate or "ppo",
-        correction=loss.rollout_correction or "none",
-        correction_level=loss.rollout_correction_level or "token",
-        correction_low=loss.rollout_correction_low,
-        correction_high=loss.rollout_correction_high,
     )
 
 

@@ -9,9 +9,6 @@ from torch import Tensor
 from services.actor.ratios import sequence_log_ratio, token_sums
 from services.roles.losses import MAX_LOG_RATIO
 
-CORRECTIONS = ("none", "truncate", "mask")
-LEVELS = ("token", "sequence")
-
 
 def rollout_weights(
     old_log_probs_BT: Tensor,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from services.actor.ratios import sequence_log_ratio, token_sums
 from services.roles.losses import MAX_LOG_RATIO
-
-SURROGATES = ("ppo", "gspo", "cispo")
+from settings.losses import ClipOptions, PpoOptions
 
 
 def ppo_clip_loss(
@@ -20,16 +19,13 @@ def ppo_clip_loss(
     old_log_probs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    options: PpoOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate loss per token (Schulman et al. 2017, eq. 7), negated to be minimised.
 
     With r = exp(log_probs - old_log_probs), the difference clamped to +-20:
     L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and, where A < 0, L = min(L, -A dual_clip)
-    (dual clip, Ye et al. 2020).
+    (dual clip, Ye et al. 2020; off where dual_clip is 0).
 
     Returns:
         The loss [B, T], and the sums `ratio`, `approx_kl` (r - 1 - log r, the k3 estimate of KL(old || new))
@@ -37,19 +33,19 @@ def ppo_clip_loss(
     """
     log_ratio = torch.clamp(log_probs_BT - old_log_probs_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = torch.exp(log_ratio)
-    clipped_ratio = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped_ratio = torch.clamp(ratio, 1 - options.clip_low, 1 + options.clip_high)
     loss_BT = torch.maximum(-advantages_BT * ratio, -advantages_BT * clipped_ratio)
     negative = advantages_BT < 0
     dual_clipped = torch.zeros_like(negative)
-    if dual_clip is not None:
-        bound = -advantages_BT * dual_clip
+    if options.dual_clip:
+        bound = -advantages_BT * options.dual_clip
         dual_clipped = negative & (loss_BT > bound)
         loss_BT = torch.where(dual_clipped, bound, loss_BT)
     per_token = {
         "ratio": ratio,
         "approx_kl": torch.expm1(log_ratio) - log_ratio,
-        "clip_low": negative & (ratio < 1 - clip_low),
-        "clip_high": (advantages_BT > 0) & (ratio > 1 + clip_high),
+        "clip_low": negative & (ratio < 1 - options.clip_low),
+        "clip_high": (advantages_BT > 0) & (ratio > 1 + options.clip_high),
         "clip_dual": dual_clipped,
     }
     return loss_BT, token_sums(per_token, mask_BT, loss_BT.dtype)
@@ -60,9 +56,7 @@ def gspo_loss(
     old_log_probs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    options: ClipOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GSPO's clipped surrogate per token (Zheng et al. 2025, arXiv 2507.18071, section 4.3, the token-level form).
 
@@ -77,13 +71,13 @@ def gspo_loss(
     log_ratio_B1 = sequence_log_ratio(log_probs_BT - old_log_probs_BT, mask_BT, mean=True)
     own_BT = torch.exp(log_probs_BT - log_probs_BT.detach())
     ratio = torch.exp(log_ratio_B1.detach()) * own_BT
-    clipped_ratio = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped_ratio = torch.clamp(ratio, 1 - options.clip_low, 1 + options.clip_high)
     loss_BT = torch.maximum(-advantages_BT * ratio, -advantages_BT * clipped_ratio)
     per_token = {
         "ratio": ratio,
         "approx_kl": (torch.expm1(log_ratio_B1) - log_ratio_B1).expand_as(loss_BT),
-        "clip_low": (advantages_BT < 0) & (ratio < 1 - clip_low),
-        "clip_high": (advantages_BT > 0) & (ratio > 1 + clip_high),
+        "clip_low": (advantages_BT < 0) & (ratio < 1 - options.clip_low),
+        "clip_high": (advantages_BT > 0) & (ratio > 1 + options.clip_high),
     }
     return loss_BT, token_sums(per_token, mask_BT, loss_BT.dtype)
 
@@ -93,9 +87,7 @@ def cispo_loss(
     old_log_probs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    options: ClipOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """CISPO's loss per token (MiniMax-M1, Chen et al. 2025, arXiv 2506.13585, eq. 4 and 5):
     L = -stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs.
@@ -109,12 +101,12 @@ def cispo_loss(
     """
     log_ratio = torch.clamp(log_probs_BT - old_log_probs_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
     ratio = torch.exp(log_ratio)
-    weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    weight = torch.clamp(ratio, 1 - options.clip_low, 1 + options.clip_high)
     loss_BT = -weight * advantages_BT * log_probs_BT
     per_token = {
         "ratio": ratio,
         "approx_kl": torch.expm1(log_ratio) - log_ratio,
-        "clip_low": ratio < 1 - clip_low,
-        "clip_high": ratio > 1 + clip_high,
+        "clip_low": ratio < 1 - options.clip_low,
+        "clip_high": ratio > 1 + options.clip_high,
     }
     return loss_BT, token_sums(per_token, mask_BT, loss_BT.dtype)

@@ -13,9 +13,9 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.actor.losses import policy_loss, pretraining_loss, supervised_loss
+from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
 from services.actor.parity import rollout_parity
-from services.actor.requests import end_of_sequence_ids, loss_config, sampling_options
+from services.actor.requests import end_of_sequence_ids, sampling_options
 from services.actor.texts import TextCodec
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
@@ -23,6 +23,7 @@ from services.engines.base import LossFn
 from services.models.families import load_causal_lm
 from services.roles.columns import jagged_column, jagged_ids, sequence_columns, token_column
 from services.roles.log_probs import policy_head
+from services.roles.loss_options import PolicyLossOptions, read_knobs
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.roles.update_loss import LossTerm
@@ -126,15 +127,16 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
         require(request, "loss", "schedule")
-        config = loss_config(request.loss)
+        options = read_knobs(PolicyLossOptions, request.loss)
+        surrogate = surrogate_of(options)
         old_log_probs, advantages = jagged_column(rows, "log_probs"), token_column(rows, "advantages")
         reference, rollout = (
             jagged_column(rows, name) if name in rows else None
             for name in ("ref_log_probs", "rollout_log_probs")
         )
-        if config.kl_coef and reference is None:
-            raise InvalidRequest("loss.kl_coefficient needs column 'ref_log_probs'")
-        if config.correction != "none" and rollout is None:
+        if options.kl_loss_coefficient and reference is None:
+            raise InvalidRequest("loss.kl_loss_coefficient needs column 'ref_log_probs'")
+        if options.rollout_correction != "none" and rollout is None:
             raise InvalidRequest("loss.rollout_correction needs column 'rollout_log_probs'")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
@@ -144,7 +146,8 @@ class ActorWorker(ModelWorker):
                     micro_batch.spread(old_log_probs),
                     micro_batch.spread(advantages),
                     micro_batch.response_mask_BR,
-                    config,
+                    surrogate,
+                    options,
                     num_tokens=num_tokens,
                     num_sequences=num_rows,
                     entropy_BT=output.entropy_BR,
@@ -154,9 +157,9 @@ class ActorWorker(ModelWorker):
 
             return loss
 
-        head = policy_head(request.temperature, entropy_gradient=config.entropy_coef != 0)
+        head = policy_head(request.temperature, entropy_gradient=options.entropy_coefficient != 0)
         columns = [c for c in (old_log_probs, advantages, reference, rollout) if c is not None]
-        term = self._pretraining(rows, request.loss.pretrain_coefficient, call)
+        term = self._pretraining(rows, options.pretrain_coefficient, call)
         return self.update(rows, request.schedule, call, head, loss_for, *columns, term=term)
 
     @register("3D_PROTO")
@@ -236,10 +239,8 @@ class ActorWorker(ModelWorker):
         is 0. Collective unless the coefficient is 0.
 
         Raises:
-            InvalidRequest: The coefficient is negative, or a text has no tokens.
+            InvalidRequest: A text has no tokens.
         """
-        if coefficient < 0:
-            raise InvalidRequest(f"loss.pretrain_coefficient must not be negative (given: {coefficient})")
         if not coefficient:
             return None
         with self.ranks.together(call.peers_deadline):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf.errors import InvalidRequest
 from rlhf.v1 import critic_pb2
 from services.compute.heads import value_head
 from services.compute.microbatch import MicroBatch
-from services.critic.losses import value_loss
 from services.engines.base import LossFn
 from services.models.families import load_value_model
 from services.roles.columns import jagged_column, sequence_columns
-from services.roles.losses import aggregate, check_aggregation
+from services.roles.loss_options import ValueLossOptions, read_knobs, token_loss
+from services.roles.losses import aggregate
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.critic import CriticTable
+from settings.losses import find_value_loss
 
 
 class CriticWorker(ModelWorker):
@@ -48,29 +48,23 @@ class CriticWorker(ModelWorker):
     ) -> CallResult:
         require(request, "loss", "schedule")
         old_values, returns = jagged_column(rows, "values"), jagged_column(rows, "returns")
-        options = request.loss
-        aggregation = options.aggregation or "token-mean"
-        check_aggregation(aggregation, options.max_length)
-        if options.clip < 0:
-            raise InvalidRequest(f"loss.clip must not be negative (given: {options.clip})")
+        options = read_knobs(ValueLossOptions, request.loss)
+        name = options.value_loss
+        value_loss = token_loss("value_loss", name, find_value_loss(name), options.value_loss_options)
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[Tensor]:
             def loss(values_BR: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
                 mask_BR = micro_batch.response_mask_BR
                 loss_BR, stats = value_loss(
-                    values_BR,
-                    micro_batch.spread(old_values),
-                    micro_batch.spread(returns),
-                    mask_BR,
-                    clip=options.clip or None,
+                    values_BR, micro_batch.spread(old_values), micro_batch.spread(returns), mask_BR
                 )
                 total = aggregate(
                     loss_BR,
                     mask_BR,
-                    aggregation,
+                    options.aggregation,
                     num_tokens=num_tokens,
                     num_sequences=num_rows,
-                    max_length=options.max_length or None,
+                    max_response_tokens=options.max_response_tokens,
                 )
                 return total, stats
 

@@ -6,14 +6,18 @@ response tokens; a row may have none. Padding may hold any finite number and aff
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
+
+from settings.losses import Aggregation, KlEstimator
 
 MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+KL_KINDS: tuple[str, ...] = get_args(KlEstimator)
 
 
 def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ def aggregate(
     *,
     num_tokens: int,
     num_sequences: int,
-    max_length: int | None = None,
+    max_response_tokens: int | None = None,
 ) -> Tensor:
     """Returns this micro-batch's share of the loss of the whole mini-batch, a scalar tensor.
 
@@ -44,7 +48,7 @@ def aggregate(
     - token-mean: sum of all l / N.
     - seq-mean-token-sum: sum_s (sum_t l) / S.
     - seq-mean-token-mean: sum_s (sum_t l / n_s) / S.
-    - seq-mean-token-sum-norm: sum_s (sum_t l) / (S max_length), without length bias (Liu et al. 2025).
+    - seq-mean-token-sum-norm: sum_s (sum_t l) / (S max_response_tokens), without length bias (Liu et al. 2025).
 
     An empty sequence contributes 0 and still counts in S.
 
@@ -52,12 +56,12 @@ def aggregate(
         mode: one of `AGGREGATIONS`.
         num_tokens: N, response tokens of the whole mini-batch, over all micro-batches and data ranks.
         num_sequences: S, sequences of the whole mini-batch, likewise.
-        max_length: the longest response that generation allows, in tokens; for seq-mean-token-sum-norm only.
+        max_response_tokens: the longest response that generation allows, in tokens; for seq-mean-token-sum-norm only.
 
     Raises:
-        ValueError: an unknown mode, or seq-mean-token-sum-norm without a positive `max_length`.
+        ValueError: an unknown mode, or seq-mean-token-sum-norm without a positive `max_response_tokens`.
     """
-    check_aggregation(mode, max_length)
+    check_aggregation(mode, max_response_tokens)
     loss_BT = masked(loss_BT, mask_BT)
     match mode:
         case "token-mean":
@@ -67,16 +71,18 @@ def aggregate(
         case "seq-mean-token-mean":
             return (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum() / num_sequences
         case _:
-            assert max_length is not None, "checked above"
-            return loss_BT.sum() / (num_sequences * max_length)
+            assert max_response_tokens is not None, "checked above"
+            return loss_BT.sum() / (num_sequences * max_response_tokens)
 
 
-def check_aggregation(mode: str, max_length: int | None) -> None:
-    """Raises ValueError for an unknown mode, or seq-mean-token-sum-norm without a positive `max_length`."""
+def check_aggregation(mode: str, max_response_tokens: int | None) -> None:
+    """Raises ValueError for an unknown mode, or seq-mean-token-sum-norm without a positive `max_response_tokens`."""
     if mode not in AGGREGATIONS:
-        raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
-    if mode == "seq-mean-token-sum-norm" and (max_length is None or max_length <= 0):
-        raise ValueError(f"loss aggregation {mode} needs a positive max_length, got {max_length}")
+        raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+    if mode == "seq-mean-token-sum-norm" and (max_response_tokens is None or max_response_tokens <= 0):
+        raise ValueError(
+            f"aggregation {mode} needs a positive max_response_tokens, got {max_response_tokens}"
+        )
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:

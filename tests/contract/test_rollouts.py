@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
-from services.actor.losses import PolicyLossConfig, policy_loss
+from services.actor.losses import policy_loss, surrogate_of
 from services.actor.parity import rollout_parity
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.jagged_rows import assemble
@@ -26,6 +26,7 @@ from services.engines.base import EngineOffloaded, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.families import load_causal_lm
+from services.roles.loss_options import PolicyLossOptions
 from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import log_distribution, row_seeds
@@ -388,6 +389,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(3)
         old = generation.log_probs
         advantages = Jagged(torch.randn(len(old.values), generator=generator), old.lengths)
+        options = PolicyLossOptions()
 
         def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return policy_loss(
@@ -395,7 +397,8 @@ class Trainer:
                 micro_batch.spread(old),
                 micro_batch.spread(advantages),
                 micro_batch.response_mask_BR,
-                PolicyLossConfig(clip_low=0.2, clip_high=0.2),
+                surrogate_of(options),
+                options,
                 num_tokens=len(old.values),
                 num_sequences=old.rows,
             )

@@ -43,8 +43,7 @@ TIMEOUT_S = 60.0
 HUGGING_FACE = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
 SHARDED = worker_pb2.CHECKPOINT_FORMAT_SHARDED
 
-POLICY_LOSS = actor_pb2.PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-VALUE_LOSS = critic_pb2.ValueLoss(clip=0.5)
+POLICY_LOSS, VALUE_LOSS = actor_pb2.PolicyLoss(), critic_pb2.ValueLoss()
 TWO_STEPS = actor_pb2.Schedule(epochs=1, mini_batches=2)
 
 

@@ -416,12 +416,16 @@ def test_a_row_that_one_rank_cannot_compute_fails_the_call_on_all(
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (actor_pb2.PolicyLoss(kl_coefficient=0.1), "ref_log_probs"),
-        (actor_pb2.PolicyLoss(kl_coefficient=0.1, kl_estimator="k4"), "k4"),
+        (actor_pb2.PolicyLoss(kl_loss_coefficient=0.1), "ref_log_probs"),
+        (actor_pb2.PolicyLoss(kl_loss_coefficient=0.1, kl_loss_estimator="k4"), "k4"),
         (actor_pb2.PolicyLoss(aggregation="mean"), "token-mean"),
-        (actor_pb2.PolicyLoss(aggregation="seq-mean-token-sum-norm"), "max_length"),
-        (actor_pb2.PolicyLoss(clip_low=2.0), "clip_low"),
-        (actor_pb2.PolicyLoss(dual_clip=0.5), "dual_clip"),
+        (actor_pb2.PolicyLoss(aggregation="seq-mean-token-sum-norm"), "max_response_tokens"),
+        (actor_pb2.PolicyLoss(surrogate_options={"clip_low": 2.0}), "clip_low: must be at most 1"),
+        (actor_pb2.PolicyLoss(surrogate_options={"dual_clip": 0.5}), "dual_clip: must be above 1"),
+        (
+            actor_pb2.PolicyLoss(surrogate_options={"clip_hihg": 0.5}),
+            "loss.surrogate_options of ppo: clip_hihg: unknown key; did you mean 'clip_high'?",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_also_by_a_rank_without_rows(

@@ -119,7 +119,7 @@ def test_with_zero_advantages_an_update_is_a_plain_language_model_step(
 
     rows: Any = update_rows("pretrain_text")
     zeros = Jagged(np.zeros_like(rows["advantages"].values.values), rows["advantages"].values.lengths)
-    loss = actor_pb2.PolicyLoss(clip_low=0.2, clip_high=0.2, pretrain_coefficient=16.0)
+    loss = actor_pb2.PolicyLoss(pretrain_coefficient=16.0)
     found = update(service, rows | Batch.of(advantages=zeros), loss, header=header)
     assert found["loss"] == pytest.approx(16 * np.mean(expected), rel=TOLERANCE)
     learned = {key: value.detach() for key, value in model.state_dict().items()}
@@ -129,22 +129,22 @@ def test_with_zero_advantages_an_update_is_a_plain_language_model_step(
 
 def test_texts_that_are_all_empty_change_nothing(actor: Service, tmp_path: Path) -> None:
     rows: Any = update_rows("pretrain_text") | Batch.of(pretrain_text=[""] * NUM_ROWS)
-    loss = actor_pb2.PolicyLoss(clip_low=0.2, clip_high=0.2, pretrain_coefficient=16.0)
+    loss = actor_pb2.PolicyLoss(pretrain_coefficient=16.0)
     actor.save(tmp_path / "initial")
     update(actor, rows, loss)
     with_empty = weights(actor, tmp_path / "with")
     actor.load(tmp_path / "initial")
-    update(actor, update_rows(), actor_pb2.PolicyLoss(clip_low=0.2, clip_high=0.2))
+    update(actor, update_rows(), actor_pb2.PolicyLoss())
     assert distance(weights(actor, tmp_path / "without"), with_empty) == 0
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ({"surrogate": "trpo"}, "unknown surrogate 'trpo'"),
+        ({"surrogate": "trpo"}, "loss: surrogate: 'trpo' is unknown"),
         ({"rollout_correction": "mask", "rollout_correction_high": 2}, "needs column 'rollout_log_probs'"),
         ({"pretrain_coefficient": 1}, "column 'pretrain_text' is missing"),
-        ({"pretrain_coefficient": -1}, "pretrain_coefficient must not be negative"),
+        ({"pretrain_coefficient": -1}, "pretrain_coefficient: must be at least 0"),
     ],
 )
 def test_what_an_update_cannot_do_is_refused(lone_actor: Service, loss: dict[str, Any], message: str) -> None:

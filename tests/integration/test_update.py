@@ -56,12 +56,10 @@ SEQUENCES = ("prompt_ids", "response_ids")
 ACTOR_INPUTS = (*SEQUENCES, "log_probs", "advantages", "ref_log_probs")
 CRITIC_INPUTS = (*SEQUENCES, "values", "returns")
 EVERYTHING = actor_pb2.PolicyLoss(
-    clip_low=0.2,
-    clip_high=0.3,
-    dual_clip=3.0,
+    surrogate_options={"clip_low": 0.2, "clip_high": 0.3},
     entropy_coefficient=0.01,
-    kl_coefficient=0.1,
-    max_length=LONGEST,
+    kl_loss_coefficient=0.1,
+    max_response_tokens=LONGEST,
 )
 
 
@@ -417,7 +415,7 @@ def test_loss_of_the_critic_is_that_of_the_formula(critic: Service) -> None:
     values, returns = rows["values"].values.values, rows["returns"].values.values
     clipped = np.clip(0.0, values - 0.5, values + 0.5)
     expected = np.maximum(returns**2, (clipped - returns) ** 2).mean() / 2
-    loss = critic_pb2.ValueLoss(clip=0.5)
+    loss = critic_pb2.ValueLoss(value_loss_options={"value_clip": 0.5})
     assert means(update(critic, rows, loss=loss, schedule=ONE_STEP))["loss"] == pytest.approx(
         expected, rel=1e-5
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from services.actor.losses import PolicyLossConfig, policy_loss, pretraining_loss
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import actor_pb2
+from services.actor.losses import policy_loss, pretraining_loss, surrogate_of
 from services.actor.rollout_correction import rollout_weights
 from services.actor.surrogates import cispo_loss, gspo_loss
+from services.roles.loss_options import PolicyLossOptions, read_knobs
+from settings.losses import ClipOptions
 
 SEEDS = range(6)
 ROWS, TOKENS = 7, 5
@@ -45,6 +48,10 @@ def sequences(mask: Tensor, *columns: Tensor) -> Sequences:
 
 def total(mask: Tensor, *columns: Tensor, loss: Callable[[list[tuple[float, ...]]], list[float]]) -> float:
     return sum(sum(loss(tokens)) for tokens in sequences(mask, *columns))
+
+
+def knobs(**given: Any) -> PolicyLossOptions:
+    return PolicyLossOptions(**given)
 
 
 def masked_total(x: Tensor, mask: Tensor) -> float:
@@ -79,7 +86,7 @@ def weight_sequence(tokens: list[tuple[float, ...]], correction: str, level: str
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_equals_the_loop(seed: int) -> None:
     mask, (new, old, advantages) = random_mask(seed), random_columns(seed, 3)
-    loss, stats = gspo_loss(new, old, advantages, mask, clip_low=0.2, clip_high=0.3)
+    loss, stats = gspo_loss(new, old, advantages, mask, ClipOptions(clip_low=0.2, clip_high=0.3))
     expected = total(mask, new, old, advantages, loss=lambda tokens: gspo_sequence(tokens, 0.2, 0.3))
     assert masked_total(loss, mask) == pytest.approx(expected, rel=1e-6)
     ratios = total(
@@ -97,7 +104,7 @@ def test_gspo_of_a_hand_worked_example() -> None:
     # Ratios 2 and 1/2 of one sequence: their geometric mean is 1, so nothing is clipped although each token's would be.
     new = torch.tensor([[math.log(2.0), -math.log(2.0)]], dtype=torch.float64, requires_grad=True)
     zero, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2)
-    loss, stats = gspo_loss(new, zero, torch.ones(1, 2), mask, clip_low=0.2, clip_high=0.2)
+    loss, stats = gspo_loss(new, zero, torch.ones(1, 2), mask, ClipOptions(clip_low=0.2, clip_high=0.2))
     (loss.sum() / 2).backward()
     torch.testing.assert_close(loss.detach(), torch.full((1, 2), -1.0, dtype=torch.float64))
     assert new.grad is not None
@@ -113,10 +120,13 @@ def test_the_gradient_of_gspo_is_that_of_the_paper(seed: int, per_sequence: bool
     if per_sequence:
         advantages = advantages[:, :1].expand(-1, TOKENS)
     new.requires_grad_()
-    config = PolicyLossConfig(
-        surrogate="gspo", clip_low=0.2, clip_high=0.3, aggregation="seq-mean-token-mean"
+    options = knobs(
+        surrogate="gspo",
+        surrogate_options={"clip_low": 0.2, "clip_high": 0.3},
+        aggregation="seq-mean-token-mean",
     )
-    loss, _ = policy_loss(new, old, advantages, mask, config, num_tokens=int(mask.sum()), num_sequences=ROWS)
+    sizes = {"num_tokens": int(mask.sum()), "num_sequences": ROWS}
+    loss, _ = policy_loss(new, old, advantages, mask, surrogate_of(options), options, **sizes)
     loss.backward()
     expected = torch.zeros_like(new)
     for row in range(ROWS):
@@ -133,7 +143,7 @@ def test_the_gradient_of_gspo_is_that_of_the_paper(seed: int, per_sequence: bool
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_equals_the_loop(seed: int) -> None:
     mask, (new, old, advantages) = random_mask(seed), random_columns(seed, 3)
-    loss, stats = cispo_loss(new, old, advantages, mask, clip_low=0.4, clip_high=0.3)
+    loss, stats = cispo_loss(new, old, advantages, mask, ClipOptions(clip_low=0.4, clip_high=0.3))
     expected = total(mask, new, old, advantages, loss=lambda tokens: cispo_sequence(tokens, 0.4, 0.3))
     assert masked_total(loss, mask) == pytest.approx(expected, rel=1e-9)
     high = total(mask, new, old, loss=lambda tokens: [float(math.exp(n - o) > 1.3) for n, o in tokens])
@@ -145,7 +155,7 @@ def test_cispo_of_a_hand_worked_example() -> None:
     new = torch.tensor([[math.log(3.0), math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     zero, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2)
     advantages = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
-    loss, _ = cispo_loss(new, zero, advantages, mask, clip_low=1.0, clip_high=0.25)
+    loss, _ = cispo_loss(new, zero, advantages, mask, ClipOptions(clip_low=1.0, clip_high=0.25))
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-1.25 * 2 * math.log(3), 0.5 * math.log(0.5)])
     assert new.grad is not None
@@ -196,17 +206,19 @@ def test_importance_weights_of_a_hand_worked_example() -> None:
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
 def test_the_weights_multiply_the_surrogate_and_nothing_else(surrogate: str) -> None:
     mask, (new, old, advantages, rollout, ref, entropy) = random_mask(3), random_columns(3, 6)
-    plain = PolicyLossConfig(surrogate=surrogate, entropy_coef=0.1, kl_coef=0.2, kl_kind="k1")
-    corrected = replace(plain, correction="truncate", correction_high=1.5)
+    terms = {"entropy_coefficient": 0.1, "kl_loss_coefficient": 0.2, "kl_loss_estimator": "k1"}
+    corrected = knobs(
+        surrogate=surrogate, rollout_correction="truncate", rollout_correction_high=1.5, **terms
+    )
     sizes: dict[str, Any] = {
         "num_tokens": int(mask.sum()),
         "num_sequences": ROWS,
         "entropy_BT": entropy,
         "ref_log_probs_BT": ref,
     }
-    loss, stats = policy_loss(new, old, advantages, mask, corrected, **sizes, rollout_log_probs_BT=rollout)
-    bare = replace(plain, entropy_coef=0, kl_coef=0)
-    rows, surrogates = [], policy_tokens(new, old, advantages, mask, bare)
+    columns = (new, old, advantages, mask, surrogate_of(corrected), corrected)
+    loss, stats = policy_loss(*columns, **sizes, rollout_log_probs_BT=rollout)
+    rows, surrogates = [], policy_tokens(new, old, advantages, mask, knobs(surrogate=surrogate))
     for tokens in sequences(mask, old, rollout, surrogates, entropy, new - ref):
         weights = weight_sequence([token[:2] for token in tokens], "truncate", "token")
         rows += [
@@ -218,7 +230,7 @@ def test_the_weights_multiply_the_surrogate_and_nothing_else(surrogate: str) -> 
 
 
 def policy_tokens(
-    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: PolicyLossConfig
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, options: PolicyLossOptions
 ) -> Tensor:
     """The surrogate of each token on its own: the loss with every other token's advantage set to 0."""
     found = torch.zeros_like(new)
@@ -226,8 +238,8 @@ def policy_tokens(
         for t in range(TOKENS):
             only = torch.zeros_like(advantages)
             only[row, t] = advantages[row, t]
-            loss, _ = policy_loss(new, old, only, mask, config, num_tokens=1, num_sequences=1)
-            found[row, t] = loss
+            columns = (new, old, only, mask, surrogate_of(options), options)
+            found[row, t], _ = policy_loss(*columns, num_tokens=1, num_sequences=1)
     return found
 
 
@@ -238,8 +250,11 @@ def test_the_micro_batches_change_neither_loss_nor_gradient(
     surrogate: str, level: str, cut: list[int]
 ) -> None:
     mask, (new, old, advantages, rollout) = random_mask(2), random_columns(2, 4)
-    config = PolicyLossConfig(
-        surrogate=surrogate, correction="mask", correction_level=level, aggregation="seq-mean-token-mean"
+    options = knobs(
+        surrogate=surrogate,
+        rollout_correction="mask",
+        rollout_correction_level=level,
+        aggregation="seq-mean-token-mean",
     )
 
     def run(parts: list[int]) -> tuple[float, Tensor]:
@@ -252,7 +267,8 @@ def test_the_micro_batches_change_neither_loss_nor_gradient(
                 two,
                 three,
                 four,
-                config,
+                surrogate_of(options),
+                options,
                 num_tokens=int(mask.sum()),
                 num_sequences=ROWS,
                 rollout_log_probs_BT=five,
@@ -285,8 +301,8 @@ def test_padding_reaches_neither_ratio_nor_weight() -> None:
     mask, (new, old, advantages) = random_mask(1), random_columns(1, 3)
     poisoned = torch.where(mask, old, 1e9)
     for loss_of in (gspo_loss, cispo_loss):
-        clean, _ = loss_of(new, old, advantages, mask, clip_low=0.2, clip_high=0.2)
-        dirty, _ = loss_of(new, poisoned, advantages, mask, clip_low=0.2, clip_high=0.2)
+        clean, _ = loss_of(new, old, advantages, mask, ClipOptions(clip_low=0.2, clip_high=0.2))
+        dirty, _ = loss_of(new, poisoned, advantages, mask, ClipOptions(clip_low=0.2, clip_high=0.2))
         torch.testing.assert_close(clean[mask], dirty[mask])
     weights = [
         rollout_weights(x, new, mask, correction="mask", level="sequence", low=0.5, high=2.0)[0][mask]
@@ -296,23 +312,32 @@ def test_padding_reaches_neither_ratio_nor_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("knob", "message"),
     [
-        ({"surrogate": "trpo"}, "unknown surrogate 'trpo'; known: ppo, gspo, cispo"),
-        ({"correction": "clip"}, "unknown rollout correction 'clip'; known: none, truncate, mask"),
         (
-            {"correction_level": "row"},
-            "unknown level of the rollout correction 'row'; known: token, sequence",
+            {"surrogate": "trpo"},
+            "loss: surrogate: 'trpo' is unknown; known: cispo, gspo, ppo, or module:object",
         ),
-        ({"correction": "mask", "correction_low": 3.0}, "needs 0 <= low < high, got 3.0 and 2.0"),
+        (
+            {"rollout_correction": "clip"},
+            "loss: rollout_correction: must be 'none', 'truncate' or 'mask' (given: 'clip')",
+        ),
+        (
+            {"rollout_correction_level": "row"},
+            "loss: rollout_correction_level: must be 'token' or 'sequence' (given: 'row')",
+        ),
+        (
+            {"rollout_correction": "mask", "rollout_correction_low": 3.0},
+            "loss: rollout_correction_high: must be above rollout_correction_low, 3 (given: 2)",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        PolicyLossConfig(**setting)
+def test_what_cannot_be_is_refused(knob: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        read_knobs(PolicyLossOptions, actor_pb2.PolicyLoss(**knob))
 
 
 def test_a_correction_needs_the_rollout() -> None:
-    x = torch.zeros(1, 1)
+    x, options = torch.zeros(1, 1), knobs(rollout_correction="mask")
     with pytest.raises(ValueError, match="log-probabilities of the rollout"):
-        policy_loss(x, x, x, x, PolicyLossConfig(correction="mask"), num_tokens=1, num_sequences=1)
+        policy_loss(x, x, x, x, surrogate_of(options), options, num_tokens=1, num_sequences=1)

@@ -178,7 +178,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         (
             "algorithm.rollout_correction='mask'\nalgorithm.rollout_correction_low=3",
-            r"rollout_correction_low: 3 is not below rollout_correction_high, 2",
+            r"algorithm\.rollout_correction_high: must be above rollout_correction_low, 3 \(given: 2\)",
         ),
         (
             "algorithm.max_log_prob_drift=0.1\nalgorithm.recompute_log_probs=false",
@@ -189,7 +189,14 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             r"max_log_prob_drift: does not go with rollout\.top_k or rollout\.top_p",
         ),
         ("rollout.stop=['END', '']", r"rollout: stop: a text is empty in \['END', ''\]"),
-        ("algorithm.surrogate='trpo'", r"algorithm\.surrogate: .*'ppo', 'gspo' or 'cispo'.*given: 'trpo'"),
+        (
+            "algorithm.surrogate='gpso'",
+            r"algorithm\.surrogate: 'gpso' is unknown; did you mean 'gspo'\?; known: cispo, .*gspo, ppo, or module:obj",
+        ),
+        (
+            "algorithm.value_loss='no:loss'",
+            r"algorithm\.value_loss: 'no:loss' cannot be imported: ModuleNotFound",
+        ),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
     ],
 )

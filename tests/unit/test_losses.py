@@ -10,10 +10,13 @@ from torch import Tensor
 
 from controller.advantage import kl_estimate
 from nccl_transfer.refs.columns import Jagged
-from services.actor.losses import PolicyLossConfig, policy_loss
+from rlhf.errors import InvalidRequest
+from services.actor.losses import policy_loss, surrogate_of
 from services.actor.surrogates import ppo_clip_loss
-from services.critic.losses import value_loss
+from services.critic.losses import clipped_squared_error
+from services.roles.loss_options import PolicyLossOptions
 from services.roles.losses import AGGREGATIONS, KL_KINDS, aggregate, kl_penalty
+from settings.losses import PpoOptions, ValueClipOptions
 
 MAX_LENGTH = 11
 SEEDS = range(5)
@@ -111,7 +114,7 @@ def test_aggregation_equals_the_loop(mode, seed):
     mask = random_mask(seed)
     loss = random_like(mask, seed)
     share = aggregate(
-        loss, mask, mode, num_tokens=int(mask.sum()), num_sequences=len(mask), max_length=MAX_LENGTH
+        loss, mask, mode, num_tokens=int(mask.sum()), num_sequences=len(mask), max_response_tokens=MAX_LENGTH
     )
     close(share, aggregate_loop(loss.tolist(), mask, mode))
 
@@ -119,7 +122,9 @@ def test_aggregation_equals_the_loop(mode, seed):
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_a_mini_batch_of_empty_sequences_has_no_loss_and_no_gradient(mode):
     loss = torch.ones(2, 3, requires_grad=True)
-    share = aggregate(loss, torch.zeros(2, 3), mode, num_tokens=0, num_sequences=2, max_length=MAX_LENGTH)
+    share = aggregate(
+        loss, torch.zeros(2, 3), mode, num_tokens=0, num_sequences=2, max_response_tokens=MAX_LENGTH
+    )
     share.backward()
     assert share.item() == 0
     assert loss.grad is not None
@@ -131,16 +136,16 @@ def test_unknown_aggregation_is_an_error_that_lists_the_known():
         aggregate(torch.ones(1, 1), torch.ones(1, 1), "mean", num_tokens=1, num_sequences=1)
 
 
-@pytest.mark.parametrize("max_length", [None, 0])
-def test_the_length_normalised_sum_needs_a_length(max_length):
-    with pytest.raises(ValueError, match="positive max_length"):
+@pytest.mark.parametrize("max_response_tokens", [None, 0])
+def test_the_length_normalised_sum_needs_a_length(max_response_tokens):
+    with pytest.raises(ValueError, match="positive max_response_tokens"):
         aggregate(
             torch.ones(1, 1),
             torch.ones(1, 1),
             "seq-mean-token-sum-norm",
             num_tokens=1,
             num_sequences=1,
-            max_length=max_length,
+            max_response_tokens=max_response_tokens,
         )
 
 
@@ -191,9 +196,7 @@ def test_ppo_clip_of_a_hand_worked_example():
         torch.zeros_like(ratio),
         advantages,
         torch.ones_like(ratio),
-        clip_low=0.2,
-        clip_high=0.3,
-        dual_clip=3.0,
+        PpoOptions(clip_low=0.2, clip_high=0.3, dual_clip=3.0),
     )
     close(loss.detach(), [[-2.2, -2.6, 1.6, 4.0, 6.0]])
     loss.sum().backward()
@@ -203,15 +206,14 @@ def test_ppo_clip_of_a_hand_worked_example():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("dual_clip", [None, 1.5, 3.0])
+@pytest.mark.parametrize("dual_clip", [0.0, 1.5, 3.0])
 def test_ppo_clip_equals_the_formula(dual_clip, seed):
     mask = random_mask(seed)
     log_probs, old, advantages = (random_like(mask, 10 * seed + k) for k in range(3))
-    loss, _ = ppo_clip_loss(
-        log_probs, old, advantages, mask, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
-    )
+    options = PpoOptions(clip_low=0.2, clip_high=0.28, dual_clip=dual_clip)
+    loss, _ = ppo_clip_loss(log_probs, old, advantages, mask, options)
     expected = elementwise(
-        lambda p, q, a: ppo_token(p, q, a, 0.2, 0.28, dual_clip), log_probs, old, advantages
+        lambda p, q, a: ppo_token(p, q, a, 0.2, 0.28, dual_clip or None), log_probs, old, advantages
     )
     close(loss, expected)
 
@@ -219,7 +221,7 @@ def test_ppo_clip_equals_the_formula(dual_clip, seed):
 def test_the_log_ratio_is_clamped():
     ones = torch.ones(1, 2, dtype=torch.float64)
     log_probs = torch.tensor([[100.0, -100.0]], dtype=torch.float64)
-    _, stats = ppo_clip_loss(log_probs, 0 * ones, -ones, ones, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    _, stats = ppo_clip_loss(log_probs, 0 * ones, -ones, ones, PpoOptions(dual_clip=0))
     close(stats["ratio"], math.exp(20) + math.exp(-20))
 
 
@@ -227,7 +229,7 @@ def test_the_log_ratio_is_clamped():
 def test_ppo_statistics_are_sums_over_the_mask(seed):
     mask = random_mask(seed)
     log_probs, old, advantages = (random_like(mask, 10 * seed + k) for k in range(3))
-    _, stats = ppo_clip_loss(log_probs, old, advantages, mask, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    _, stats = ppo_clip_loss(log_probs, old, advantages, mask, PpoOptions(clip_high=0.3))
     formulas = {
         "ratio": lambda d, a: math.exp(d),
         "approx_kl": lambda d, a: math.exp(d) - 1 - d,
@@ -245,27 +247,25 @@ def test_the_first_step_on_a_batch_has_the_gradient_of_the_policy():
     mask = torch.ones(2, 3, dtype=torch.bool)
     log_probs = random_like(mask, 0).requires_grad_()
     advantages = random_like(mask, 1)
-    loss, _ = ppo_clip_loss(
-        log_probs, log_probs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2, dual_clip=3.0
-    )
+    loss, _ = ppo_clip_loss(log_probs, log_probs.detach(), advantages, mask, PpoOptions())
     loss.sum().backward()
     torch.testing.assert_close(log_probs.grad, -advantages)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("clip", [None, 0.5, 5.0])
+@pytest.mark.parametrize("clip", [0.0, 0.5, 5.0])
 def test_value_loss_equals_the_formula(clip, seed):
     mask = random_mask(seed)
     values, old, returns = (random_like(mask, 10 * seed + k) for k in range(3))
-    loss, _ = value_loss(values, old, returns, mask, clip=clip)
-    close(loss, elementwise(lambda v, v_old, r: value_token(v, v_old, r, clip), values, old, returns))
+    loss, _ = clipped_squared_error(values, old, returns, mask, ValueClipOptions(value_clip=clip))
+    close(loss, elementwise(lambda v, v_old, r: value_token(v, v_old, r, clip or None), values, old, returns))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_statistics_are_sums_over_the_mask(seed):
     mask = random_mask(seed)
     values, old, returns = (random_like(mask, 10 * seed + k) for k in range(3))
-    _, stats = value_loss(values, old, returns, mask, clip=0.5)
+    _, stats = clipped_squared_error(values, old, returns, mask, ValueClipOptions(value_clip=0.5))
     formulas = {
         "value": lambda v, v_old, r: v,
         "squared_error": lambda v, v_old, r: (v - r) ** 2,
@@ -280,7 +280,7 @@ def test_value_loss_by_hand():
     """Return 0, old value 1, clip 0.5: 0.8 is inside, 0.2 is cut off at 0.5, 2 is worse than its clip."""
     values = torch.tensor([[0.8, 0.2, 2.0]], dtype=torch.float64, requires_grad=True)
     ones = torch.ones(1, 3, dtype=torch.float64)
-    loss, stats = value_loss(values, ones, 0 * ones, ones)
+    loss, stats = clipped_squared_error(values, ones, 0 * ones, ones, ValueClipOptions())
     close(loss.detach(), [[0.32, 0.125, 2.0]])
     loss.sum().backward()
     assert values.grad is not None
@@ -288,16 +288,12 @@ def test_value_loss_by_hand():
     assert stats["clip"].item() == 1
 
 
-def test_a_value_clip_of_nothing_is_refused():
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="must be above 0"):
-        value_loss(x, x, x, x, clip=0.0)
+def full_options(mode: str = "token-mean", kl_kind: str = "k3") -> PolicyLossOptions:
+    given = {"entropy_coefficient": 0.1, "kl_loss_coefficient": 0.2, "kl_loss_estimator": kl_kind}
+    return PolicyLossOptions.model_validate({**given, "aggregation": mode, "max_response_tokens": MAX_LENGTH})
 
 
-def full_config(mode: str = "token-mean", kl_kind: str = "k3") -> PolicyLossConfig:
-    return PolicyLossConfig(
-        entropy_coef=0.1, kl_coef=0.2, kl_kind=kl_kind, aggregation=mode, max_length=MAX_LENGTH
-    )
+PPO = surrogate_of(PolicyLossOptions())
 
 
 @pytest.mark.parametrize("kl_kind", KL_KINDS)
@@ -310,7 +306,8 @@ def test_policy_loss_equals_the_whole_formula(mode, kl_kind):
         old,
         advantages,
         mask,
-        full_config(mode, kl_kind),
+        PPO,
+        full_options(mode, kl_kind),
         num_tokens=int(mask.sum()),
         num_sequences=len(mask),
         entropy_BT=entropy,
@@ -330,21 +327,24 @@ def test_policy_loss_equals_the_whole_formula(mode, kl_kind):
 
 
 @pytest.mark.parametrize(
-    ("config", "missing"),
-    [(PolicyLossConfig(entropy_coef=0.1), "the entropy"), (PolicyLossConfig(kl_coef=0.1), "a reference")],
+    ("options", "missing"),
+    [
+        (PolicyLossOptions(entropy_coefficient=0.1), "the entropy"),
+        (PolicyLossOptions(kl_loss_coefficient=0.1), "a reference"),
+    ],
 )
-def test_a_coefficient_without_its_tensor_is_an_error(config, missing):
+def test_a_coefficient_without_its_tensor_is_an_error(options, missing):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=missing):
-        policy_loss(x, x, x, x, config, num_tokens=1, num_sequences=1)
+        policy_loss(x, x, x, x, PPO, options, num_tokens=1, num_sequences=1)
 
 
 @pytest.mark.parametrize(
     "setting", [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}, {"dual_clip": 1.0}], ids=str
 )
 def test_a_clip_out_of_its_range_is_an_error(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        PolicyLossConfig(**setting)
+    with pytest.raises(InvalidRequest, match=next(iter(setting))):
+        surrogate_of(PolicyLossOptions(surrogate_options=setting))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -365,7 +365,8 @@ def test_policy_loss_gradient_and_statistics_do_not_depend_on_the_micro_batches(
                 old[rows, :width],
                 advantages[rows, :width],
                 mask[rows, :width],
-                full_config(mode),
+                PPO,
+                full_options(mode),
                 num_tokens=int(mask.sum()),
                 num_sequences=len(mask),
                 entropy_BT=parameter[rows, :width].square(),
@@ -395,14 +396,16 @@ def test_value_loss_and_gradient_do_not_depend_on_the_micro_batches(mode, cut):
         parameter = values.clone().requires_grad_()
         loss = 0.0
         for rows in torch.arange(len(mask)).split(cut):
-            loss_BT, _ = value_loss(parameter[rows], old[rows], returns[rows], mask[rows])
+            loss_BT, _ = clipped_squared_error(
+                parameter[rows], old[rows], returns[rows], mask[rows], ValueClipOptions()
+            )
             share = aggregate(
                 loss_BT,
                 mask[rows],
                 mode,
                 num_tokens=int(mask.sum()),
                 num_sequences=len(mask),
-                max_length=MAX_LENGTH,
+                max_response_tokens=MAX_LENGTH,
             )
             share.backward()
             loss += share.item()
@@ -428,7 +431,8 @@ def test_what_is_in_the_padding_reaches_neither_loss_nor_gradient_nor_statistics
             old,
             advantages,
             mask,
-            full_config(),
+            PPO,
+            full_options(),
             num_tokens=int(mask.sum()),
             num_sequences=len(mask),
             entropy_BT=entropy,

@@ -70,7 +70,7 @@ def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
 
 def update(worker: CriticWorker, rows: CallRows, mini_batches: int = 1) -> CallResult:
     schedule = actor_pb2.Schedule(epochs=1, mini_batches=mini_batches)
-    request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(clip=0.5), schedule=schedule)
+    request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(), schedule=schedule)
     call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
     return worker.around(lambda: worker.update_critic(rows, request, call))
 

@@ -1,0 +1,116 @@
+"""Reads the loss of an update's request: its knobs, by name, and its loss per token, which a plug-in declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Self, TypeVar
+
+import torch
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from pydantic import ValidationError, model_validator
+from torch import Tensor
+
+from rlhf.errors import InvalidRequest
+from rlhf.plugins import PluginError, load_object
+from services.roles.losses import check_aggregation
+from services.roles.update import STEP_METRICS
+from settings.explain import explain
+from settings.losses import LossSpec, LossTable, PolicyLossTable, ValueLossTable
+from settings.strict import Positive, Strict
+
+TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""A loss per token with its options: takes four columns [B, T], the last one the mask, and returns the loss [B, T] and
+sums of statistics over response tokens."""
+
+T = TypeVar("T", bound=Strict)
+
+
+class RequestedLoss(LossTable):
+    """Knobs that the requests of both losses carry."""
+
+    max_response_tokens: Positive | None = None
+    """`rollout.max_response_tokens`; needed by aggregation seq-mean-token-sum-norm."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        check_aggregation(self.aggregation, self.max_response_tokens)
+        return self
+
+
+class PolicyLossOptions(RequestedLoss, PolicyLossTable):
+    """Knobs of the policy loss as a request carries them; `surrogate_options` has all options of the surrogate."""
+
+
+class ValueLossOptions(RequestedLoss, ValueLossTable):
+    """Knobs of the value loss as a request carries them; `value_loss_options` has all options of the loss."""
+
+
+def read_knobs(kind: type[T], message: Message) -> T:
+    """Returns the knobs of a request's loss, by the names of its fields. Those that are not set have their defaults.
+
+    Raises:
+        InvalidRequest: A knob is unknown or wrong; the text names it.
+    """
+    given = {
+        field.name: MessageToDict(value) if isinstance(value, Message) else value
+        for field, value in message.ListFields()
+    }
+    return _validated(kind, given, "loss")
+
+
+def token_loss(
+    key: str, name: str, spec: LossSpec, given: Mapping[str, Any], taken: Collection[str] = ()
+) -> TokenLoss:
+    """Returns the loss per token that a plug-in declares, with its options. It is tried on one token here, where it
+    fails on all ranks alike.
+
+    Args:
+        key: Key of the config file that names the loss.
+        name: Name of the loss.
+        spec: Its declaration.
+        given: Its options.
+        taken: Names of statistics that the loss around it has already.
+
+    Raises:
+        InvalidRequest: An option is unknown or wrong, or the function cannot be imported or fails; the text says which.
+    """
+    options = _validated(spec.options, dict(given), f"loss.{key}_options of {name}")
+    where = f"loss.{key} {name}"
+    try:
+        function: Any = load_object(spec.function, object)
+    except PluginError as error:
+        raise InvalidRequest(f"{where}: {error}") from error
+    if not callable(function):
+        raise InvalidRequest(f"{where}: {spec.function!r} is not a function")
+
+    def loss(*columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return function(*columns, options)
+
+    try:
+        _try(loss, {*STEP_METRICS, *taken})
+    except Exception as error:
+        raise InvalidRequest(
+            f"{where}: {spec.function} fails on a batch of one token: {type(error).__name__}: {error}"
+        ) from error
+    return loss
+
+
+def _try(loss: TokenLoss, taken: Collection[str]) -> None:
+    """Computes the loss of one token; raises ValueError if it returns something else than `TokenLoss` says."""
+    new_BT, old_BT = torch.full((1, 1), -1.0, requires_grad=True), torch.full((1, 1), -1.0)
+    loss_BT, stats = loss(new_BT, old_BT, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
+    if loss_BT.shape != old_BT.shape:
+        raise ValueError(f"the loss is of shape {list(loss_BT.shape)}, not [1, 1]")
+    for name, value in stats.items():
+        if name in taken:
+            raise ValueError(f"statistic {name!r} exists already; taken are {', '.join(sorted(taken))}")
+        if value.shape or value.requires_grad:
+            raise ValueError(f"statistic {name!r} is no sum: it must be a scalar tensor without gradient")
+
+
+def _validated(kind: type[T], given: dict[str, Any], where: str) -> T:
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise InvalidRequest(f"{where}: {explain(error, given, kind, {})}") from None
