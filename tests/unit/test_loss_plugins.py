@@ -11,6 +11,7 @@ import pytest
 import torch
 from google.protobuf.message import Message
 from torch import Tensor
+from unit.test_model_worker import make_critic, make_rows, update
 
 from controller.algorithms import find_algorithm
 from controller.config.algorithm import LOSSES, AlgorithmTable
@@ -48,6 +49,21 @@ def gate_loss(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, option
 
 gate = LossSpec(f"{__name__}:gate_loss", GateOptions)
 GATE = f"{__name__}:gate"
+
+
+class ScaleOptions(Strict):
+    """Options of the value loss below."""
+
+    scale: float = 1.0
+    """Factor of the loss."""
+
+
+def scaled_error(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, options: ScaleOptions) -> Any:
+    error = options.scale * (values - returns).square()
+    return error, {"error": torch.where(mask, error, 0).detach().sum()}
+
+
+scaled = LossSpec(f"{__name__}:scaled_error", ScaleOptions)
 
 
 def quickstart(name: str, *settings: str) -> Config:
@@ -181,6 +197,22 @@ def test_options_of_the_loss_that_an_algorithm_chooses_are_checked() -> None:
 def test_a_loss_of_the_critic_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.value_loss: grpo has no use for this"):
         configured("algorithm.value_loss=clipped")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_critic_trains_with_a_loss_of_ones_own(tiny_llama_dir: Path) -> None:
+    critic = make_critic(tiny_llama_dir, "fsdp")
+    plain = update(critic, make_rows(), value_loss_options={"value_clip": 0}).metrics["loss"]
+    critic.start_over()
+    name = f"{__name__}:scaled"
+    made = update(critic, make_rows(), value_loss=name, value_loss_options={"scale": 3}).metrics
+    assert made["loss"][0] == pytest.approx(6 * plain[0], rel=1e-6)
+    assert made["error"][0] / made["error"][1] == pytest.approx(made["loss"][0], rel=1e-6)
+    with pytest.raises(
+        InvalidRequest, match=r"^loss.value_loss_options of .*: scael: unknown key; did you mean"
+    ):
+        update(critic, make_rows(), value_loss=name, value_loss_options={"scael": 3})
+    assert critic.policy_version == 1
 
 
 BROKEN = {

@@ -68,9 +68,9 @@ def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
     return CallRows(kind(COUNT, values, dtypes, 0), np.arange(COUNT))
 
 
-def update(worker: CriticWorker, rows: CallRows, mini_batches: int = 1) -> CallResult:
+def update(worker: CriticWorker, rows: CallRows, mini_batches: int = 1, **loss: Any) -> CallResult:
     schedule = actor_pb2.Schedule(epochs=1, mini_batches=mini_batches)
-    request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(), schedule=schedule)
+    request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(**loss), schedule=schedule)
     call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
     return worker.around(lambda: worker.update_critic(rows, request, call))
 
