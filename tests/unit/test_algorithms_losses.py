@@ -125,7 +125,7 @@ def test_the_gradient_of_gspo_is_that_of_the_paper(seed: int, per_sequence: bool
         surrogate_options={"clip_low": 0.2, "clip_high": 0.3},
         aggregation="seq-mean-token-mean",
     )
-    sizes = {"num_tokens": int(mask.sum()), "num_sequences": ROWS}
+    sizes: dict[str, Any] = {"num_tokens": int(mask.sum()), "num_sequences": ROWS}
     loss, _ = policy_loss(new, old, advantages, mask, surrogate_of(options), options, **sizes)
     loss.backward()
     expected = torch.zeros_like(new)

@@ -67,8 +67,8 @@ def test_loss_gradient_and_statistics_equal_the_loop(dppo: LossSpec, seed: int, 
     for row in range(ROWS):
         for t in range(TOKENS):
             if mask[row, t]:
-                token = (column[row, t].item() for column in (new, old, advantages))
-                value, slope, statistics = oracle(*token, delta)
+                n, o, a = (column[row, t].item() for column in (new, old, advantages))
+                value, slope, statistics = oracle(n, o, a, delta)
                 assert loss[row, t].item() == pytest.approx(value, rel=1e-8, abs=1e-8)
                 assert new.grad[row, t].item() == pytest.approx(slope, rel=1e-8, abs=1e-8)
                 sums = {name: sums[name] + x for name, x in statistics.items()}
