@@ -78,11 +78,12 @@ def token_loss(
     options = _validated(spec.options, dict(given), f"loss.{key}_options of {name}")
     where = f"loss.{key} {name}"
     try:
-        function: Any = load_object(spec.function, object)
+        found = load_object(spec.function, object)
     except PluginError as error:
         raise InvalidRequest(f"{where}: {error}") from error
-    if not callable(function):
+    if not callable(found):
         raise InvalidRequest(f"{where}: {spec.function!r} is not a function")
+    function: Callable[..., Any] = found
 
     def loss(*columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return function(*columns, options)
