@@ -10,6 +10,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config
 from controller.training.run import Run
 from rlhf.errors import ConfigError
+from rlhf.roles import find_role
 from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
@@ -130,7 +131,7 @@ class Algorithm:
                     f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
                     f"{', '.join(sorted(config.services))}"
                 )
-            if table.role != role:
+            if role not in (table.role, find_role(table.role).name):
                 raise ConfigError(
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
