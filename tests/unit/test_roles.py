@@ -104,7 +104,8 @@ def service(
         name=name, input_type=f".{file.package}.Request", output_type=f".{file.package}.Response", **changes
     )
     if spec is not None:
-        method.options.Extensions[common_pb2.method].CopyFrom(spec)
+        options: Any = method.options
+        options.Extensions[common_pb2.method].CopyFrom(spec)
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(file.SerializeToString())
     return f"{module(monkeypatch, DESCRIPTOR=pool.FindFileByName(file.name))}:LengthService"
