@@ -27,7 +27,8 @@ WHERE_IT_RUNS = frozenset(
     {"role", "address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
 )
 """Keys of a service's table that say where and how it is started and found, and do not change its results; they may
-differ. Role (which may be named in two ways) and number of ranks are compared with what the running ranks are instead."""
+differ. The role, which may be named in two ways, and the number of ranks are compared with those of the running ranks
+instead."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
 """Function that calls Describe on a rank and returns the response."""
