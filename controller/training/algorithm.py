@@ -8,8 +8,11 @@ from typing import Any
 
 from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config
+from controller.role_groups.roles import group_type
 from controller.training.run import Run
+from rlhf.contract import group_methods
 from rlhf.errors import ConfigError
+from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.strict import Strict, validate
 
@@ -148,6 +151,12 @@ class Algorithm:
         }
 
     def _check(self, config: Config) -> None:
+        for name, table in config.services.items():
+            try:
+                group_type(table.role)
+                group_methods(table.role)
+            except PluginError as error:
+                raise ConfigError(f"services.{name}.role: {error}") from error
         samples = config.rollout.samples_per_prompt
         if self.compares_groups and samples < 2:
             raise ConfigError(

@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
+from controller.config.config import load
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import group_type
+from controller.training.algorithm import Algorithm
 from rlhf.contract import group_methods, role_methods
+from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
 from rlhf.roles import BUILT_IN, RoleSpec, find_role, role_names
 from rlhf.v1 import common_pb2
 from settings.service import ServiceTable
 from settings.services import table_type
 
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 NUMBERS = itertools.count()
 SPEC = common_pb2.MethodSpec(transfer_protocol="DP_PROTO", inputs=["response_ids"], outputs=["length"])
 
@@ -140,3 +145,21 @@ def test_a_service_that_its_module_lacks_is_refused_with_those_that_it_has(
     expected = re.escape("rlhf/v1/critic.proto has no service 'Critic'; it has: CriticService")
     with pytest.raises(PluginError, match=expected):
         role_methods(role(monkeypatch, service="rlhf.v1.critic_pb2:Critic"))
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "expected"),
+    [
+        ("group", "controller.role_groups.group:Nothing", "cannot be imported"),
+        ("group", "settings.strict:Strict", "is no subclass of controller.role_groups.group.RoleGroup"),
+        ("service", "rlhf.v1.nothing_pb2:Service", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_run_is_refused_before_it_starts_where_a_part_of_a_role_is_broken(
+    part: str, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_package = role(monkeypatch, table="settings.service:ServiceTable", **{part: text})
+    table = f'services.mine={{role="{of_a_package}", address="127.0.0.1:7109"}}'
+    config = load(QUICKSTART, (table,))
+    with pytest.raises(ConfigError, match=rf"^services\.mine\.role: .*{expected}"):
+        Algorithm(lambda run: None).configure(config)
