@@ -5,27 +5,15 @@ from __future__ import annotations
 import math
 
 from controller.config.config import Config
-from settings.actor import ActorTable
-from settings.critic import CriticTable
+from rlhf.roles import find_role
 from settings.fit import check_model_fits
 from settings.model import ModelTable
-from settings.reference import ReferenceTable
-
-ID_BYTES, FLOAT_BYTES = 4, 4
-PROMPT_BYTES: dict[type[ModelTable], int] = {ActorTable: ID_BYTES}
-"""Bytes that a service keeps in its arena for each prompt token (column prompt_ids), by type of its table."""
-RESPONSE_BYTES: dict[type[ModelTable], int] = {
-    # response_ids, rollout_log_probs, log_probs and advantages; values and returns; ref_log_probs.
-    ActorTable: ID_BYTES + 3 * FLOAT_BYTES,
-    CriticTable: 2 * FLOAT_BYTES,
-    ReferenceTable: FLOAT_BYTES,
-}
-"""Bytes that a service keeps in its arena for each response token, by type of its table."""
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
-    """Estimates the arena that each actor, critic and reference needs per rank, in MiB by service: it must hold their
-    columns of the largest batch, that of a step or of an evaluation, with all responses of maximum length.
+    """Estimates the arena that services need per rank, in MiB by service: it must hold their columns of the largest
+    batch, that of a step or of an evaluation, with all responses of maximum length. Services of roles that keep no
+    columns of tokens are left out.
 
     Args:
         config: Configuration of the run.
@@ -34,11 +22,12 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
     batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
     for name, table in config.services.items():
-        if type(table) not in RESPONSE_BYTES or not isinstance(table, ModelTable):
+        spec = find_role(table.role)
+        row_bytes = spec.prompt_token_bytes * prompt_tokens
+        row_bytes += spec.response_token_bytes * config.rollout.max_response_tokens
+        if not row_bytes:
             continue
-        rows = math.ceil(batch_rows / table.data_ranks)
-        row_bytes = PROMPT_BYTES.get(type(table), 0) * prompt_tokens
-        row_bytes += RESPONSE_BYTES[type(table)] * config.rollout.max_response_tokens
+        rows = math.ceil(batch_rows / (table.data_ranks if isinstance(table, ModelTable) else table.ranks))
         needed[name] = max(1, math.ceil(rows * row_bytes / 2**20))
     return needed
 

@@ -19,7 +19,7 @@ class Job:
     name: str
     """Name of the service in the config."""
     role: str
-    """Role of the service, which is also the name of the package below `services` that serves it."""
+    """Role of the service, as the key `role` of its table names it."""
     table: ServiceTable
     """Table of the service."""
     config: Path
@@ -31,7 +31,7 @@ class Job:
 def rank_command(job: Job) -> list[str]:
     """Returns the command line of a rank. It is the same for all ranks, whose environment has the number."""
     return [
-        *(sys.executable, "-m", f"services.{job.role}", "--config", str(job.config), "--name", job.name),
+        *(sys.executable, "-m", "services", job.role, "--config", str(job.config), "--name", job.name),
         *(part for setting in job.settings for part in ("--set", setting)),
     ]
 

@@ -18,12 +18,12 @@ from controller.config.data import NOWHERE, DataTable, SourceTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from controller.training.algorithm import NoOptions
-from settings.actor import ActorTable, LoraTable, VllmTable
-from settings.critic import CriticTable
+from rlhf.roles import BUILT_IN
+from settings.actor import LoraTable, VllmTable
 from settings.model import OptimizerTable, ZeroTable
-from settings.reference import ReferenceTable
-from settings.reward import JudgeTable, RewardTable, SandboxTable
+from settings.reward import JudgeTable, SandboxTable
 from settings.service import ServiceTable
+from settings.services import table_type
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[run]", RunTable),
@@ -32,10 +32,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[rollout]", RolloutTable),
     ("[algorithm]", AlgorithmTable),
     ("[services.NAME] of every role", ServiceTable),
-    ('[services.NAME] with role = "actor"', ActorTable),
-    ('[services.NAME] with role = "critic"', CriticTable),
-    ('[services.NAME] with role = "reference"', ReferenceTable),
-    ('[services.NAME] with role = "reward"', RewardTable),
+    *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),
     ("[services.NAME.judge]", JudgeTable),
     ("[services.NAME.optimizer]", OptimizerTable),

@@ -16,7 +16,6 @@ from loadtest import compare, page, slo, table
 from loadtest.payloads import Lengths
 from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
-from rlhf.contract import ROLES
 from rlhf.errors import ConfigError, RlhfError
 
 USAGE_ERROR = 2
@@ -26,7 +25,7 @@ DEFAULT_RATE = 10.0
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlhf-cluster")
-@click.argument("role", required=False, type=click.Choice(ROLES))
+@click.argument("role", required=False)
 @click.option("--target", metavar="HOST:PORT", help="Where the service, or its rank 0, serves.")
 @click.option(
     "--method", metavar="M", help="ComputeReward, compute_values, Synchronize, Describe, Check, ..."
@@ -86,7 +85,9 @@ DEFAULT_RATE = 10.0
 def main(
     compared: tuple[Path, Path] | None, json_path: Path | None, html_path: Path | None, **options: Any
 ) -> None:
-    """Load one method of one service, and report its latency and throughput.
+    """Load one method of one service of ROLE, and report its latency and throughput.
+
+    ROLE is actor, critic, reference, reward, or one that an installed package brings.
 
     Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
     its calls from one session at a time: a test is refused while a run has the service.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from grpc_health.v1 import health_pb2
 
-from rlhf.contract import ROLES, SERVICES, Method
+from rlhf.contract import SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
+from rlhf.plugins import PluginError
+from rlhf.roles import find_role
 
 HEALTH_CHECK = Method(
     service="grpc.health.v1.Health",
@@ -17,18 +19,13 @@ HEALTH_CHECK = Method(
     spec=None,
 )
 
-OF_ROLE = {
-    "actor": ("GenerateSequences", "ComputeLogProb", "ComputeLoss"),
-    "critic": ("ComputeValues",),
-    "reference": ("ComputeRefLogProb",),
-    "reward": ("ComputeReward",),
-}
 OF_ALL = ("Describe", "Synchronize")
 
 
 def offered(role: str) -> dict[str, Method]:
-    """Returns the methods of a role that can be load-tested, by name."""
-    own = {name: SERVICES[role][name] for name in OF_ROLE[role]}
+    """Returns the methods of a role that can be load-tested, by name: those that its declaration lists, and those that
+    every service has."""
+    own = {name: role_methods(role)[name] for name in find_role(role).load_tested}
     return {**own, **{name: SERVICES["worker"][name] for name in OF_ALL}, HEALTH_CHECK.name: HEALTH_CHECK}
 
 
@@ -38,13 +35,14 @@ def find_method(role: str, name: str) -> Method:
     Raises:
         ConfigError: The role or the method is unknown, or the method changes the service.
     """
-    if role not in ROLES:
-        raise ConfigError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
-    methods = offered(role)
+    try:
+        methods = offered(role)
+    except PluginError as error:
+        raise ConfigError(f"ROLE: {error}") from error
     for method in methods.values():
         if name in (method.name, method.snake_name):
             return method
-    others = {**SERVICES[role], **SERVICES["worker"]}.values()
+    others = {**role_methods(role), **SERVICES["worker"]}.values()
     if any(name in (method.name, method.snake_name) for method in others):
         raise ConfigError(f"--method: {name} changes the service, or is no call of its own, and is not load-tested; "
                           f"of {role}: {', '.join(methods)}")  # fmt: skip

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import payloads
-from loadtest.methods import OF_ROLE
 from loadtest.payloads import IDS, Shape
 from loadtest.target import Target
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.protocols import get_protocol
-from rlhf.contract import Method
+from rlhf.contract import Method, role_methods
 from rlhf.errors import ConfigError
 from rlhf.v1 import actor_pb2
 
@@ -25,7 +24,7 @@ def make_requests(target: Target, method: Method, shape: Shape, data: Path | Non
     Raises:
         ConfigError: The rows do not fit the service or the method.
     """
-    if method.name not in OF_ROLE[target.role]:
+    if method.name not in role_methods(target.role):
         return [[b""] * (target.num_ranks if method.spec else 1)]
     as_text = method.name == "ComputeReward" and target.wants_text
     columns = _columns(method, as_text)

@@ -11,6 +11,7 @@ from client.rank import WORKER, RankClient
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.wire_ranks import mesh_from_proto
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
 
 CONNECT_S = 10.0
@@ -24,7 +25,7 @@ class Target:
 
     Args:
         address: host:port of rank 0.
-        role: Role of the service.
+        role: Role of the service, as `rlhf.roles.find_role` takes it.
         connections: Number of connections to each rank, which calls cycle through.
         description: Response of rank 0 to Describe; None for a server that does not serve it.
     """
@@ -57,7 +58,7 @@ class Target:
             description = None
         finally:
             await client.close()
-        if description and description.role and description.role != role:
+        if description and description.role and description.role != find_role(role).name:
             raise ConfigError(f"{address} serves role {description.role}, not {role}")
         return Target(address, role, connections, description)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.plugins import nearest
+from rlhf.plugins import load_class, nearest
+from rlhf.roles import find_role, role_names
 
 SHOWN = 3
 """Maximum number of errors that a message describes; further ones are only counted."""
@@ -38,7 +39,6 @@ def explain(
     error: ValidationError,
     tables: Any,
     kind: type[BaseModel] | None,
-    roles: Mapping[str, type[BaseModel]],
     prefix: tuple[str, ...] = (),
 ) -> str:
     """Returns one line that describes the first `SHOWN` errors of a validation: key, value and what is allowed.
@@ -47,40 +47,27 @@ def explain(
         error: The error that pydantic raised.
         tables: Parsed TOML that was validated.
         kind: Type that `tables` were validated as; None for one service's table.
-        roles: Type of a service's table, by its role.
         prefix: Keys that lead to the validated table in the file, for example services and actor.
     """
     mistakes = error.errors()
-    lines = [_mistake(each, tables, kind, roles, prefix) for each in mistakes[:SHOWN]]
+    lines = [_mistake(each, tables, kind, prefix) for each in mistakes[:SHOWN]]
     if len(mistakes) > SHOWN:
         lines.append(f"and {len(mistakes) - SHOWN} more")
     return "; ".join(lines)
 
 
-def _mistake(
-    details: Details,
-    tables: Any,
-    kind: type[BaseModel] | None,
-    roles: Mapping[str, type[BaseModel]],
-    prefix: tuple[str, ...],
-) -> str:
+def _mistake(details: Details, tables: Any, kind: type[BaseModel] | None, prefix: tuple[str, ...]) -> str:
     path = [*prefix, *(str(part) for part in details["loc"])]
-    # The role stands in the location after the service's name, and is no key of the file.
-    is_role = [i == 2 and path[0] == "services" and part in roles for i, part in enumerate(path)]
-    shown = ".".join(part for part, hidden in zip(path, is_role, strict=True) if not hidden)
-    given = details["input"]
+    shown, given = ".".join(path), details["input"]
     match details["type"]:
         case "extra_forbidden":
-            known = _known_keys(kind, path, roles)
+            known = _known_keys(kind, path, tables)
             hint = nearest(path[-1], known) or "."
             return f"{shown}: unknown key" + (f"{hint} Known keys: {', '.join(known)}" if known else "")
+        case "missing" if len(path) == 3 and path[0] == "services" and path[2] == "role":
+            return _without_role(path[1], tables)
         case "missing":
             return f"{shown}: required, and not given"
-        case "union_tag_not_found":
-            return _without_role(path, tables, roles)
-        case "union_tag_invalid":
-            hint = nearest(str(details["ctx"]["tag"]), roles)
-            return f"{shown}.role: must be {_either(roles)} (given: {details['ctx']['tag']!r}){hint}"
         case "value_error":
             return f"{shown + ': ' if shown else ''}{details['msg'].removeprefix('Value error, ')}"
         case kind_of_mistake:
@@ -91,29 +78,23 @@ def _mistake(
             return f"{shown}: {text} (given: {given!r}){hint}"
 
 
-def _without_role(path: list[str], tables: Any, roles: Mapping[str, type[BaseModel]]) -> str:
+def _without_role(name: str, tables: Any) -> str:
     """Returns the message for a service's table without the key role: "unknown service" where its name is similar to
     that of a service, else "required"."""
     services = tables.get("services", {}) if isinstance(tables, dict) else {}
-    others = [name for name, table in services.items() if isinstance(table, dict) and "role" in table]
-    hint = nearest(path[1], others)
+    others = [other for other, table in services.items() if isinstance(table, dict) and "role" in table]
+    hint = nearest(name, others)
     if hint:
-        return f"{'.'.join(path)}: unknown service{hint} There are: {', '.join(others)}"
-    return f"{'.'.join(path)}.role: required, and not given: {_either(roles)}"
+        return f"services.{name}: unknown service{hint} There are: {', '.join(others)}"
+    return f"services.{name}.role: required, and not given: {', '.join(role_names())}, or module:object"
 
 
-def _either(words: Iterable[str]) -> str:
-    *first, last = (repr(word) for word in words)
-    return f"{', '.join(first)} or {last}"
-
-
-def _known_keys(
-    kind: type[BaseModel] | None, path: list[str], roles: Mapping[str, type[BaseModel]]
-) -> list[str]:
+def _known_keys(kind: type[BaseModel] | None, path: list[str], tables: Any) -> list[str]:
     """Returns the known keys of the table that the last part of `path` is an unknown key of."""
     parents = path[:-1]
-    if len(parents) >= 3 and parents[0] == "services" and parents[2] in roles:
-        kind, parents = roles[parents[2]], parents[3:]
+    if len(parents) >= 2 and parents[0] == "services":
+        role = tables["services"][parents[1]]["role"]
+        kind, parents = load_class(find_role(role).table, BaseModel), parents[2:]
     for part in parents:
         field = kind.model_fields.get(part) if kind else None
         annotation = field.annotation if field else None

@@ -5,32 +5,54 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import PlainValidator, SerializeAsAny, TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails
 
 from rlhf.errors import ConfigError
-from rlhf.plugins import nearest
-from settings.actor import ActorTable
-from settings.critic import CriticTable
+from rlhf.plugins import PluginError, load_class, nearest
+from rlhf.roles import find_role
 from settings.explain import explain
-from settings.reference import ReferenceTable
-from settings.reward import RewardTable
 from settings.service import ServiceTable
 from settings.strict import override, read_toml
 
-Service = Annotated[ActorTable | CriticTable | ReferenceTable | RewardTable, Field(discriminator="role")]
-"""Type of a `[services.NAME]` table: a union that pydantic discriminates by the key `role`."""
 
-ROLES: dict[str, type[ServiceTable]] = {
-    "actor": ActorTable,
-    "critic": CriticTable,
-    "reference": ReferenceTable,
-    "reward": RewardTable,
-}
-"""Type of a service's table, by role."""
+def table_type(role: str) -> type[ServiceTable]:
+    """Returns the type of `[services.NAME]` for a role.
+
+    Raises:
+        PluginError: There is no such role, or its table cannot be imported or is no ServiceTable.
+    """
+    return load_class(find_role(role).table, ServiceTable)
+
+
+def _of_its_role(given: Any) -> ServiceTable:
+    """Validates the table of a service as the type for its key `role`."""
+    if isinstance(given, ServiceTable):
+        return given
+    if not isinstance(given, dict):
+        return ServiceTable.model_validate(given)
+    role = given.get("role")
+    if not isinstance(role, str):
+        defect = "string_type" if "role" in given else "missing"
+        raise _refused(InitErrorDetails(type=defect, loc=("role",), input=role))
+    try:
+        table = table_type(role)
+    except PluginError as error:
+        details = InitErrorDetails(type="value_error", loc=("role",), input=role, ctx={"error": error})
+        raise _refused(details) from None
+    return table.model_validate(given)
+
+
+def _refused(details: InitErrorDetails) -> ValidationError:
+    return ValidationError.from_exception_data("services", [details])
+
+
+Service = Annotated[SerializeAsAny[ServiceTable], PlainValidator(_of_its_role)]
+"""Type of a `[services.NAME]` table: pydantic validates it as the type for its key `role`, see `table_type`."""
 
 
 def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
-    """Reads the table `[services.NAME]` of a config file. Returns an instance of the type for its role; see `ROLES`.
+    """Reads the table `[services.NAME]` of a config file. Returns an instance of the type for its role.
 
     Args:
         path: The config file.
@@ -49,7 +71,7 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
     try:
         return TypeAdapter(Service).validate_python(services[name])
     except ValidationError as error:
-        why = explain(error, {"services": services}, None, ROLES, ("services", name))
+        why = explain(error, {"services": services}, None, ("services", name))
         raise ConfigError(f"config {path}: {why}") from None
 
 

@@ -8,7 +8,6 @@ working directory.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -73,16 +72,13 @@ def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any
     return tables
 
 
-def validate(
-    kind: type[M], tables: dict[str, Any], source: str, roles: Mapping[str, type[BaseModel]] | None = None
-) -> M:
+def validate(kind: type[M], tables: dict[str, Any], source: str) -> M:
     """Validates parsed TOML and returns an instance of `kind`.
 
     Args:
         kind: Type of the tables, a pydantic model.
         tables: Parsed TOML.
         source: The file or place that the tables are from, for messages.
-        roles: Type of a service's table by its role, where `kind` has services.
 
     Raises:
         ConfigError: The tables are invalid; the text is one line with file, key, what is wrong and what is allowed.
@@ -90,4 +86,4 @@ def validate(
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(f"config {source}: {explain(error, tables, kind, roles or {})}") from None
+        raise ConfigError(f"config {source}: {explain(error, tables, kind)}") from None

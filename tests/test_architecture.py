@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.contract import ROLES, group_methods
+from rlhf.contract import group_methods
+from rlhf.roles import BUILT_IN
 from services.runtime.worker import Worker, registered_methods
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,6 @@ OURS = (
 )
 LONG_FILE, LONGEST_FILE, LONGEST_CLASS, LONGEST_FUNCTION = 300, 500, 250, 60
 """Lines. At most a tenth of the files are long."""
-ROLE_ROOMS = ("actor", "critic", "reference", "reward")
 WITHOUT_TORCH = [
     "client.rank",
     "controller.cli",
@@ -96,9 +96,9 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("role", ROLE_ROOMS)
+@pytest.mark.parametrize("role", BUILT_IN)
 def test_roles_do_not_import_each_other(role: str) -> None:
-    others = {f"services.{other}" for other in ROLE_ROOMS if other != role}
+    others = {f"services.{other}" for other in BUILT_IN if other != role}
     wrong = [
         f"{path.name} imports {module}"
         for path in sources(f"services/{role}")
@@ -119,7 +119,7 @@ def worker_class(role: str) -> type[Worker]:
     return getattr(importlib.import_module(f"services.{role}.worker"), f"{role.capitalize()}Worker")
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", BUILT_IN)
 def test_every_method_of_a_proto_is_registered_with_the_protocol_it_declares(role: str) -> None:
     methods = registered_methods(worker_class(role))
     assert methods.keys() == group_methods(role).keys()

@@ -14,7 +14,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
-from settings.services import ROLES, Service
+from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
 
 
@@ -109,4 +109,4 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         ConfigError: The file cannot be read or is invalid; the text is one line with file, key, what is wrong and
             what is allowed.
     """
-    return validate(Config, override(read_toml(path), settings), str(path), ROLES)
+    return validate(Config, override(read_toml(path), settings), str(path))

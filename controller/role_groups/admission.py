@@ -24,10 +24,11 @@ GONE_WITHIN_S = 15.0
 keep such a session."""
 POLL_S = 0.2
 WHERE_IT_RUNS = frozenset(
-    {"address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
+    {"role", "address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
 )
 """Keys of a service's table that say where and how it is started and found, and do not change its results; they may
-differ. The number of ranks is compared with that of the running ranks instead."""
+differ. The role, which may be named in two ways, and the number of ranks are compared with those of the running ranks
+instead."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
 """Function that calls Describe on a rank and returns the response."""

@@ -19,9 +19,9 @@ from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
-from controller.role_groups.roles import GROUPS
+from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
-from rlhf.contract import SERVICES
+from rlhf.contract import role_methods
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -178,7 +178,7 @@ class Cluster:
             )
             for rank, info in enumerate(description.ranks)
         ]
-        kind, devices = GROUPS[description.role], self.config.devices(name)
+        kind, devices = group_type(description.role), self.config.devices(name)
         return kind(
             FanOut(clients, description.epoch),
             description,
@@ -196,12 +196,12 @@ class Cluster:
         """
         group = self.groups[host]
         served = {method.name for method in group.description.methods}
-        if not served.issuperset(method.path[1:] for method in SERVICES[role].values()):
+        if not served.issuperset(method.path[1:] for method in role_methods(role).values()):
             raise ConfigError(
                 f"services.{host}: nothing else is the {role}, and what runs at {group.clients[0].address} does not "
                 "serve it: it was started without lora"
             )
-        return group.in_role(GROUPS[role], role)
+        return group.in_role(group_type(role), role)
 
     async def _close(self) -> None:
         self._watch.end()

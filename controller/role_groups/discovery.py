@@ -13,6 +13,7 @@ import grpc.aio
 from client.rank import WORKER, RankClient
 from controller.config.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.roles import find_role
 from rlhf.v1 import common_pb2, worker_pb2
 
 RETRY_S = 0.2
@@ -79,7 +80,7 @@ class Discovery:
         it."""
         table = self._config.services[name]
         description = await self._describe(name, deadline)
-        if description.role != table.role:
+        if description.role != find_role(table.role).name:
             raise ConfigError(
                 f"services.{name}.address: {table.address} is the {description.role} service "
                 f"{description.service!r}, but role is {table.role}"
@@ -94,6 +95,8 @@ class Discovery:
                 f"rollout.max_response_tokens: {longest} leave no room for a prompt in services.{name}, which takes "
                 f"{description.max_tokens} tokens in all (its model's positions, or micro_batch_tokens)"
             )
+        # The config may name a role as module:object, and only by this can it be found.
+        description.role = table.role
         return description
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
@@ -121,8 +124,11 @@ class Discovery:
 
 
 def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
-    """Whether a service reads token ids: all do except a reward that scores texts."""
-    return description.role != "reward" or description.input_form == worker_pb2.INPUT_FORM_TENSOR
+    """Whether a service reads token ids of a vocabulary: a reward if it says so, another if it tells its vocabulary or
+    the tokens that it takes."""
+    if description.input_form:
+        return description.input_form == worker_pb2.INPUT_FORM_TENSOR
+    return bool(description.vocabulary_hash or description.max_tokens)
 
 
 def check_vocabularies(services: Descriptions) -> None:

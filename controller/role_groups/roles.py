@@ -1,4 +1,4 @@
-"""Role groups of each role, with a method for each RPC that the ranks of this role serve."""
+"""Role groups of the roles of this project, with a method for each RPC that the ranks of the role serve."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from controller.role_groups.futures import all_of, then
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.verdicts import RewardCodec, all_scored
 from rlhf.errors import InvalidRequest
+from rlhf.plugins import load_class
+from rlhf.roles import find_role
 from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
 
@@ -131,10 +133,10 @@ class RewardGroup(RoleGroup):
         )
 
 
-GROUPS: dict[str, type[RoleGroup]] = {
-    "actor": ActorGroup,
-    "critic": CriticGroup,
-    "reference": ReferenceGroup,
-    "reward": RewardGroup,
-}
-"""Class of the role group, by role."""
+def group_type(role: str) -> type[RoleGroup]:
+    """Returns the class of the role group of a role.
+
+    Raises:
+        PluginError: There is no such role, or its group cannot be imported or is no RoleGroup.
+    """
+    return load_class(find_role(role).group, RoleGroup)

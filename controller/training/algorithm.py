@@ -8,8 +8,12 @@ from typing import Any
 
 from controller.config.algorithm import LOSSES, AlgorithmTable
 from controller.config.config import Config
+from controller.role_groups.roles import group_type
 from controller.training.run import Run
+from rlhf.contract import group_methods
 from rlhf.errors import ConfigError
+from rlhf.plugins import PluginError
+from rlhf.roles import find_role
 from settings.losses import PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
 from settings.strict import Strict, validate
 
@@ -156,7 +160,7 @@ class Algorithm:
                     f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
                     f"{', '.join(sorted(config.services))}"
                 )
-            if table.role != role:
+            if role not in (table.role, find_role(table.role).name):
                 raise ConfigError(
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
@@ -173,6 +177,12 @@ class Algorithm:
         }
 
     def _check(self, config: Config) -> None:
+        for name, table in config.services.items():
+            try:
+                group_type(table.role)
+                group_methods(table.role)
+            except PluginError as error:
+                raise ConfigError(f"services.{name}.role: {error}") from error
         samples = config.rollout.samples_per_prompt
         if self.compares_groups and samples < 2:
             raise ConfigError(

@@ -75,30 +75,49 @@ class Run:
 
     def actor(self, name: str = "actor") -> Actor:
         """Returns the policy that service `name` holds."""
-        group, groups = self._group(name, ActorGroup), self.groups.values()
+        group, groups = self.group(name, ActorGroup), self.groups.values()
         wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
         return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
 
     def critic(self, name: str = "critic") -> Critic:
         """Returns the value model that service `name` holds."""
-        return Critic(self._group(name, CriticGroup), self.config)
+        return Critic(self.group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
         """Returns the reference policy that service `name` holds."""
-        return Reference(self._group(name, ReferenceGroup), self.config)
+        return Reference(self.group(name, ReferenceGroup), self.config)
 
     def reward(self, name: str = "reward") -> Reward:
         """Returns the reward or cost `name`: the service of this name, or the weighted sum of services in
         `[rewards]`."""
         recipes = self.config.recipes(name)
-        parts = {part: self._group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
+        parts = {part: self.group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
         table = self.config.algorithm
         failures = Failures(table.on_failed_reward, table.reward_retries)
         return Reward(name, parts, recipes, failures, self.step_of)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
         """Returns the reward model that service `name` trains."""
-        return RewardModel(self._group(name, RewardGroup), self.config)
+        return RewardModel(self.group(name, RewardGroup), self.config)
+
+    def group(self, name: str, kind: type[G]) -> G:
+        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other
+        packages, which have no method here.
+
+        Args:
+            name: Name of the service.
+            kind: Class of its role group.
+
+        Raises:
+            ConfigError: The run has no such service, or its role has another group.
+        """
+        group = self._cluster.group(name)
+        if not isinstance(group, kind):
+            role = kind.__name__.removesuffix("Group").lower()
+            raise ConfigError(
+                f"services.{name}: the algorithm needs role {role} here, not {group.description.role}"
+            )
+        return group
 
     @property
     def groups(self) -> Mapping[str, RoleGroup]:
@@ -161,7 +180,7 @@ class Run:
         totals, history = self._metrics, self._evaluator.history
         if not totals.steps:
             raise InvalidRequest("the algorithm finished no step")
-        group = self._group(trained, RoleGroup)
+        group = self.group(trained, RoleGroup)
         directory = str(self.recorder.directory.output(trained))
         saved = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
         record = saved.records()[0]
@@ -190,12 +209,3 @@ class Run:
 
         policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
         return policy.evaluation()
-
-    def _group(self, name: str, kind: type[G]) -> G:
-        group = self._cluster.group(name)
-        if not isinstance(group, kind):
-            role = kind.__name__.removesuffix("Group").lower()
-            raise ConfigError(
-                f"services.{name}: the algorithm needs role {role} here, not {group.description.role}"
-            )
-        return group

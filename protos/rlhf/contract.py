@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
 from rlhf.errors import InvalidRequest
+from rlhf.plugins import PluginError, load_object
+from rlhf.roles import BUILT_IN, find_role
 from rlhf.v1 import common_pb2
-
-MODULES = ("actor", "critic", "reference", "reward", "transfer", "worker")
 
 PLAIN_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 1 << 30),
@@ -115,24 +114,73 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
     return found
 
 
-def _services() -> dict[str, dict[str, Method]]:
-    services = {}
-    for name in MODULES:
-        descriptor = importlib.import_module(f"rlhf.v1.{name}_pb2").DESCRIPTOR
-        for service in descriptor.services_by_name.values():
-            services[service.name.removesuffix("Service").lower()] = _methods(service)
-    return services
+@functools.cache
+def _service_methods(service: str) -> Mapping[str, Method]:
+    """Returns the methods of a gRPC service by name. `service` is "module:Service" with a generated module.
+
+    Raises:
+        PluginError: The module cannot be imported, or has no such service.
+    """
+    module, _, name = service.partition(":")
+    file = load_object(f"{module}:DESCRIPTOR", FileDescriptor)
+    if name not in file.services_by_name:
+        known = ", ".join(file.services_by_name) or "none"
+        raise PluginError(f"{service!r}: {file.name} has no service {name!r}; it has: {known}")
+    return _methods(file.services_by_name[name])
 
 
-SERVICES: Mapping[str, Mapping[str, Method]] = _services()
-"""Methods by short name of the service ("actor", "critic", "reference", "reward", "transfer", "worker"), then by name
-of the method ("GenerateSequences")."""
+_WORKER = _service_methods("rlhf.v1.worker_pb2:WorkerService")
 
-ROLES = ("actor", "critic", "reference", "reward")
+
+@functools.cache
+def role_methods(role: str) -> Mapping[str, Method]:
+    """Returns the methods of a role's own service, by name in the proto.
+
+    Args:
+        role: Name of the role, as `rlhf.roles.find_role` takes it.
+
+    Raises:
+        PluginError: There is no such role, or its service cannot be called on a group of ranks: a method streams, does
+            not declare the option (rlhf.v1.method), or lacks a field that every call has.
+    """
+    methods = _service_methods(find_role(role).service)
+    for method in methods.values():
+        if defect := _defect(method):
+            raise PluginError(f"role {role}: {method.path} {defect}")
+    return methods
+
+
+def _defect(method: Method) -> str:
+    """Returns the reason that a method cannot be called on a group of ranks; empty where it can."""
+    if method.name in _WORKER:
+        return "has the name of a method of WorkerService, which every rank serves too"
+    if method.spec is None:
+        return "does not declare its transfer protocol, the option (rlhf.v1.method)"
+    if method.streams or method.takes_stream:
+        return "streams; a method of a role has one request and one response"
+    wanted = ((method.request, "call", common_pb2.Call), (method.response, "outcome", common_pb2.Outcome))
+    for message, name, kind in wanted:
+        field = message.DESCRIPTOR.fields_by_name.get(name)  # type: ignore[attr-defined]
+        if field is None or field.message_type is not kind.DESCRIPTOR:
+            return f"needs a field {name} of type {kind.DESCRIPTOR.full_name} in {message.__name__}"
+    return ""
+
+
+SERVICES: Mapping[str, Mapping[str, Method]] = {
+    **{role: role_methods(role) for role in BUILT_IN},
+    "transfer": _service_methods("rlhf.v1.transfer_pb2:TransferService"),
+    "worker": _WORKER,
+}
+"""Methods of this project's services by short name ("actor", "critic", "reference", "reward", "transfer", "worker"),
+then by name of the method ("GenerateSequences"). `role_methods` has those of any role."""
 
 
 def group_methods(role: str) -> dict[str, Method]:
     """Returns the methods that a controller calls on all ranks of a service of this role, by name in Python: the
-    methods of the role's service and of WorkerService that declare a transfer protocol."""
-    both = [*SERVICES[role].values(), *SERVICES["worker"].values()]
+    methods of the role's service, and those of WorkerService that declare a transfer protocol.
+
+    Raises:
+        PluginError: As of `role_methods`.
+    """
+    both = [*role_methods(role).values(), *SERVICES["worker"].values()]
     return {method.snake_name: method for method in both if method.spec is not None}

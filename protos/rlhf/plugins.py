@@ -68,6 +68,18 @@ def load_object(reference: str, kind: type[T]) -> T:
     return found
 
 
+def load_class(reference: str, base: type[T]) -> type[T]:
+    """Imports and returns the class that `reference`, "module:object", names.
+
+    Raises:
+        PluginError: It cannot be imported, or is no subclass of `base`.
+    """
+    found = load_object(reference, type)
+    if not issubclass(found, base):
+        raise PluginError(f"{reference!r} is no subclass of {base.__module__}.{base.__name__}")
+    return found
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns `; did you mean 'WORD'?` with the most similar known word, or an empty string where none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -1,11 +1,10 @@
-"""Serves the critic role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.critic ...`."""
+"""Serves the critic role: `python -m services.critic ...` is `python -m services critic ...`."""
 
 from rlhf.polling import serve_from_one_thread
 
 serve_from_one_thread()
 
-from services.critic.role import worker_class  # noqa: E402 - imports gRPC
 from services.runtime.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
-    run("critic", worker_class)
+    run("critic")

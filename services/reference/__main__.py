@@ -1,11 +1,10 @@
-"""Serves the reference role: `torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services.reference ...`."""
+"""Serves the reference role: `python -m services.reference ...` is `python -m services reference ...`."""
 
 from rlhf.polling import serve_from_one_thread
 
 serve_from_one_thread()
 
-from services.reference.role import worker_class  # noqa: E402 - imports gRPC
 from services.runtime.main import run  # noqa: E402 - imports gRPC
 
 if __name__ == "__main__":
-    run("reference", worker_class)
+    run("reference")

@@ -1,4 +1,4 @@
-"""Entry point `python -m services.ROLE`, which runs one rank of a service: it checks the configuration, joins the
+"""Entry point `python -m services ROLE`, which runs one rank of a service: it checks the configuration, joins the
 other ranks, loads the model, and serves gRPC until SIGTERM or SIGINT."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import click
@@ -21,7 +22,9 @@ import uvloop
 from nccl_transfer.refs.mesh import Mesh
 from rlhf import addresses
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.plugins import load_object
 from rlhf.rendezvous import VARIABLE
+from rlhf.roles import find_role
 from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
@@ -44,20 +47,35 @@ KEPT_BYTES = 512 << 20
 """Most freed memory that a rank on a CPU keeps for its next call."""
 
 
-def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
-    """Parses the command line and serves one rank of a role; ends the process with status 2 on a fatal error.
+WorkerChoice = Callable[[Any], type[Worker]]
+"""Function that returns the worker class for a table of a role."""
+
+
+def run(role: str, worker_class: WorkerChoice | None = None) -> None:
+    """Parses the command line and serves one rank of a role; ends the process with status 2 on a fatal error. Arguments
+    as of `command`."""
+    command(role, worker_class)()
+
+
+def command(role: str, worker_class: WorkerChoice | None = None) -> click.Command:
+    """Returns the command line that serves one rank of a role.
 
     Args:
-        role: Role that the service must have, such as "actor".
+        role: Role that the service must have, as `rlhf.roles.find_role` takes it.
         worker_class: Returns the worker class for a table of the role. Called after the configuration has been
-            checked, and imports the worker only then, because importing torch takes seconds.
+            checked, and imports the worker only then, because importing torch takes seconds. Default: that of the
+            role.
+
+    Raises:
+        PluginError: There is no such role.
     """
+    spec = find_role(role)
 
     @click.command(
-        help=f"Serves one rank of the {role} role. rlhf-deploy starts all of a service's ranks, and so does torchrun "
-        "--rdzv-backend rlhf --nproc-per-node RANKS -m ..."
+        help=f"Serves one rank of the {spec.name} role. rlhf-deploy starts all of a service's ranks, and so does "
+        "torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m ..."
     )
-    @click.version_option(package_name="rlhf-cluster", prog_name=f"services.{role}")
+    @click.version_option(package_name="rlhf-cluster", prog_name=f"services {spec.name}")
     @click.option(
         "--config",
         "config",
@@ -65,7 +83,7 @@ def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
         type=click.Path(path_type=Path),
         help="TOML file with the services' tables.",
     )
-    @click.option("--name", default=role, show_default=True, help="Table [services.NAME] to serve.")
+    @click.option("--name", default=spec.name, show_default=True, help="Table [services.NAME] to serve.")
     @click.option(
         "--set", "settings", multiple=True, metavar="KEY.PATH=VALUE", help="Changes a value of the config."
     )
@@ -78,13 +96,14 @@ def run(role: str, worker_class: Callable[[Any], type[Worker]]) -> None:
             _remove_torchrun_directories()
             _warn_of_open_store()
             table = load_service(config, name, settings)
-            _check(table, role, name)
-            _serve(table, name, worker_class, output_roots(config, table, settings))
+            _check(table, spec.name, name)
+            choose = worker_class or load_object(spec.worker, FunctionType)
+            _serve(table, name, choose, output_roots(config, table, settings))
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
 
-    main()
+    return main
 
 
 def _die_with_launcher() -> None:
@@ -125,8 +144,8 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
     Raises:
         ConfigError: One of these checks fails.
     """
-    if table.role != role:  # type: ignore[attr-defined]
-        raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")  # type: ignore[attr-defined]
+    if find_role(table.role).name != role:
+        raise ConfigError(f"services.{name}.role is {table.role}, but this is services.{role}")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != table.ranks:
         raise ConfigError(f"services.{name}.ranks is {table.ranks}, but {started} were started")
@@ -144,9 +163,7 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
             ) from None
 
 
-def _serve(
-    table: ServiceTable, name: str, worker_class: Callable[[Any], type[Worker]], roots: tuple[Path, ...]
-) -> None:
+def _serve(table: ServiceTable, name: str, worker_class: WorkerChoice, roots: tuple[Path, ...]) -> None:
     # People and the launcher read the logs, so progress bars are off.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     # cuBLAS may choose different kernels for the same product without it.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from nccl_transfer.transports import (
 )
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.channels import listen
-from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method
+from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
@@ -188,12 +188,12 @@ class RankServer:
             **TransferHandlers(self.store, self.fetcher, self.queue.session, self.unavailable).handlers(),
             **self.sources.handlers(),
         }
-        for key in self._served():
+        in_turn = {method.path for method, _ in self.methods.values()}
+        for service, methods in self._services().items():
             table = {}
-            for method in SERVICES[key].values():
-                handler = direct.get(method.name) or self._in_turn(method)
+            for method in methods.values():
+                handler = self._in_turn(method) if method.path in in_turn else direct[method.name]
                 table[method.name] = boundary.rpc_handler(method, handler)
-            service = next(iter(SERVICES[key].values())).service
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
         names = [*self._service_names(), health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -212,7 +212,11 @@ class RankServer:
 
     def _service_names(self) -> list[str]:
         """Returns the full names of the project's gRPC services that this rank serves, for health and reflection."""
-        return [next(iter(SERVICES[key].values())).service for key in self._served()]
+        return list(self._services())
 
-    def _served(self) -> tuple[str, ...]:
-        return (self.worker.role, *self.worker.also_serves, "worker", "transfer")
+    def _services(self) -> dict[str, Mapping[str, Method]]:
+        """Returns the methods of the services of the worker's roles, of WorkerService and TransferService, by full
+        name of the service."""
+        roles = [role_methods(role) for role in (self.worker.role, *self.worker.also_serves)]
+        found = (*roles, SERVICES["worker"], SERVICES["transfer"])
+        return {next(iter(methods.values())).service: methods for methods in found}

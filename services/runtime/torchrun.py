@@ -1,4 +1,4 @@
-"""The rendezvous backend `rlhf` of torchrun: `torchrun --rdzv-backend rlhf --nproc-per-node 2 -m services.actor ...`.
+"""The rendezvous backend `rlhf` of torchrun: `torchrun --rdzv-backend rlhf --nproc-per-node 2 -m services actor ...`.
 
 torch's own backends open a store that listens on every interface, and `c10d`, which `--standalone` uses too, unpickles
 all data that clients write there. This backend opens no port for ranks on one host. For ranks on several hosts, one

@@ -176,6 +176,8 @@ class Worker:
     """
 
     role: ClassVar[str]
+    """Role whose methods this worker has, as `rlhf.roles.find_role` takes it; that of an outside package is best named
+    as module:object, which finds it with and without an entry point."""
     also_serves: ClassVar[tuple[str, ...]] = ()
     """Names of further roles whose methods this worker also has; calls of all roles share one order."""
     writes_to_rows: ClassVar[bool] = False

@@ -15,6 +15,7 @@ from nccl_transfer.refs.wire_ranks import mesh_to_proto
 from nccl_transfer.store.store import TensorStore
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, ServiceLost
+from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary
 from services.runtime.deadlines import LONGEST_S
@@ -84,7 +85,7 @@ class WorkerHandlers:
         answer = self._worker.describe()
         answer.MergeFrom(
             worker_pb2.DescribeResponse(
-                role=self._worker.role,
+                role=find_role(self._worker.role).name,
                 service=self._service,
                 rank=ranks.rank,
                 epoch=ranks.epoch,

@@ -49,7 +49,7 @@ def launcher(site: Site) -> psutil.Process:
 
 def wait_for_ranks(site: Site) -> None:
     """Waits until the actor's two ranks are there; they need seconds more to serve."""
-    wait_until(lambda: len(site.processes("services.actor")) == 2, START_TIMEOUT_S)
+    wait_until(lambda: len(site.processes("services", "actor")) == 2, START_TIMEOUT_S)
 
 
 def assert_nothing_is_left(site: Site) -> None:

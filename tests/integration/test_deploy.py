@@ -35,6 +35,7 @@ from fake_service import serve
 from settings.services import load_service
 
 parser = argparse.ArgumentParser()
+parser.add_argument("role")
 parser.add_argument("--config", type=Path)
 parser.add_argument("--name")
 parser.add_argument("--set", action="append", default=[])
@@ -296,14 +297,14 @@ def test_a_wrong_command_line_is_one_line(host: Host, arguments: list[str], mess
 
 def two_ranks(host: Host) -> list[psutil.Process]:
     """Two ranks of service `two` that are up, detached, in their order."""
-    module = host.directory / "services" / "reward" / "__main__.py"
+    module = host.directory / "services" / "__main__.py"
     module.parent.mkdir(parents=True)
     module.write_text(TWO_RANKS)
     code, out, err = host.run(
         "up", "two.toml", "--detach", "--only", "two", "--set", "services.two.ranks=2", program=REAL_DEPLOY
     )
     assert (code, out) == (0, "ready\n"), err
-    ranks = [process for process in host.processes() if "services.reward" in process.cmdline()]
+    ranks = [process for process in host.processes() if {"services", "reward"} <= set(process.cmdline())]
     return sorted(ranks, key=lambda process: process.environ()["RANK"])
 
 

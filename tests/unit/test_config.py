@@ -15,9 +15,10 @@ from pydantic import BaseModel
 from controller.config.config import Config, load
 from controller.config.data import SourceTable
 from rlhf.errors import ConfigError
+from rlhf.roles import BUILT_IN
 from settings.actor import ActorTable, LoraTable
 from settings.model import ZeroTable
-from settings.services import load_service
+from settings.services import load_service, table_type
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
@@ -60,13 +61,19 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         (
             "services.judge.ranks=2",
-            r"services\.judge\.role: required, and not given: 'actor', 'critic', 'reference' or",
+            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, or module:object",
         ),
         (
             "services.actor.engine='fdsp'",
             r"services\.actor\.engine: must be .*\(given: 'fdsp'\); did you mean 'fsdp'\?",
         ),
-        ("services.actor.role='worker'", r"actor\.role: must be 'actor', 'critic', .*\(given: 'worker'\)"),
+        (
+            "services.actor.role='worker'",
+            r"actor\.role: 'worker' is unknown; known: actor, critic, .*reward,",
+        ),
+        ("services.actor.role=3", r"services\.actor\.role: must be a text \(given: 3\)"),
+        ("services.actor=3", r"services\.actor: must be a table \(given: 3\)"),
+        ("services.actor.role='nowhere:role'", r"services\.actor\.role: 'nowhere:role' cannot be imported"),
         ("services.actor.role='acter'", r"services\.actor\.role: .*; did you mean 'actor'\?"),
         ("services.actor.address='nowhere'", r"services\.actor\.address: 'nowhere' is not host:port"),
         (
@@ -253,8 +260,12 @@ def tables_of(annotation: Any) -> set[type[BaseModel]]:
     return {annotation}.union(*inner)
 
 
+def all_tables() -> set[type[BaseModel]]:
+    return tables_of(Config).union(*(tables_of(table_type(role)) for role in BUILT_IN))
+
+
 def test_every_field_has_a_sentence() -> None:
-    tables = tables_of(Config)
+    tables = all_tables()
     assert {ActorTable, LoraTable, ZeroTable, SourceTable} <= tables
     fields = {f"{table.__name__}.{key}": f for table in tables for key, f in table.model_fields.items()}
     assert {name for name, field in fields.items() if not field.description} == set()
@@ -262,7 +273,7 @@ def test_every_field_has_a_sentence() -> None:
 
 def test_every_table_is_on_the_configuration_page() -> None:
     shown = {table for _, table in runpy.run_path(str(GENERATOR))["TABLES"]}
-    assert tables_of(Config) - shown == {Config}
+    assert all_tables() - shown == {Config}
 
 
 def test_the_configuration_page_is_that_of_the_types() -> None:

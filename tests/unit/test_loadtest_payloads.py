@@ -11,8 +11,8 @@ from loadtest.payloads import Lengths, Shape, make_batches, to_batch, to_text_ro
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
-from rlhf.contract import ROLES
 from rlhf.errors import ConfigError
+from rlhf.roles import BUILT_IN
 
 IDS = ("prompt_ids", "response_ids")
 TEXT = ("prompt", "response", "ground_truth", "metadata")
@@ -97,7 +97,7 @@ def test_what_changes_a_service_is_not_offered(name: str) -> None:
         find_method("actor", name)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", BUILT_IN)
 def test_methods_are_found_by_both_names(role: str) -> None:
     for name, method in offered(role).items():
         assert find_method(role, name) is find_method(role, method.snake_name) is method

@@ -210,7 +210,9 @@ def test_a_service_that_was_started_with_another_config_differs_in_those_keys() 
     here = ActorTable(
         role="actor", address="127.0.0.1:1", model=Path("model"), threads=2, bind_host="0.0.0.0"
     )
-    there = here.model_copy(update={"threads": 1, "bind_host": "", "pool": "gpus", "model": Path("other")})
+    there = here.model_copy(
+        update={"threads": 1, "bind_host": "", "pool": "gpus", "model": Path("other"), "role": "a:b"}
+    )
     told = worker_pb2.DescribeResponse(table=there.model_dump_json(), working_directory=str(Path.cwd()))
     assert differing_keys(here, told) == [
         'model is "other" there and "model" here',

@@ -1,0 +1,1 @@
+"""The parts of role `novelty`: proto, table, worker and group."""

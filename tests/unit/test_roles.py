@@ -1,0 +1,165 @@
+"""Roles are declared in one place, and one of another package is refused where it could not work."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+from controller.config.config import load
+from controller.role_groups.group import RoleGroup
+from controller.role_groups.roles import group_type
+from controller.training.algorithm import Algorithm
+from rlhf.contract import group_methods, role_methods
+from rlhf.errors import ConfigError
+from rlhf.plugins import PluginError, load_object
+from rlhf.roles import BUILT_IN, RoleSpec, find_role, role_names
+from rlhf.v1 import common_pb2
+from settings.service import ServiceTable
+from settings.services import table_type
+
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+NUMBERS = itertools.count()
+SPEC = common_pb2.MethodSpec(transfer_protocol="DP_PROTO", inputs=["response_ids"], outputs=["length"])
+
+
+@pytest.mark.parametrize("role", BUILT_IN)
+def test_every_part_of_a_role_of_this_project_is_there(role: str) -> None:
+    assert issubclass(table_type(role), ServiceTable)
+    assert issubclass(group_type(role), RoleGroup)
+    assert callable(load_object(BUILT_IN[role].worker, object))
+    assert set(BUILT_IN[role].load_tested) <= role_methods(role).keys()
+
+
+def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PluginError, match=r"'acter' is unknown; did you mean 'actor'\?; known: .*critic"):
+        find_role("acter")
+    assert set(BUILT_IN) <= set(role_names())
+
+
+def module(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> str:
+    """Name of a new module with these contents."""
+    made = ModuleType(f"role_of_a_test_{next(NUMBERS)}")
+    vars(made).update(contents)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made.__name__
+
+
+def role(monkeypatch: pytest.MonkeyPatch, **parts: str) -> str:
+    """A role as module:object, whose parts are those of the critic unless given."""
+    critic = BUILT_IN["critic"]
+    defaults = {name: getattr(critic, name) for name in ("service", "table", "worker", "group")}
+    return f"{module(monkeypatch, spec=RoleSpec('mine', **{**defaults, **parts}))}:spec"
+
+
+def test_a_role_is_found_as_module_and_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = role(monkeypatch)
+    assert find_role(name).name == "mine"
+    assert group_methods(name) == group_methods("critic")
+    assert table_type(name) is table_type("critic")
+
+
+def test_an_object_that_declares_no_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginError, match="is of type int, not RoleSpec"):
+        find_role(f"{module(monkeypatch, spec=3)}:spec")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"table": "settings.strict:Strict"}, "is no subclass of settings.service.ServiceTable"),
+        ({"table": "settings.critic:Nothing"}, "'settings.critic:Nothing' cannot be imported"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(
+    parts: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PluginError, match=expected):
+        table_type(role(monkeypatch, **parts))
+
+
+def service(
+    monkeypatch: pytest.MonkeyPatch, name: str = "ComputeLength", spec: Any = SPEC, **changes: Any
+) -> str:
+    """A gRPC service of one method as "module:Service".
+
+    Args:
+        name: Name of the method.
+        spec: The method's transfer protocol and columns; None: not declared.
+        changes: `server_streaming`; `request`, type of the request's field call.
+    """
+    number = next(NUMBERS)
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"test_{number}.proto",
+        package=f"test_{number}",
+        syntax="proto3",
+        dependency=["rlhf/v1/common.proto"],
+    )
+    fields = {"Request": ("call", changes.pop("request", "Call")), "Response": ("outcome", "Outcome")}
+    for message, (field, kind) in fields.items():
+        made = file.message_type.add(name=message)
+        made.field.add(name=field, number=1, type=11, label=1, type_name=f".rlhf.v1.{kind}")
+    method = file.service.add(name="LengthService").method.add(
+        name=name, input_type=f".{file.package}.Request", output_type=f".{file.package}.Response", **changes
+    )
+    if spec is not None:
+        options: Any = method.options
+        options.Extensions[common_pb2.method].CopyFrom(spec)
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    return f"{module(monkeypatch, DESCRIPTOR=pool.FindFileByName(file.name))}:LengthService"
+
+
+def test_the_methods_of_a_service_of_another_package_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = group_methods(role(monkeypatch, service=service(monkeypatch)))
+    assert methods["compute_length"].inputs == ("response_ids",)
+    assert methods["compute_length"].outputs == ("length",)
+    assert "synchronize" in methods
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"spec": None}, "ComputeLength does not declare its transfer protocol"),
+        ({"server_streaming": True}, "ComputeLength streams"),
+        ({"request": "Batch"}, "ComputeLength needs a field call of type rlhf.v1.Call in Request"),
+        ({"name": "Offload"}, "Offload has the name of a method of WorkerService"),
+    ],
+)
+def test_a_method_that_ranks_could_not_be_called_by_is_refused(
+    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PluginError, match=expected):
+        role_methods(role(monkeypatch, service=service(monkeypatch, **changes)))
+
+
+def test_a_service_that_its_module_lacks_is_refused_with_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = re.escape("rlhf/v1/critic.proto has no service 'Critic'; it has: CriticService")
+    with pytest.raises(PluginError, match=expected):
+        role_methods(role(monkeypatch, service="rlhf.v1.critic_pb2:Critic"))
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "expected"),
+    [
+        ("group", "controller.role_groups.group:Nothing", "cannot be imported"),
+        ("group", "settings.strict:Strict", "is no subclass of controller.role_groups.group.RoleGroup"),
+        ("service", "rlhf.v1.nothing_pb2:Service", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_run_is_refused_before_it_starts_where_a_part_of_a_role_is_broken(
+    part: str, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_package = role(monkeypatch, table="settings.service:ServiceTable", **{part: text})
+    table = f'services.mine={{role="{of_a_package}", address="127.0.0.1:7109"}}'
+    config = load(QUICKSTART, (table,))
+    with pytest.raises(ConfigError, match=rf"^services\.mine\.role: .*{expected}"):
+        Algorithm(lambda run: None).configure(config)
