@@ -72,7 +72,7 @@ def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
     """
     local = {name: column for name, column in part.columns.items() if isinstance(column, LocalColumn)}
     columns: dict[str, list[Any]] = {
-        name: np.asarray(column.values).tolist() if name == "group" else column.texts
+        name: np.asarray(column.values).astype(np.uint64).tolist() if name == "group" else column.texts
         for name, column in local.items()
     }
     if "metadata" in columns:

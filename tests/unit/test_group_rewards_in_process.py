@@ -195,4 +195,4 @@ def test_groups_of_token_ids_are_refused() -> None:
         foreign(reward) as table,
         pytest.raises(ConfigError, match="only a reward that reads text can score"),
     ):
-        connected(table, rewards)
+        connected(table, lambda group: group)
