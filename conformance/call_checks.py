@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.findings import Violation
-from conformance.target import COMPUTE_REWARD, RewardTarget, Status, are_equal, status_of
+from conformance.target import COMPUTE_REWARD, RewardTarget, Status, are_equal_by_unit, status_of
 from rlhf.v1 import common_pb2, reward_pb2
 
 CALLS_IN_FLIGHT = 32
@@ -20,12 +20,12 @@ UNKNOWN_METHOD = "/rlhf.v1.RewardService/NoSuchMethod"
 
 
 def check_concurrency(target: RewardTarget) -> str:
-    turned = [_turn(target.rows, i) for i in range(CALLS_IN_FLIGHT)]
-    calls = [target.start(reward_pb2.ComputeRewardRequest(text_rows=rows)) for rows in turned]
-    answers = [target.verdicts(call, len(target.rows)) for call in calls]
+    turned = [_turn(target.units, i) for i in range(CALLS_IN_FLIGHT)]
+    calls = [target.start(target.request_of(units)) for units in turned]
+    answers = [target.unit_verdicts(call, units) for call, units in zip(calls, turned, strict=True)]
     if not target.alone:
         return f"{CALLS_IN_FLIGHT} calls in flight were answered; their verdicts cannot be compared"
-    mixed = [i for i, answer in enumerate(answers) if not are_equal(answer, _turn(target.alone, i))]
+    mixed = [i for i, answer in enumerate(answers) if not are_equal_by_unit(answer, _turn(target.alone, i))]
     if mixed:
         raise Violation(
             f"{len(mixed)} of {CALLS_IN_FLIGHT} calls in flight got other verdicts than alone",
@@ -96,10 +96,10 @@ def check_cancellation(target: RewardTarget) -> str:
 
 
 def check_goes_on(target: RewardTarget) -> str:
-    verdicts = target.score(target.rows)
+    verdicts = target.score_units(target.units)
     if not target.alone:
         return "after all that it still scores rows"
-    if not are_equal(verdicts, target.alone):
+    if not are_equal_by_unit(verdicts, target.alone):
         raise Violation("after all that the same rows get other verdicts", "Keep no state between calls.")
     return "after all that the same rows get the same verdicts"
 

@@ -96,7 +96,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    texts = {name: str(fields.pop(name, "")) for name in ("prompt", "response", "ground_truth")}
+    texts: dict[str, Any] = {
+        name: str(fields.pop(name, "")) for name in ("prompt", "response", "ground_truth")
+    }
     return Row(**texts, metadata=json_format.ParseDict(fields, struct_pb2.Struct()))
 
 

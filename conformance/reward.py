@@ -24,7 +24,13 @@ from conformance.row_checks import (
 )
 from conformance.service_checks import check_describe, check_health, check_reachable
 from conformance.target import COUNT, VERDICTS, RewardTarget
-from conformance.verdict_checks import check_invariants, check_order, check_repeatable, check_scores
+from conformance.verdict_checks import (
+    check_groups,
+    check_invariants,
+    check_order,
+    check_repeatable,
+    check_scores,
+)
 
 Check = Callable[[RewardTarget], str]
 """Function that checks a rule: it returns a sentence where the rule holds, and raises Unmet where it does not."""
@@ -38,6 +44,7 @@ RULES: dict[str, Check] = {
     "scores": check_scores,
     "repeatable": check_repeatable,
     "row order": check_order,
+    "groups": check_groups,
     "no rows": check_no_rows,
     "empty strings": check_empty_strings,
     "unicode": check_unicode,

@@ -52,19 +52,23 @@ def check_metadata(target: RewardTarget) -> str:
 
 
 def check_many_rows(target: RewardTarget) -> str:
-    started = time.monotonic()
-    rows = [target.rows[i % len(target.rows)] for i in range(target.num_rows)]
-    verdicts = target.score(rows)
+    probes, units, num_rows = target.units, [], 0
+    while num_rows < target.num_rows:
+        units.append(probes[len(units) % len(probes)])
+        num_rows += len(units[-1])
+    request, started = target.request_of(units), time.monotonic()
+    verdicts = target.unit_verdicts(target.start(request), units)
     took_s = time.monotonic() - started
     alone = target.alone or verdicts
-    mixed = [i for i, verdict in enumerate(verdicts) if not are_equal([verdict], [alone[i % len(alone)]])]
+    mixed = [i for i, each in enumerate(verdicts) if not are_equal(each, alone[i % len(alone)])]
     if mixed:
+        one = "group" if target.scores_groups else "row"
         raise Violation(
-            f"{len(mixed)} of {len(rows)} rows in one call got other verdicts than alone, first row {mixed[0]}",
+            f"{len(mixed)} of {len(units)} {one}s in one call got other verdicts than alone, first {one} {mixed[0]}",
             "Give verdict i to row i in large calls too: look at how they are split and put together.",
         )
-    target.long_rows = rows
-    return f"{target.num_rows} rows in one call took {took_s:.2f} s"
+    target.long_rows = list(request.text_rows)
+    return f"{num_rows} rows in one call took {took_s:.2f} s"
 
 
 def check_large_messages(target: RewardTarget) -> str:

@@ -67,11 +67,13 @@ def check_describe(target: RewardTarget) -> str:
     if description.role != "reward":
         raise Violation(
             f"Describe says that its role is {description.role!r}",
-            "Check the address: this is no reward. A reward of your own leaves WorkerService out.",
+            'Check the address: this is no reward. A reward of your own says "reward", or leaves WorkerService out.',
         )
+    target.scores_groups = description.scores_groups
     if description.input_form == worker_pb2.INPUT_FORM_TENSOR or len(description.ranks) > 1:
         raise Undecided(
             f"it has {len(description.ranks)} ranks and reads {worker_pb2.InputForm.Name(description.input_form)}",
             "These checks are for rewards of one rank that read text.",
         )
-    return f"Describe says reward, text, {description.engine or 'engine unknown'}"
+    scored = "groups" if description.scores_groups else "rows"
+    return f"Describe says reward, text, {scored}, {description.engine or 'engine unknown'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -35,8 +36,10 @@ class RewardTarget:
         max_bytes: Size of the largest message, in bytes.
 
     Attributes:
+        scores_groups: Whether Describe says that the server scores groups.
         is_repeatable: Whether the same rows got the same verdicts twice.
-        alone: Verdict of each probe row sent alone; empty where other answers cannot be compared with it.
+        alone: Verdicts on the rows of each of `units` sent alone; empty where other answers cannot be compared with
+            them.
         long_rows: Rows of a long call, which the server has answered before.
     """
 
@@ -48,16 +51,32 @@ class RewardTarget:
         self.rows = list(rows)
         self.num_rows = num_rows
         self.max_bytes = max_bytes
+        self.scores_groups = False
         self.is_repeatable = False
-        self.alone: list[Verdict] = []
+        self.alone: list[list[Verdict]] = []
         self.long_rows = self.rows
         self.channel = open_channel(address)
 
     def close(self) -> None:
         self.channel.close()
 
+    @property
+    def units(self) -> list[list[Row]]:
+        """Rows that a verdict may depend on, for each probe row: the row itself; for a server that scores groups, a
+        group of its prompt and further responses, of one row, of two, and so on."""
+        if not self.scores_groups:
+            return [[row] for row in self.rows]
+        return [
+            [_with_response(row, self.rows[(i + k) % len(self.rows)].response) for k in range(i + 1)]
+            for i, row in enumerate(self.rows)
+        ]
+
     def start(self, request: reward_pb2.ComputeRewardRequest, timeout_s: float | None = None) -> Any:
-        """Sends a ComputeReward request and returns its gRPC call, which is a future of the serialized response."""
+        """Sends a ComputeReward request and returns its gRPC call, which is a future of the serialized response. For a
+        server that scores groups, a row without a group becomes a group of its own."""
+        if self.scores_groups:
+            for number, row in enumerate(request.text_rows):
+                row.group = row.group if row.HasField("group") else number
         return self.method(COMPUTE_REWARD.path).future(
             request.SerializeToString(), timeout=timeout_s or self.deadline_s
         )
@@ -74,6 +93,36 @@ class RewardTarget:
         """
         request = reward_pb2.ComputeRewardRequest(text_rows=rows)
         return self.verdicts(self.start(request, timeout_s), len(rows))
+
+    def score_units(self, units: Sequence[Sequence[Row]]) -> list[list[Verdict]]:
+        """Sends units in one request, as groups for a server that scores groups, and returns the verdicts on each.
+        Raises the errors of `score`."""
+        call = self.start(self.request_of(units))
+        return self.unit_verdicts(call, units)
+
+    def request_of(
+        self, units: Sequence[Sequence[Row]], first_group: int = 0
+    ) -> reward_pb2.ComputeRewardRequest:
+        """Makes the request with the rows of units, each numbered as a group for a server that scores groups.
+
+        Args:
+            units: The units; `units` has some.
+            first_group: Number of the first group.
+        """
+        rows = []
+        for number, unit in enumerate(units, first_group):
+            for row in unit:
+                rows.append(Row())
+                rows[-1].CopyFrom(row)
+                if self.scores_groups:
+                    rows[-1].group = number
+        return reward_pb2.ComputeRewardRequest(text_rows=rows)
+
+    def unit_verdicts(self, call: Any, units: Sequence[Sequence[Row]]) -> list[list[Verdict]]:
+        """Waits for a call that was started with `units` and returns the verdicts on each. Raises the errors of
+        `score`."""
+        verdicts = iter(self.verdicts(call, sum(map(len, units))))
+        return [list(itertools.islice(verdicts, len(unit))) for unit in units]
 
     def verdicts(self, call: Any, num_rows: int) -> list[Verdict]:
         """Waits for a call that was started with `num_rows` rows and returns its verdicts. Raises the errors of
@@ -107,6 +156,13 @@ class RewardTarget:
         except Violation as violation:
             return violation.rule in (COUNT, VERDICTS)
         return True
+
+
+def _with_response(row: Row, response: str) -> Row:
+    changed = Row()
+    changed.CopyFrom(row)
+    changed.response = response
+    return changed
 
 
 def decoded(kind: type[M], answer: bytes) -> M:
@@ -147,6 +203,11 @@ def verdict_fault(verdict: Verdict) -> str:
 def are_equal(left: Sequence[Verdict], right: Sequence[Verdict]) -> bool:
     """Whether verdicts are equal, up to the rounding of a model in another batch; any two errors are equal."""
     return len(left) == len(right) and all(map(_is_equal, left, right))
+
+
+def are_equal_by_unit(left: Sequence[Sequence[Verdict]], right: Sequence[Sequence[Verdict]]) -> bool:
+    """Whether the verdicts on the rows of units are equal, as `are_equal`."""
+    return len(left) == len(right) and all(map(are_equal, left, right))
 
 
 def _is_equal(left: Verdict, right: Verdict) -> bool:

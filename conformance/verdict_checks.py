@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from conformance.findings import Caution, Undecided, Violation
-from conformance.target import RewardTarget, are_equal, has_score
+from conformance.target import RewardTarget, are_equal, are_equal_by_unit, has_score
+
+LARGE_GROUP = (1 << 63) + (1 << 53) + 1
+"""A number of a group that neither a signed integer nor a double can hold."""
 
 
 def check_invariants(target: RewardTarget) -> str:
@@ -23,7 +26,8 @@ def check_scores(target: RewardTarget) -> str:
 
 
 def check_repeatable(target: RewardTarget) -> str:
-    target.is_repeatable = are_equal(target.score(target.rows), target.score(target.rows))
+    first, second = (target.score_units(target.units) for _ in range(2))
+    target.is_repeatable = are_equal_by_unit(first, second)
     if not target.is_repeatable:
         raise Caution(
             "the same rows got other verdicts the second time",
@@ -33,26 +37,46 @@ def check_repeatable(target: RewardTarget) -> str:
 
 
 def check_order(target: RewardTarget) -> str:
+    """Checks that a verdict depends on the row, or on the rows of its group, alone."""
     if not target.is_repeatable:
         raise Undecided("verdicts do not repeat, so they cannot be compared", "")
-    alone = [target.score([row])[0] for row in target.rows]
-    together, reverse = target.score(target.rows), target.score(target.rows[::-1])
-    if not any(map(has_score, (*alone, *together))):
+    units, one = target.units, "group" if target.scores_groups else "row"
+    alone = [target.score_units([unit])[0] for unit in units]
+    together, reverse = target.score_units(units), target.score_units(units[::-1])
+    if not any(has_score(verdict) for verdicts in (*alone, *together) for verdict in verdicts):
         raise Undecided("no probe row got a score, so there is nothing to compare", "")
-    if not are_equal(reverse, together[::-1]):
+    if not are_equal_by_unit(reverse, together[::-1]):
         raise Violation(
-            "a row's verdict depends on where in the request it stands",
-            "Give verdict i to row i, and score each row by itself.",
+            f"a {one}'s verdict depends on where in the request it stands",
+            f"Give verdict i to row i, and score each {one} by itself.",
         )
-    if not are_equal(together, alone):
+    if not are_equal_by_unit(together, alone):
         raise Violation(
-            "a row's verdict depends on the other rows of the request",
-            "Score each row by itself: runs send rows in other batches, and normalise rewards themselves.",
+            f"a {one}'s verdict depends on the other {one}s of the request",
+            f"Score each {one} by itself: runs send {one}s in other batches, and normalise rewards themselves.",
         )
-    if all(are_equal(alone[:1], [verdict]) for verdict in alone):
+    if all(are_equal(alone[0][:1], [verdict]) for verdicts in alone for verdict in verdicts):
         raise Caution(
-            f"all {len(alone)} probe rows got the same verdict, so their order cannot be checked",
+            f"all {len(alone)} probe {one}s got the same verdict, so their order cannot be checked",
             "Give rows to which your reward gives different scores: --rows FILE.",
         )
     target.alone = alone
-    return f"{len(alone)} rows got the same verdicts alone, together and in reverse"
+    return f"{len(alone)} {one}s got the same verdicts alone, together and in reverse"
+
+
+def check_groups(target: RewardTarget) -> str:
+    """Checks that verdicts do not depend on the numbers of groups, which use all 64 bits."""
+    if not target.scores_groups:
+        return "it scores rows, not groups: no row tells its group"
+    if not target.alone:
+        raise Undecided("verdicts on groups cannot be compared", "")
+    units = target.units
+    numbered = target.unit_verdicts(target.start(target.request_of(units, LARGE_GROUP)), units)
+    if not are_equal_by_unit(numbered, target.alone):
+        raise Violation(
+            f"groups with numbers from {LARGE_GROUP} got other verdicts",
+            "Tell groups apart by all 64 bits of TextRow.group, and use the number for nothing else.",
+        )
+    return (
+        f"{len(units)} groups of 1 to {max(map(len, units))} rows got the same verdicts under other numbers"
+    )

@@ -118,7 +118,7 @@ class RewardTable(ServiceTable):
     model; sandbox runs the program in the response against tests; judge asks a language model."""
     function: str = "exact_match"
     """For kind function: name of the function: exact_match, gsm8k, math, format, length, or module:function for one
-    of your own."""
+    of your own, which may score all responses to a prompt at once (`over_groups`)."""
     options: dict[str, str | int | float | bool] = {}
     """For kind function: keyword arguments that every call of the function gets, for example
     `options.mode = "flexible"` for gsm8k."""
@@ -127,8 +127,8 @@ class RewardTable(ServiceTable):
     killed, and the row has the cause in place of a score. 0: the function runs in the service itself; math runs in
     one process per CPU core."""
     row_timeout_s: float = Field(default=10.0, gt=0)
-    """For kind function with processes: time limit of one row, in seconds. math also limits the CPU time of a
-    response to 2 s."""
+    """For kind function with processes: time limit of one row, or of one group for a function that scores groups, in
+    seconds. math also limits the CPU time of a response to 2 s."""
     model: Path | None = None
     """For kind model: Hugging Face directory of the model and its tokenizer."""
     input: Literal["text", "tensor"] = "text"

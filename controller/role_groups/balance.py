@@ -1,5 +1,5 @@
 """Distribution of rows over data ranks so that each part has the same estimated cost, instead of the same number of
-tokens or rows; pure functions of sequence lengths."""
+tokens or rows, or so that groups of rows stay whole; pure functions of sequence lengths and of group numbers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def deal(lengths: np.ndarray, parts: int, block: int) -> tuple[np.ndarray, np.nd
         [part[np.argsort(by_cost[part])] for part in dealt(costs[by_cost], parts, block)]
     )
     return by_cost[numbers], numbers
+
+
+def by_groups(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Orders the rows of a batch so that those of a group are neighbours. Groups are in the order of their first rows,
+    and the rows of a group keep their order.
+
+    Args:
+        group: Number of each row's group [rows].
+
+    Returns:
+        Indices of the rows in the new order [rows] int64, and the number of rows of each group in it [groups] int64.
+    """
+    _, first, member, sizes = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
+    return np.argsort(first[member], kind="stable"), sizes[np.argsort(first)]
 
 
 def cost_of(lengths: np.ndarray) -> np.ndarray:

@@ -13,16 +13,16 @@ import numpy as np
 
 from client.fanout import FanOut
 from client.session import Session, StepContext
-from controller.role_groups.balance import deal
+from controller.role_groups.balance import by_groups, deal
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import awaited
 from controller.role_groups.placement import Place
 from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
-from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay
-from nccl_transfer.refs.protocols import TransferProtocol, get_protocol
+from nccl_transfer.refs.protocols import TransferProtocol, WholeGroups, get_protocol
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
 from rlhf.contract import Method
@@ -51,6 +51,21 @@ class Callee:
     endpoints: Sequence[Endpoint]
     codec: BatchCodec
     session: Session
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Rows of a call as they are cut into parts.
+
+    Attributes:
+        order: Indices of the rows in the order in which they are cut [rows] int64.
+        numbers: Number of each row in this order [rows] int64; see `deal`.
+        protocol: Protocol that distributes them.
+    """
+
+    order: np.ndarray
+    numbers: np.ndarray
+    protocol: TransferProtocol
 
 
 @dataclass(frozen=True)
@@ -90,14 +105,14 @@ class GroupCall:
         """
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
-            order, numbers, parts = await self._turn()
+            dealt, parts = await self._turn()
             ranks.address(self.header)
-            requests = self._requests(parts, numbers)
+            requests = self._requests(parts, dealt.numbers)
             running[call_id] = self.method.name
             started = time.time()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
             responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)
-            return self._collected(order, responses), self._record(responses, started)
+            return self._collected(dealt, parts, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)
             self.place.leave()
@@ -106,9 +121,9 @@ class GroupCall:
     def _protocol(self) -> TransferProtocol:
         return get_protocol(self.method.spec.transfer_protocol)  # type: ignore[union-attr]
 
-    async def _turn(self) -> tuple[np.ndarray, np.ndarray, list[BatchPart]]:
-        """Waits until the input columns are resolved and the call may be sent. Returns the order and the numbers of
-        its rows, see `deal`, and its parts.
+    async def _turn(self) -> tuple[Dealt, list[BatchPart]]:
+        """Waits until the input columns are resolved and the call may be sent. Returns its rows as they are dealt, and
+        its parts.
 
         Raises:
             DeadlineExceeded: The wait took longer than `place.patience_s`, the longest time that all calls before
@@ -119,8 +134,8 @@ class GroupCall:
             async with asyncio.timeout(self.place.patience_s) as patience:
                 columns = await awaited(self.inputs.columns[name] for name in names)
                 batch = Batch(self.inputs.rows, dict(zip(names, columns, strict=True)))
-                order, numbers = self._dealt(batch)
-                parts = await self._parts(batch.take(order))
+                dealt = self._dealt(batch)
+                parts = await self._parts(batch.take(dealt.order), dealt.protocol)
                 await awaited(self.place.first)
         except TimeoutError as error:
             if not patience.expired():
@@ -131,22 +146,26 @@ class GroupCall:
                 f"{self.callee.name}.{self.method.snake_name} waited {self.place.patience_s:g} s for {awaiting}, which "
                 "is longer than all calls before it may take"
             ) from error
-        return order, numbers, parts
+        return dealt, parts
 
-    def _dealt(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order in which the rows are cut into parts, and their numbers: by cost (see `deal`) where the
-        session balances and all lengths are known, else as they are."""
+    def _dealt(self, batch: Batch) -> Dealt:
+        """Deals the rows: in whole groups for a service that scores groups, by cost (see `deal`) where the session
+        balances and all lengths are known, else as they are."""
         rows, lengths, protocol = np.arange(batch.rows), _lengths(batch), self._protocol
+        group = batch.columns.get("group") if self.callee.description.scores_groups else None
+        if isinstance(group, LocalColumn):
+            order, sizes = by_groups(np.asarray(group.values))
+            return Dealt(order, order, WholeGroups(protocol, sizes))
         if not self.callee.session.balance or lengths is None or not protocol.splits or protocol.pads:
-            return rows, rows
+            return Dealt(rows, rows, protocol)
         block = max(self.options["schedule"].mini_batches, 1) if "schedule" in self.options else 1
-        return deal(lengths, protocol.parts(self.callee.mesh), block)
+        return Dealt(*deal(lengths, protocol.parts(self.callee.mesh), block), protocol)
 
-    async def _parts(self, batch: Batch) -> list[BatchPart]:
-        """Cuts the rows into parts by the method's transfer protocol; returns no part for a method without rows."""
+    async def _parts(self, batch: Batch, protocol: TransferProtocol) -> list[BatchPart]:
+        """Cuts the rows into parts by a transfer protocol; returns no part for a method without rows."""
         if not self.method.takes_rows:
             return []
-        parts = cut(batch, self._protocol, self.callee.mesh)
+        parts = cut(batch, protocol, self.callee.mesh)
         if not self.callee.description.dispatches:
             return parts
         session = self.callee.session
@@ -167,16 +186,20 @@ class GroupCall:
         self.step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
         return serialized(parts, self.callee.endpoints, encode)
 
-    def _collected(self, order: np.ndarray, responses: Sequence[Any]) -> Batch:
+    def _collected(self, dealt: Dealt, parts: Sequence[BatchPart], responses: Sequence[Any]) -> Batch:
         """Joins the rows that the ranks made, and restores the order of the inputs. The batch is empty for a method
         without output columns."""
-        protocol, mesh, rows = self._protocol, self.callee.mesh, len(order)
+        protocol, mesh, rows = dealt.protocol, self.callee.mesh, len(dealt.order)
         if not (self.method.outputs and protocol.splits):
             return Batch(0, {})
-        collected = [responses[rank] for rank in protocol.collect(mesh)]
-        made = protocol.restore(self.callee.codec.rows_of(self.method, collected, rows), rows, mesh)
+        sizes = {rank: len(part.places) for part in parts for rank in part.ranks}
+        collected = protocol.collect(mesh)
+        made = self.callee.codec.rows_of(
+            self.method, [responses[rank] for rank in collected], [sizes[rank] for rank in collected]
+        )
+        made = protocol.restore(made, rows, mesh)
         if made.rows == rows:
-            made = made.take(np.argsort(order))
+            made = made.take(np.argsort(dealt.order))
         self.step.count_bytes(local_bytes(made))
         return made
 

@@ -42,12 +42,12 @@ class BatchCodec:
         """
         return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
 
-    def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
+    def rows_of(self, method: Method, responses: Sequence[Any], sizes: Sequence[int]) -> Batch:
         """Concatenates the rows in the responses of a call.
 
         Args:
             method: The method.
             responses: Responses of the ranks whose rows the transfer protocol collects, in its order.
-            rows: Number of rows of the call.
+            sizes: Number of rows that each of these ranks was sent.
         """
         return Batch.concat([made for each in responses if (made := wire.from_proto(each.batch)).columns])

@@ -85,6 +85,11 @@ class Discovery:
                 f"services.{name}.address: {table.address} is the {description.role} service "
                 f"{description.service!r}, but role is {table.role}"
             )
+        if description.scores_groups and reads_tokens(description):
+            raise ConfigError(
+                f"services.{name}.address: the service at {table.address} says that it scores groups of token ids; "
+                "only a reward that reads text can score groups"
+            )
         if len(description.ranks) != table.ranks:
             raise ConfigError(
                 f"services.{name}.ranks is {table.ranks}, but the service has {len(description.ranks)}"
@@ -101,20 +106,23 @@ class Discovery:
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
         """Calls Describe on rank 0 of a service until it responds, and returns the response. A reward server without
-        this method gets a description made by `_foreign_reward`."""
+        this method, or that tells no ranks, gets the description that `_foreign_reward` makes."""
         table = self._config.services[name]
         client = RankClient(name, 0, table.address)
         try:
             while True:
                 remaining_s = max(deadline - time.monotonic(), RETRY_S)
                 try:
-                    return await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
+                    answer = await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
+                    if answer.role == "reward" and not answer.ranks:
+                        return _foreign_reward(name, table.address, answer)
+                    return answer
                 except (ServiceLost, DeadlineExceeded) as error:
                     if time.monotonic() + RETRY_S > deadline:
                         raise ServiceLost(f"{self._named(name)}{_connection_failure(error)}") from error
                 except RlhfError as error:
                     if _is_unimplemented(error) and table.role == "reward":
-                        return _foreign_reward(name, table.address)
+                        return _foreign_reward(name, table.address, worker_pb2.DescribeResponse())
                     raise ConfigError(
                         f"services.{name}.address: {table.address} is no service of this cluster: {error}"
                     ) from error
@@ -160,9 +168,11 @@ def _is_unimplemented(error: RlhfError) -> bool:
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def _foreign_reward(name: str, address: str) -> worker_pb2.DescribeResponse:
-    """Makes the description of a server that serves RewardService only: one rank that scores texts, without an
-    epoch."""
+def _foreign_reward(
+    name: str, address: str, answer: worker_pb2.DescribeResponse
+) -> worker_pb2.DescribeResponse:
+    """Makes the description of a server that serves RewardService and no session: one rank that scores texts, without
+    an epoch. What it says itself, in `answer`, is the bounds of its scores and whether it scores groups."""
     endpoint = common_pb2.Endpoint(address=address, service=name)
     return worker_pb2.DescribeResponse(
         role="reward",
@@ -170,4 +180,6 @@ def _foreign_reward(name: str, address: str) -> worker_pb2.DescribeResponse:
         ranks=[worker_pb2.RankInfo(endpoint=endpoint)],
         mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
         input_form=worker_pb2.INPUT_FORM_TEXT,
+        score_range=answer.score_range if answer.HasField("score_range") else None,
+        scores_groups=answer.scores_groups,
     )

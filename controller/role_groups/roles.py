@@ -82,12 +82,17 @@ class RewardGroup(RoleGroup):
     TENSORS = ("prompt_ids", "response_ids")
 
     def _codec(self) -> BatchCodec:
-        return RewardCodec(self.name, self.ranks.clients, self.mesh, wants_text=self.wants_text)
+        return RewardCodec(self.name, self.ranks.clients, wants_text=self.wants_text)
 
     @property
     def wants_text(self) -> bool:
         """Whether the reward scores texts instead of token ids. True for a service that declares no input form."""
         return self.description.input_form != worker_pb2.INPUT_FORM_TENSOR
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether the reward scores all responses to a prompt at once."""
+        return self.description.scores_groups
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
         """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged).
@@ -106,6 +111,8 @@ class RewardGroup(RoleGroup):
         that was scored."""
         names = self.TEXT if self.wants_text else self.TENSORS
         needed = ("response",) if self.wants_text else self.TENSORS
+        if self.scores_groups:
+            names, needed = (*names, "group"), (*needed, "group")
         missing = [name for name in needed if name not in batch]
         if missing:
             raise InvalidRequest(

@@ -12,9 +12,7 @@ from google.protobuf import json_format, struct_pb2
 from controller.role_groups.codec import BatchCodec
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Relay
-from nccl_transfer.refs.protocols import get_protocol
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
@@ -28,14 +26,12 @@ class RewardCodec(BatchCodec):
     Args:
         service: Name of the service in the config.
         ranks: Its ranks, in rank order; their text names them in errors.
-        mesh: Mesh of its ranks.
         wants_text: Whether the service scores texts instead of token ids.
     """
 
-    def __init__(self, service: str, ranks: Sequence[object], mesh: Mesh, *, wants_text: bool) -> None:
+    def __init__(self, service: str, ranks: Sequence[object], *, wants_text: bool) -> None:
         self._service = service
         self._ranks = ranks
-        self._mesh = mesh
         self._wants_text = wants_text
 
     def request(
@@ -51,7 +47,7 @@ class RewardCodec(BatchCodec):
             return super().request(method, header, batch, numbers, relays, options)
         return method.request(call=header, text_rows=text_rows(batch), **options)
 
-    def rows_of(self, method: Method, responses: Sequence[Any], rows: int) -> Batch:
+    def rows_of(self, method: Method, responses: Sequence[Any], sizes: Sequence[int]) -> Batch:
         """Joins the rows in the responses of a call, as `BatchCodec.rows_of` does. For ComputeReward, makes columns
         `rewards` and `reward_errors` from the verdicts.
 
@@ -59,11 +55,10 @@ class RewardCodec(BatchCodec):
             RewardFailed: A rank did not return one verdict for each row that it was sent.
         """
         if method.name != "ComputeReward":
-            return super().rows_of(method, responses, rows)
-        parts = get_protocol(method.spec.transfer_protocol).distribute(rows, self._mesh)  # type: ignore[union-attr]
-        for rank, part, response in zip(self._ranks, parts, responses, strict=True):
-            if len(response.scores) != len(part):
-                raise RewardFailed(f"{rank}: {len(response.scores)} verdicts for {len(part)} rows")
+            return super().rows_of(method, responses, sizes)
+        for rank, rows, response in zip(self._ranks, sizes, responses, strict=True):
+            if len(response.scores) != rows:
+                raise RewardFailed(f"{rank}: {len(response.scores)} verdicts for {rows} rows")
         scores = [score for response in responses for score in response.scores]
         errors = [failure_of(score) for score in scores]
         return Batch.of(rewards=rewards_of(scores, self._service), reward_errors=errors)
@@ -75,8 +70,10 @@ def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
     Raises:
         InvalidRequest: The metadata of a row is not a JSON object, or cannot be represented in a request.
     """
+    local = {name: column for name, column in part.columns.items() if isinstance(column, LocalColumn)}
     columns: dict[str, list[Any]] = {
-        name: column.texts for name, column in part.columns.items() if isinstance(column, LocalColumn)
+        name: np.asarray(column.values).astype(np.uint64).tolist() if name == "group" else column.texts
+        for name, column in local.items()
     }
     if "metadata" in columns:
         # The samples of a prompt share its metadata: each distinct text is parsed once.

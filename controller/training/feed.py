@@ -44,13 +44,15 @@ class Feed:
 
     def next_prompts(self) -> tuple[FutureBatch, FutureBatch]:
         """Draws the prompts of the next batch. Returns two batches of the same rows: the prompts, each repeated
-        rollout.samples_per_prompt times, and column "group", the number of each row's prompt, unique in the run."""
+        rollout.samples_per_prompt times, and column "group", the number of each row's prompt, unique in the run. The
+        prompts have the same numbers as column "prompt_number", so that every batch made from them does."""
         config, count = self._config, self._config.data.prompts_per_step
         numbers = self.batches_drawn * count + np.arange(count)
         self.batches_drawn += 1
         drawn = draw(self._prompts, self.loader, count, self._limit, lambda prompt: prompt.text)
         samples = config.rollout.samples_per_prompt
-        return columns_of(drawn).repeat(samples), FutureBatch.of(group=numbers).repeat(samples)
+        prompts = columns_of(drawn) | FutureBatch.of(prompt_number=numbers)
+        return prompts.repeat(samples), FutureBatch.of(group=numbers).repeat(samples)
 
     def next_texts(self) -> FutureBatch:
         """Draws as many pretraining texts as a step has rows, and returns them as column "pretrain_text"; no column

@@ -23,10 +23,12 @@ from controller.training.scoring import (
     Verdict,
     add,
     column_of,
+    rows_of_groups,
     rows_to_keep,
     spread,
     unscored,
     verdicts_of,
+    with_groups,
 )
 from nccl_transfer.refs.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
@@ -90,6 +92,8 @@ class Reward:
         A composed reward also adds the scores of its services, unweighted and summed over the response, as columns
         "rewards/SERVICE" [rows] float64, with NaN where the service does not score the row.
 
+        Services that score groups get the rows of a group together; see `with_groups`.
+
         Args:
             batch: Rows to score.
             column: Name of the column of rewards.
@@ -135,6 +139,7 @@ class Reward:
             parts_of = {f"rewards/{service}": scores for service, scores in settled.parts.items()}
             columns = FutureBatch.of(rewards=column_of(settled.verdicts, self._name), **parts_of).columns
             return FutureBatch(batch.rows, columns, settled.calls, batch.step)
+        batch = with_groups(batch)
         parts = self._parts(batch)
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
         if not self._composed and len(parts) == 1 and np.all(parts[0].weights == 1):
@@ -208,7 +213,9 @@ class Reward:
         return [total for total in totals if total is not None]
 
     def _settle(self, batch: FutureBatch) -> Settled:
-        """Waits for the verdict on every row, and sends failed rows again where the policy is retry."""
+        """Waits for the verdict on every row, and sends failed rows again where the policy is retry; with all rows of
+        their groups to a service that scores groups."""
+        batch = with_groups(batch)
         parts = self._parts(batch)
         # All services are called before the first is waited for.
         tried = [part.group.try_reward(_rows_of(batch, part.rows)) for part in parts]
@@ -233,6 +240,8 @@ class Reward:
             if not settled.causes:
                 break
             failed = np.asarray(sorted(settled.causes))
+            if part.group.scores_groups:
+                failed = rows_of_groups(failed, _groups_of(batch)[part.rows])
             self._step_of(batch).note("reward/rows_retried", len(failed))
             again = Settled.of(part.group.try_reward(batch.take(part.rows[failed])))
             settled = settled.replaced(failed, again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from rlhf.errors import RewardFailed
 
 Verdict = float | np.ndarray
 """Verdict on a row: one score for the response, or one per response token [tokens]."""
+
+FIRST_LONE_GROUP = np.uint64(1 << 63)
+"""Number of the first group of a batch whose rows are groups of their own, above all numbers of prompts."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,28 @@ def rows_to_keep(failed: np.ndarray, group: np.ndarray) -> np.ndarray:
         failed: Indices of the rows that could not be scored.
         group: Number of each row's group [rows] int64.
     """
-    return np.flatnonzero(~np.isin(group, group[failed]))
+    return np.delete(np.arange(len(group)), rows_of_groups(failed, group))
+
+
+def rows_of_groups(rows: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Returns the indices of all rows of the groups of some rows [n] int64.
+
+    Args:
+        rows: Indices of rows.
+        group: Number of each row's group [rows].
+    """
+    return np.flatnonzero(np.isin(group, group[rows]))
+
+
+def with_groups(batch: FutureBatch) -> FutureBatch:
+    """Returns a batch with column "group", by which services that score groups find the responses to a prompt: its own;
+    or else its column "prompt_number", which the prompts of a step have; or else each row is a group of its own, with
+    a number from `FIRST_LONE_GROUP`."""
+    if "group" in batch:
+        return batch
+    if "prompt_number" in batch:
+        return replace(batch, columns={**batch.columns, "group": batch["prompt_number"]})
+    return batch | FutureBatch.of(group=np.arange(batch.rows, dtype=np.uint64) + FIRST_LONE_GROUP)
 
 
 def verdicts_of(column: Column) -> list[Verdict]:

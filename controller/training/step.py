@@ -23,7 +23,9 @@ class Step:
     Attributes:
         number: Number of the step, from 1.
         context: The step in the session, which its calls belong to.
-        prompts: Prompts of the step, each repeated rollout.samples_per_prompt times.
+        prompts: Prompts of the step, each repeated rollout.samples_per_prompt times. Column "prompt_number" [rows]
+            int64 is the number of each row's prompt, unique in the run, by which a reward that scores groups finds the
+            responses to a prompt.
         groups: Column "group" of the same rows [rows] int64: the number of each row's prompt, unique in the run.
         pretraining: Column "pretrain_text" for the same rows where the config has such texts; else no column.
         metrics: Metrics that the algorithm adds to the step, by name.

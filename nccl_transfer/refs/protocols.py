@@ -85,6 +85,36 @@ class TransferProtocol(ABC):
         return outputs.take(np.unique(order, return_index=True)[1])
 
 
+class WholeGroups(TransferProtocol):
+    """Distributes groups of consecutive rows as another protocol distributes rows, so that every group stays whole. For
+    the rows of one call.
+
+    Args:
+        inner: Distributes the groups; its result is one batch.
+        sizes: Number of rows of each group, in the order of the rows [groups] int64.
+    """
+
+    name, splits = "WHOLE_GROUPS", True
+
+    def __init__(self, inner: TransferProtocol, sizes: np.ndarray) -> None:
+        self._inner = inner
+        self._groups = np.split(np.arange(sizes.sum(), dtype=np.int64), np.cumsum(sizes)[:-1])
+
+    def parts(self, mesh: Mesh) -> int:
+        return self._inner.parts(mesh)
+
+    def part(self, rank: int, mesh: Mesh) -> int:
+        return self._inner.part(rank, mesh)
+
+    def collect(self, mesh: Mesh) -> list[int]:
+        return self._inner.collect(mesh)
+
+    def distribute(self, rows: int, mesh: Mesh) -> list[np.ndarray]:
+        nothing = np.empty(0, np.int64)
+        dealt = self._inner.distribute(len(self._groups), mesh)
+        return [np.concatenate([nothing, *(self._groups[group] for group in groups)]) for groups in dealt]
+
+
 def padded_rows(rows: int, parts: int) -> np.ndarray:
     """Returns the row numbers [n] int64 of a batch padded to a multiple of `parts`: all rows, then 0, 1, ...
     again."""

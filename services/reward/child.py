@@ -21,20 +21,28 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BufferedRWPair
 from typing import Any
 
 from rlhf.v1 import reward_pb2
-from services.reward.functions import RewardFunction, find_function, score_row, truth_reader, warm_up
+from services.reward.functions import (
+    RewardFunction,
+    find_function,
+    is_over_groups,
+    score_group,
+    score_row,
+    truth_reader,
+    warm_up,
+)
 from services.reward.scorers.base import GaveUp
 
 HEADER = struct.Struct("<Ic")
 """Header of each message between the service and a child: length of the content in bytes, and kind."""
 READY, TRUTH_READ, SCORE, GAVE_UP = b"r", b"t", b"s", b"g"
 """Kinds of message. READY: the function is loaded. TRUTH_READ: the row's ground truth is read, so that the response
-is the cause of any later failure. SCORE: a TextRow to score, or its RowScore. GAVE_UP: the cause for which the
-verifier gave up on the response."""
+is the cause of any later failure. SCORE: a ComputeRewardRequest with the row, or the rows of the group, to score, or
+the ComputeRewardResponse. GAVE_UP: the cause for which the verifier gave up on the response."""
 
 FORK, END = struct.Struct("<c"), struct.Struct("<cI?")
 """Commands to the fork server. FORK, "f" and the child's socket: forks a child; the answer is PID. END, "e", the PID
@@ -129,15 +137,18 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
     read_truth = truth_reader(name)
     memory = VERIFIER_MEMORY_BYTES if read_truth else MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    function = find_function(name, json.loads(options))
+    function, over_groups = find_function(name, json.loads(options)), is_over_groups(name)
     _write(stream, READY)
     while header := stream.read(HEADER.size):
         length, _ = HEADER.unpack(header)
-        row = reward_pb2.TextRow.FromString(stream.read(length))
+        rows = reward_pb2.ComputeRewardRequest.FromString(stream.read(length)).text_rows
+        if over_groups:
+            _write_scores(stream, score_group(name, function, rows))
+            continue
         scored = functools.partial(_verify, function, read_truth, stream) if read_truth else function
-        score, cause = score_row(name, scored, row)
+        score, cause = score_row(name, scored, rows[0])
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(stream, GAVE_UP, cause.encode()) if cause else _write(stream, SCORE, score.SerializeToString())
+        _write(stream, GAVE_UP, cause.encode()) if cause else _write_scores(stream, [score])
 
 
 def _verify(
@@ -155,6 +166,10 @@ def _verify(
     except Exception as error:
         traceback.print_exc()
         raise GaveUp("failed") from error
+
+
+def _write_scores(stream: BufferedRWPair, scores: Sequence[reward_pb2.RowScore]) -> None:
+    _write(stream, SCORE, reward_pb2.ComputeRewardResponse(scores=scores).SerializeToString())
 
 
 def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:

@@ -133,7 +133,7 @@ class ForkServer:
 
 
 class Child:
-    """A process of a ForkServer, which scores one row at a time.
+    """A process of a ForkServer, which scores one row, or one group of rows, at a time.
 
     Attributes:
         has_read_truth: Whether the process has read the ground truth of the current or last row.
@@ -161,14 +161,15 @@ class Child:
         """
         await self._read()
 
-    async def score(self, row: reward_pb2.TextRow) -> tuple[reward_pb2.RowScore, str]:
-        """Scores a row; returns its score, and the cause for which the verifier gave up on the response, or "".
+    async def score(self, rows: Sequence[reward_pb2.TextRow]) -> tuple[list[reward_pb2.RowScore], str]:
+        """Scores a row, or the rows of a group; returns one score per row, and the cause for which the verifier gave up
+        on the response, or "".
 
         Raises:
             EOFError, ConnectionError: The process has ended.
         """
         self.has_read_truth = False
-        message = row.SerializeToString()
+        message = reward_pb2.ComputeRewardRequest(text_rows=rows).SerializeToString()
         self._writer.write(wire.HEADER.pack(len(message), wire.SCORE) + message)
         await self._writer.drain()
         kind, answer = await self._read()
@@ -176,8 +177,8 @@ class Child:
             self.has_read_truth = True
             kind, answer = await self._read()
         if kind == wire.GAVE_UP:
-            return reward_pb2.RowScore(score=0.0), answer.decode()
-        return reward_pb2.RowScore.FromString(answer), ""
+            return [reward_pb2.RowScore(score=0.0)], answer.decode()
+        return list(reward_pb2.ComputeRewardResponse.FromString(answer).scores), ""
 
     async def end(self) -> int | None:
         """Ends the process and all processes that it has started.

@@ -6,12 +6,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2
 from services.reward import mathematics, verifiers
+from services.reward.groups import GroupFunction, group_fault
 from services.reward.scorers.base import GaveUp, metadata_of, row_score
 
 RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[float]]
@@ -34,8 +35,9 @@ for _function in BUILT_IN.values():
     _function.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
 
 
-def find_function(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """Returns a reward function with its options bound. A function with the signature of verl's rewards is adapted.
+def find_function(name: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Returns a reward function with its options bound: a `RewardFunction`, or a `GroupFunction` if `is_over_groups`. A
+    function with the signature of verl's rewards is adapted.
 
     Args:
         name: Name of a built-in function, or "module:function".
@@ -67,12 +69,12 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Reward
 
 def truth_reader(name: str) -> Callable[[str], object] | None:
     """Returns the function that parses a ground truth, the attribute `read_truth` of a verifier; None for functions
-    that are not verifiers.
+    that are not verifiers, as those over groups.
 
     A verifier runs in separate processes, since it may never return. It reads the ground truth first; if that fails,
     the row is an error. Any later failure is caused by the response, which scores 0.
     """
-    return getattr(_find(name), "read_truth", None)
+    return None if is_over_groups(name) else getattr(_find(name), "read_truth", None)
 
 
 def warm_up(name: str) -> None:
@@ -83,6 +85,11 @@ def warm_up(name: str) -> None:
 def score_range(name: str) -> tuple[float, float] | None:
     """Returns the lowest and the highest score of a function, its attribute `score_range`; None if it has none."""
     return getattr(_find(name), "score_range", None)
+
+
+def is_over_groups(name: str) -> bool:
+    """Returns whether a function scores all responses to a prompt at once; see `groups.over_groups`."""
+    return bool(getattr(_find(name), "over_groups", False))
 
 
 def required_module(name: str) -> str:
@@ -105,10 +112,43 @@ def score_row(
         return row_score(function(row.prompt, row.response, row.ground_truth, metadata_of(row))), ""
     except GaveUp as cause:
         return reward_pb2.RowScore(score=0.0), str(cause)
-    except InvalidRequest as error:
-        return reward_pb2.RowScore(error=str(error)), ""
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the row carries it
-        return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}"), ""
+        return _failure(name, error), ""
+
+
+def score_group(
+    name: str, function: GroupFunction, rows: Sequence[reward_pb2.TextRow]
+) -> list[reward_pb2.RowScore]:
+    """Scores the rows of a group; returns one score per row. An exception of the function, a wrong number of scores,
+    and rows that are no group become the error of every row.
+
+    Args:
+        name: Name of the function, for errors.
+        function: The function, from `find_function`.
+        rows: The rows, at least one.
+    """
+    try:
+        if fields := group_fault(rows):
+            raise InvalidRequest(f"the rows of group {rows[0].group} differ in {fields}")
+        first, responses = rows[0], [row.response for row in rows]
+        scores = function(first.prompt, responses, first.ground_truth, metadata_of(first))
+        if isinstance(scores, str | bytes | Mapping) or not isinstance(scores, Iterable):
+            raise InvalidRequest(
+                f"{name} returned {type(scores).__name__}, not a sequence with one score per response"
+            )
+        scores = list(scores)
+        if len(scores) != len(rows):
+            raise InvalidRequest(f"{name} returned {len(scores)} scores for {len(rows)} responses")
+        return [row_score(score) for score in scores]
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
+        return [_failure(name, error)] * len(rows)
+
+
+def _failure(name: str, error: Exception) -> reward_pb2.RowScore:
+    cause = (
+        str(error) if isinstance(error, InvalidRequest) else f"{name} raised {type(error).__name__}: {error}"
+    )
+    return reward_pb2.RowScore(error=cause)
 
 
 def is_verl(function: Callable[..., Any]) -> bool:

@@ -3,6 +3,8 @@
 A verifier reads a row's ground truth before it reads the response. If it hangs or crashes after that, the response is
 the cause and scores 0, and the metrics count it by cause. If it fails earlier, if a function that is no verifier
 hangs or crashes, or if the service's own processes fail, the row gets an error.
+
+A function over groups runs once per group, and every row of the group gets the error.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 from rlhf.v1 import reward_pb2
 from services.reward.fork_server import Child, ForkServer, described
-from services.reward.functions import find_function, score_range, truth_reader
+from services.reward.functions import find_function, is_over_groups, score_range, truth_reader
+from services.reward.groups import groups_of, in_row_order
 from services.reward.scorers.base import Scorer, gave_up_metrics
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
@@ -26,13 +29,13 @@ of the fork server."""
 
 
 class ProcessScorer(Scorer):
-    """Scores rows by a function that runs in separate processes, once per row.
+    """Scores rows by a function that runs in separate processes, once per row or group.
 
     Args:
         name: Name of the function, as taken by `find_function`.
         options: Keyword arguments of every call.
         processes: Maximum number of processes, which are forked when rows need them.
-        row_timeout_s: Maximum seconds for a row, after which its process is killed.
+        row_timeout_s: Maximum seconds for a row or group, after which its process is killed.
 
     Raises:
         ConfigError: As raised by `find_function`.
@@ -41,6 +44,7 @@ class ProcessScorer(Scorer):
     def __init__(self, name: str, options: Mapping[str, Any], processes: int, row_timeout_s: float) -> None:
         find_function(name, options)
         self.score_range = score_range(name)
+        self.scores_groups = is_over_groups(name)
         self._name = name
         self._options = options
         self._row_timeout_s = row_timeout_s
@@ -64,22 +68,24 @@ class ProcessScorer(Scorer):
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         self._causes = Counter()
-        scores = self._loop.run(score_side_by_side(rows, call, len(self._children), self._score))
+        groups = groups_of(rows) if self.scores_groups else [[index] for index in range(len(rows))]
+        units = [[rows[index] for index in group] for group in groups]
+        scores = self._loop.run(score_side_by_side(units, call, len(self._children), self._score))
         self.metrics = gave_up_metrics(self._causes, len(rows)) if self._is_verifier else {}
-        return scores
+        return in_row_order(groups, scores)
 
-    async def _score(self, slot: int, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
+    async def _score(self, slot: int, rows: Sequence[reward_pb2.TextRow]) -> list[reward_pb2.RowScore]:
         try:
             child = await self._child(slot)
         except (EOFError, OSError) as error:
             event = (
                 "did not start in time" if isinstance(error, TimeoutError) else "ended before it was ready"
             )
-            return self._error(f"{event}; the service's log has its last words")
+            return self._errors(f"{event}; the service's log has its last words", rows)
         try:
-            score, cause = await asyncio.wait_for(child.score(row), self._row_timeout_s)
+            scores, cause = await asyncio.wait_for(child.score(rows), self._row_timeout_s)
             self._causes[cause] += 1
-            return score
+            return scores
         except (EOFError, OSError) as error:
             ran_out = isinstance(error, TimeoutError)
             code = await self._drop(slot)
@@ -88,12 +94,12 @@ class ProcessScorer(Scorer):
             raise
         if child.has_read_truth and code not in FROM_OUTSIDE:
             self._causes["timeout" if ran_out or code == -signal.SIGPROF else "crashed"] += 1
-            return reward_pb2.RowScore(score=0.0)
+            return [reward_pb2.RowScore(score=0.0)]
         how = f" ({described(code)})" if code is not None else ""
-        return self._error(f"took longer than {self._row_timeout_s:g} s" if ran_out else f"ended{how}")
+        return self._errors(f"took longer than {self._row_timeout_s:g} s" if ran_out else f"ended{how}", rows)
 
-    def _error(self, event: str) -> reward_pb2.RowScore:
-        return reward_pb2.RowScore(error=f"{self._name}: its process {event}")
+    def _errors(self, event: str, rows: Sequence[reward_pb2.TextRow]) -> list[reward_pb2.RowScore]:
+        return [reward_pb2.RowScore(error=f"{self._name}: its process {event}")] * len(rows)
 
     async def _child(self, slot: int) -> Child:
         """Returns the process of a slot; forks one if there is none, from a new fork server if the current one is

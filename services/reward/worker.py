@@ -9,7 +9,15 @@ from typing import Any
 
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services.reward.functions import find_function, score_range, score_row, truth_reader
+from services.reward.functions import (
+    find_function,
+    is_over_groups,
+    score_group,
+    score_range,
+    score_row,
+    truth_reader,
+)
+from services.reward.groups import groups_of, in_row_order
 from services.reward.judge import JudgeScorer
 from services.reward.processes import ProcessScorer
 from services.reward.sandbox.scorer import SandboxScorer
@@ -22,7 +30,8 @@ DOES_NOT_LEARN = "this reward does not learn: it takes kind model and an optimiz
 
 
 class FunctionScorer(Scorer):
-    """Scores rows by a function that runs in this process, once per row. Its exceptions become the rows' errors.
+    """Scores rows by a function that runs in this process, once per row or group. Its exceptions become the rows'
+    errors.
 
     Args:
         name: Name of the function, as taken by `find_function`.
@@ -33,11 +42,25 @@ class FunctionScorer(Scorer):
         self._name = name
         self._function = find_function(name, options)
         self.score_range = score_range(name)
+        self.scores_groups = is_over_groups(name)
 
     def kind(self) -> str:
         return f"function {self._name}"
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
+        return self._score_groups(rows, call) if self.scores_groups else self._score_rows(rows, call)
+
+    def _score_groups(
+        self, rows: Sequence[reward_pb2.TextRow], call: CallContext
+    ) -> list[reward_pb2.RowScore]:
+        groups, scores = groups_of(rows), []
+        for group in groups:
+            call.check()
+            scores.append(score_group(self._name, self._function, [rows[index] for index in group]))
+            call.progress(len(scores), len(groups))
+        return in_row_order(groups, scores)
+
+    def _score_rows(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         scores, causes = [], Counter[str]()
         for done, row in enumerate(rows):
             call.check()
@@ -86,6 +109,7 @@ class RewardWorker(Worker):
         answer.input_form = self.scorer.input_form
         answer.vocabulary_hash = self.scorer.vocabulary_hash
         answer.engine = self.scorer.kind()
+        answer.scores_groups = self.scorer.scores_groups
         if self.scorer.score_range:
             lowest, highest = self.scorer.score_range
             answer.score_range.CopyFrom(worker_pb2.ScoreRange(lowest=lowest, highest=highest))

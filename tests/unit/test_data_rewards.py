@@ -24,6 +24,8 @@ Score = Callable[[str], "float | list[float] | None"]
 class Group:
     """A reward service whose scores are a function of the response; None is a failure."""
 
+    scores_groups = False
+
     def __init__(self, score: Score) -> None:
         self.score = score
         self.asked: list[list[str]] = []

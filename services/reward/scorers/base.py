@@ -26,12 +26,15 @@ class Scorer(ABC):
     Attributes:
         input_form: Form of the rows that the scorer reads, a value of the enum InputForm. Default: text.
         vocabulary_hash: Hash of the vocabulary of the token ids that it reads; "" (default) if it reads text.
+        scores_groups: Whether a score may depend on all rows of a group, those with the same `TextRow.group`. Default:
+            False.
         score_range: Lowest and highest score. Default None: unknown.
         metrics: Metrics of the rows scored last, as (sum, count) by name.
     """
 
     input_form = worker_pb2.INPUT_FORM_TEXT
     vocabulary_hash = ""
+    scores_groups = False
     score_range: tuple[float, float] | None = None
     metrics: Mapping[str, tuple[float, float]] = {}
 

@@ -5,42 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
-from rlhf.v1 import reward_pb2
 from services.runtime.worker import CallContext
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LOOK_S = 0.05
 """Seconds between two checks whether the call should stop."""
 
 
 async def score_side_by_side(
-    rows: Sequence[reward_pb2.TextRow],
-    call: CallContext,
-    slots: int,
-    score: Callable[[int, reward_pb2.TextRow], Awaitable[reward_pb2.RowScore]],
-) -> list[reward_pb2.RowScore]:
-    """Scores rows in parallel and returns one RowScore per row, in row order.
+    units: Sequence[T], call: CallContext, slots: int, score: Callable[[int, T], Awaitable[R]]
+) -> list[R]:
+    """Scores units, which are rows or groups of rows, in parallel and returns the result for each, in order.
 
     Args:
-        rows: The rows.
+        units: The units.
         call: Context of the call, which is told the progress and checked for its end.
-        slots: Maximum number of rows that are scored at the same time.
-        score: Coroutine function that maps (slot number, row) to a RowScore. A slot scores one row at a time.
+        slots: Maximum number of units that are scored at the same time.
+        score: Coroutine function that maps (slot number, unit) to a result. A slot scores one unit at a time.
             Cancelled when the call should stop.
 
     Raises:
         CallCancelled, DeadlineExceeded: As raised by `call.check`, after all scoring has ended.
     """
-    verdicts: dict[int, reward_pb2.RowScore] = {}
-    waiting = deque(enumerate(rows))
+    results: dict[int, R] = {}
+    waiting = deque(enumerate(units))
 
     async def work(slot: int) -> None:
         while waiting:
-            number, row = waiting.popleft()
-            verdicts[number] = await score(slot, row)
-            call.progress(len(verdicts), len(rows))
+            number, unit = waiting.popleft()
+            results[number] = await score(slot, unit)
+            call.progress(len(results), len(units))
 
-    tasks = [asyncio.ensure_future(work(slot)) for slot in range(min(slots, len(rows)))]
+    tasks = [asyncio.ensure_future(work(slot)) for slot in range(min(slots, len(units)))]
     try:
         while pending := [task for task in tasks if not task.done()]:
             call.check()
@@ -50,4 +50,4 @@ async def score_side_by_side(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.gather(*tasks)
-    return [verdicts[number] for number in range(len(rows))]
+    return [results[number] for number in range(len(units))]
