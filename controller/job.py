@@ -207,7 +207,10 @@ def _explained(launched: LaunchedServices | None) -> Iterator[None]:
     try:
         yield
     except RlhfError as error:
-        raise pointing_to_log(launched.explain(error) if launched else error, launched) from error
+        explained = pointing_to_log(launched.explain(error) if launched else error, launched)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session:

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+THREAD_ENDS_S = 10.0
+
 
 def code_cells(notebook: Path) -> list[str]:
     """The source of each code cell."""
@@ -24,7 +26,6 @@ def process_state() -> dict[str, Any]:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     return {
         "handlers": handlers,
-        "wakeup": signal.set_wakeup_fd(-1),
         "garbage": (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()),
         "path": list(sys.path),
     }
@@ -38,10 +39,9 @@ async def main(notebook: Path) -> None:
         exec(compile(cell, "<cell>", "exec"), names)
         await asyncio.sleep(0)
     assert process_state() == before
-    left = {
-        thread.name for thread in set(threading.enumerate()) - threads if not thread.name.startswith("fetch")
-    }
-    assert not left, left
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(THREAD_ENDS_S)
+        assert not thread.is_alive(), thread
 
 
 if __name__ == "__main__":

@@ -220,9 +220,9 @@ def test_role_groups_are_called_by_hand_and_their_rows_are_freed_at_the_end(
 
 def test_a_run_that_stays_open_goes_on_after_a_call_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     with open_run(run_config(cluster, tmp_path)) as opened:
-        nothing = FutureBatch.of(prompt=[""])
-        with pytest.raises(RlhfError):
-            opened.actor().generate_sequences(nothing).records()
+        too_long = FutureBatch.of(prompt=["1+" * 500])
+        with pytest.raises(RlhfError, match="actor rank"):
+            opened.actor().generate_sequences(too_long).records()
         texts = opened.actor().compute_loss(FutureBatch.of(text=TEXTS))
         assert opened.fetch(texts, "pretrain_loss")["pretrain_loss"].shape == (len(TEXTS),)
 
@@ -277,8 +277,8 @@ def test_an_algorithm_measures_texts_in_its_loop_and_stops_by_their_loss(
     done = run(config, watchful)
     assert done.summary["steps"] == 3 == len(seen)
     assert [line["step"] for line in done.metrics] == [0, 1, 2, 3]
-    assert "evaluation/reward" in done.metrics[3]
-    assert "evaluation/reward" not in done.metrics[2]
+    assert "time/evaluation_s" in done.metrics[3]
+    assert "time/evaluation_s" not in done.metrics[2]
     for line, (texts, losses) in zip(done.metrics[1:], seen, strict=True):
         expected, mean = oracle(task.model, texts)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -3,6 +3,7 @@ checks and the same keys in their errors."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_the_quickstart_made_of_objects_is_that_of_its_file() -> None:
     assert given["algorithm"] == {"mini_batch_size": 128}
     assert made.devices("actor") & made.devices("reference") == {"cpu:0"}
     assert not made.devices("reference") & made.devices("reward")
+
+
+def test_the_configuration_on_the_page_of_the_docs_is_one() -> None:
+    page = (QUICKSTART.parents[2] / "docs" / "python.md").read_text()
+    (source,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_config(" in block
+    )
+    names: dict[str, Any] = {}
+    exec(source, names)
+    config = names["config"]
+    assert set(config.services) == {"actor", "critic", "reference", "reward"}
+    assert config.devices("actor") == config.devices("critic") == {"cpu:0", "cpu:1"}
 
 
 def test_a_config_is_given_as_itself_as_tables_or_as_the_path_of_a_file() -> None:
