@@ -24,7 +24,6 @@ from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
 from controller import algorithms, job
 from controller.config.config import Config, load
-from controller.tracking.metrics import read_metrics
 from controller.training.algorithm import Algorithm
 
 ROOT = Path(__file__).parent.parent
@@ -92,9 +91,9 @@ def train(name: str, seed: int, steps: int | None) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         config = quickstart(algorithm, Path(directory), seed, steps)
         started = time.monotonic()
-        path, summary = job.run(algorithm, config, launch=True)
+        done = job.run(config, algorithm, launch=True)
         seconds = time.monotonic() - started
-        lines = read_metrics(path)
+        lines, summary = done.metrics, done.summary
     costs = [line["evaluation/cost"] for line in lines if "evaluation/cost" in line]
     return Outcome(
         name,

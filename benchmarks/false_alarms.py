@@ -28,7 +28,7 @@ from client import rank as client
 from client import stream
 from client.outage import Outage
 from client.rank import RankClient
-from controller import algorithms, job
+from controller import job
 from controller.config.config import Config
 from controller.launch import LaunchedServices
 from deploy.quickstart import Recipe
@@ -154,8 +154,7 @@ def main(minutes: float, json_path: Path | None) -> None:
             while time.monotonic() - began < 60 * minutes:
                 started = time.monotonic()
                 try:
-                    _, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
-                    weights.add(summary["actor_sha256"])
+                    weights.add(job.run(config, "ppo").summary["actor_sha256"])
                 except RlhfError as error:
                     failed.append(str(error))
                 seconds.append(round(time.monotonic() - started, 1))

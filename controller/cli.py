@@ -36,7 +36,10 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--algo", required=True, metavar="NAME", help=f"{', '.join(algorithms.names())}, or module:function."
+    "--algo",
+    required=True,
+    metavar="NAME",
+    help=f"{', '.join(algorithms.known_names())}, or module:function.",
 )
 @click.option(
     "--config", "config_path", type=click.Path(path_type=Path), help="TOML file. Default: the quickstart."
@@ -89,12 +92,13 @@ def main(
             return
         if config_path is None:
             build_quickstart(config)
-        run_directory, summary = run(
-            algorithm,
+        done = run(
             config,
+            algorithm,
             launch=launch or config_path is None,
             keep_weights=keep_weights,
             take_over=take_over,
+            owns_process=True,
         )
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
@@ -103,10 +107,10 @@ def main(
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    if headline := _headline(summary):
+    if headline := _headline(done.summary):
         click.echo(headline)
-    click.echo(f"report:            {run_directory / 'report.html'}")
-    click.echo(f"run directory:     {run_directory}")
+    click.echo(f"report:            {done.directory / 'report.html'}")
+    click.echo(f"run directory:     {done.directory}")
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:

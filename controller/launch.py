@@ -8,7 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +26,7 @@ READY = b"ready\n"
 
 class LaunchedServices:
     """Context manager that starts services with `deploy up CONFIG`, waits until all are healthy, and stops them on
-    exit.
+    exit. May be entered and exited on any thread.
 
     Args:
         config: Configuration of the run.
@@ -37,23 +39,23 @@ class LaunchedServices:
 
     def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
         self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + 10
-        # The launcher ends with this process, even where this one is killed; it must be started from the main thread.
+        # The launcher ends with this process, even where this one is killed.
         tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
         self._command = tied + command
         self._log = log_dir / "launcher.log"
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            # A process session of its own: Ctrl-C reaches only this process, which stops the services in order.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=self._start, args=(started,), name="launcher", daemon=True).start()
+        try:
+            self._process = started.result()
+        except BaseException:
+            # Where it was started nevertheless, it ends with its thread.
+            self._stopped.set()
+            raise
         try:
             self._wait_until_ready()
         except BaseException:
@@ -85,6 +87,25 @@ class LaunchedServices:
             said = f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
         return ServiceLost(f"{said}; {error}") if said else error
 
+    def _start(self, started: Future[subprocess.Popen[bytes]]) -> None:
+        """Starts the launcher, and returns when it was stopped: the kernel ends the launcher with the thread that
+        started it (see `deploy.with_parent`), which must therefore live as long as this process."""
+        try:
+            with self._log.open("wb") as log:
+                # A process session of its own: Ctrl-C reaches only this process, which stops the services in order.
+                process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._stopped.wait()
+
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
         deadline = time.monotonic() + self._timeout_s
@@ -114,3 +135,4 @@ class LaunchedServices:
                 self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._stopped.set()

@@ -14,11 +14,11 @@ BUILD_STOPS_S = 10.0
 """Longest time, in seconds, to wait for an interrupted build to end."""
 
 
-def load_quickstart(name: str, settings: tuple[str, ...]) -> Config:
+def load_quickstart(name: str = "quickstart", settings: tuple[str, ...] = ()) -> Config:
     """Reads a bundled configuration.
 
     Args:
-        name: Name of its file below deploy/quickstart, without .toml.
+        name: Name of its file below deploy/quickstart, without .toml. Default: that for PPO.
         settings: Overrides "key.path=value" of the file's values.
 
     Raises:

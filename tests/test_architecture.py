@@ -47,6 +47,7 @@ LONG_FILE, LONGEST_FILE, LONGEST_CLASS, LONGEST_FUNCTION = 300, 500, 250, 60
 """Lines. At most a tenth of the files are long."""
 WITHOUT_TORCH = [
     "client.rank",
+    "controller.api",
     "controller.cli",
     "controller.training.run",
     "controller.algorithms.ppo",

@@ -5,7 +5,9 @@ Every table is strict and typed. Impossible combinations are refused here, befor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -98,6 +100,10 @@ class Config(Strict):
         return self
 
 
+AnyConfig = Config | Mapping[str, Any] | Path | str
+"""A configuration as a user gives it: a `Config`, the tables of one by name, or the path of a TOML file."""
+
+
 def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
     """Reads and validates a config file.
 
@@ -110,3 +116,13 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
             what is allowed.
     """
     return validate(Config, override(read_toml(path), settings), str(path))
+
+
+def as_config(given: AnyConfig) -> Config:
+    """Returns the configuration that is given as a `Config`, as tables, or as the path of a TOML file. Raises
+    ConfigError as `load` does."""
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, Mapping):
+        return validate(Config, {**given}, "given as tables")
+    return load(Path(given))

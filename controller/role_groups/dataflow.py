@@ -44,8 +44,8 @@ class CallRecord:
 
 @dataclass(frozen=True, eq=False)
 class FutureBatch:
-    """A batch of rows with named columns, each of which is a future. Only `result` and `records` wait; the other
-    methods return new batches without waiting.
+    """A batch of rows with named columns, each of which is a future. Only `result`, `records` and `metrics` wait;
+    the other methods return new batches without waiting.
 
     Attributes:
         rows: Number of rows.
@@ -145,3 +145,15 @@ class FutureBatch:
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
         """Waits for all calls and returns their records, in the order of `calls`. Raises the errors of `results`."""
         return results(self.calls, timeout_s)
+
+    def metrics(self, timeout_s: float | None = None) -> dict[str, float]:
+        """Waits for all calls and returns the mean of each of their metrics over the calls, by name. Raises the errors
+        of `results`."""
+        return mean_metrics(self.records(timeout_s))
+
+
+def mean_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
+    """Returns the mean of each metric over the calls that have it, by name."""
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    values = {name: [r.metrics[name] for r in records if name in r.metrics] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -46,20 +46,27 @@ class Progress:
     exit, when only the plain lines of `step` and `message` are shown.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_live: bool = True,
+    ) -> None:
         """
         Args:
             console: Console to write to. Default: standard output.
             clock: Function that returns a time in seconds, which the remaining time is estimated from.
+            is_live: Whether to show a live display on a terminal. False: plain lines there too.
         """
-        # By default, rich takes a pipe with FORCE_COLOR for a terminal.
-        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        # By default, rich takes a pipe with FORCE_COLOR for a terminal, and writes HTML to a notebook.
+        self._console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
         self._clock = clock
         self._lock = threading.Lock()
         self._status = Status()
         self._began_s = clock()
         self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if is_live and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Self:

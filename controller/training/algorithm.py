@@ -69,8 +69,8 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """Name of the algorithm: that of its function."""
-        return getattr(self.function, "__name__", repr(self.function))
+        """Name of the algorithm: that of its function, or of its type where a callable object has no name."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, run: Run) -> None:
         """Executes the algorithm on a run, whose configuration must be one that `configure` returned."""

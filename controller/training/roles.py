@@ -91,6 +91,24 @@ class Actor:
         schedule = _schedule(config, batch, algorithm.epochs)
         return self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
 
+    def compute_loss(self, texts: FutureBatch) -> FutureBatch:
+        """Measures the policy on texts, as in Figure 6 of HybridFlow. It only measures: to train on texts, give
+        `update_actor` a batch with column pretrain_text and set `algorithm.pretrain_coefficient`.
+
+        Args:
+            texts: Rows with column text, or `step.pretraining`, with column pretrain_text.
+
+        Returns:
+            Column pretrain_loss [rows] float32: the mean negative log-likelihood of the tokens of each text, in nats.
+            Metric pretrain_loss, see `FutureBatch.metrics`: the mean over all tokens of all texts.
+
+        Raises:
+            InvalidRequest: `texts` has neither column.
+        """
+        if "text" not in texts and "pretrain_text" in texts:
+            texts = texts.rename(pretrain_text="text")
+        return self._group.compute_loss(texts)
+
     def log_likelihood(self, batch: FutureBatch) -> FutureBatch:
         """Computes column log_probs of the response tokens with the current weights at temperature 1."""
         return self._group.compute_log_prob(batch, 1.0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -37,7 +40,8 @@ S = TypeVar("S")
 
 
 class Run:
-    """The run that the function of an algorithm is given.
+    """The run that the function of an algorithm is given, and `open_run` returns. Context manager that closes the run
+    on exit.
 
     Args:
         config: Configuration of the run.
@@ -46,6 +50,8 @@ class Run:
         recorder: Writes metrics, samples, timeline and progress.
         pretrain: Texts of data.pretrain. Default: none.
         limits: Limits on the length of prompts and of texts; None: any length.
+        resources: Stack of what `close` closes beside the run's own connections, such as session and launched
+            services. Default: empty.
 
     Attributes:
         loader: Loader that draws the prompts.
@@ -60,6 +66,7 @@ class Run:
         recorder: Recorder,
         pretrain: TextData | None = None,
         limits: tuple[Limit | None, Limit | None] = (None, None),
+        resources: contextlib.ExitStack | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
@@ -72,6 +79,13 @@ class Run:
         self._evaluator = Evaluator(heldout, limits[0], config.run.evaluation_rows, cluster, recorder)
         fetcher = Fetcher(host_id(), create_transports())
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
+        self._resources = resources or contextlib.ExitStack()
+        self._resources.callback(self._columns.close)
+
+    @property
+    def directory(self) -> Path:
+        """Path of the run directory."""
+        return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
         """Returns the policy that service `name` holds."""
@@ -130,7 +144,8 @@ class Run:
 
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
         """Iterates over the training steps. Evaluates before the first step, between steps as `run.evaluate_every`
-        says, and after the last. Frees the rows of a step when the next is requested.
+        says, and after the last: number `run.steps`, or one on which the algorithm called `Step.stop`. Frees the rows
+        of a step when the next is requested.
 
         Args:
             evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
@@ -152,10 +167,13 @@ class Run:
             seconds = time.time() - started
             self.recorder.calls(number, step.records)
             metrics = self._metrics.of(step, seconds, self._feed.left_out)
-            if number == table.steps or (table.evaluate_every and number % table.evaluate_every == 0):
+            is_last = step.is_last or number == table.steps
+            if is_last or (table.evaluate_every and number % table.evaluate_every == 0):
                 metrics |= self._evaluator.evaluate(context, evaluation)
             self._cluster.end_step(context)
             self.recorder.step(number, metrics)
+            if is_last:
+                return
 
     def keep(self, name: str, state: S) -> S:
         """Registers a dataclass with state that the algorithm changes from step to step, and returns it."""
@@ -200,8 +218,17 @@ class Run:
         return summary
 
     def close(self) -> None:
-        """Closes the connections to the ranks' memory."""
-        self._columns.close()
+        """Closes the run; may be called again. For a run that `open_run` opened, ends the session, in which the rows
+        on the ranks are freed, writes the report, and stops services that were launched."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.__exit__(kind, error, trace)
 
     def _policy_evaluation(self) -> Evaluation:
         def write_samples(samples: list[Sample]) -> None:

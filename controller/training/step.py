@@ -31,6 +31,7 @@ class Step:
         metrics: Metrics that the algorithm adds to the step, by name.
         records: Records of the step's calls, after `finish`.
         batch: Batch that the step trained on, after `finish`.
+        is_last: Whether the run ends after this step although `run.steps` is larger; see `stop`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
         self.batch = self.prompts
+        self.is_last = False
 
     def rounds(self, most: int) -> Iterator[FutureBatch]:
         """Yields at most `most` batches of prompts with column "group", each with the size of a step: first the
@@ -79,6 +81,11 @@ class Step:
         one that the step trained on. Raises the error of the first call that fails."""
         self.batch = batches[0]
         self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
+
+    def stop(self) -> None:
+        """Makes this step the last of the run: `Run.steps` evaluates after it and ends. The step has to be finished
+        all the same."""
+        self.is_last = True
 
     def _next(self) -> tuple[FutureBatch, FutureBatch]:
         prompts, groups = self._draw()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.dataflow import CallRecord, mean_metrics
 from controller.tracking.transfer import transfer_metrics
 from controller.training.columns import count_tokens
 from controller.training.evaluation import mean_of_scored, row_scores
@@ -45,7 +45,7 @@ class StepMetrics:
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s
         metrics = step.metrics | step.context.noted | left_out
         for (service, _), records in calls.items():
-            metrics |= {f"{service}/{name}": value for name, value in _mean_metrics(records).items()}
+            metrics |= {f"{service}/{name}": value for name, value in mean_metrics(records).items()}
         batch = step.batch.result(step.batch.columns)
         tokens = sum(count_tokens(batch, name) for name in COUNTED)
         responses = count_tokens(batch, "response_ids")
@@ -68,10 +68,3 @@ class StepMetrics:
         named like its role."""
         role = self._cluster.group(record.service).description.role
         return record.method if record.service == role else f"{record.service}_{record.method}"
-
-
-def _mean_metrics(records: list[CallRecord]) -> dict[str, float]:
-    """Returns the mean of each metric over the calls of one method."""
-    names = dict.fromkeys(name for record in records for name in record.metrics)
-    values = {name: [r.metrics[name] for r in records if name in r.metrics] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}

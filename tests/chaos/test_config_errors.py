@@ -73,7 +73,8 @@ CASES = {
     f"{UP} --set services.reference.model=bare": "services.reference.model: directory bare has no config.json",
     f"{PPO} --set run.directory=chaos.toml": "run directory chaos.toml: file exists",
     f"{PPO} --set run.name=a/b": "run name 'a/b' cannot be part of a directory's name",
-    "rlhf-controller --algo pp0 --config chaos.toml": "unknown algorithm 'pp0'; known: cispo, dapo, ",
+    "rlhf-controller --algo pp0 --config chaos.toml": "algorithm 'pp0' is unknown; did you mean 'ppo'?; "
+    "known: cispo, dapo, ",
     "rlhf-controller --algo safe_rlhf --config chaos.toml": "services.cost_critic: safe_rlhf needs this service, of "
     "role critic; the config has: actor, critic, reference, reward",
     "rlhf-controller --algo dapo --config chaos.toml --set algorithm.options.max_round=3": "config algorithm.options "

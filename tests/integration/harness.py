@@ -333,14 +333,14 @@ class Processes:
     MARK = "RLHF_TEST"
 
     def __init__(self) -> None:
-        self._id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """A command of this environment, with its output in pipes unless told otherwise."""
         return subprocess.Popen(
             [str(Path(sys.executable).parent / command[0]), *command[1:]],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options},
-            env={**os.environ, "PYTHONPATH": _path(HERE), self.MARK: self._id},
+            env={**os.environ, "PYTHONPATH": _path(HERE), self.MARK: self.id},
         )
 
     def living(self) -> list[psutil.Process]:
@@ -354,7 +354,7 @@ class Processes:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
-            return process.environ().get(self.MARK) == self._id and process.status() != psutil.STATUS_ZOMBIE
+            return process.environ().get(self.MARK) == self.id and process.status() != psutil.STATUS_ZOMBIE
         return False
 
 

@@ -26,7 +26,7 @@ SERVICES = {
     "cost": "tensor_scorer",
 }
 """Name in the run: name of the service that is up."""
-EXAMPLE = "examples.my_algorithm:optimist"
+EXAMPLE = "examples.plugins.rlhf_example.algorithms:optimist"
 CRITICLESS = {"time/generate_sequences_s", "time/compute_reward_s", "time/update_actor_s", "score/mean"}
 EXPECTED = {
     "cispo": {"actor/clip_high", "group/same_score"},
@@ -54,7 +54,8 @@ def run_on(
         **tables,
     }
     updated = {table: getattr(config, table).model_copy(update=update) for table, update in changes.items()}
-    return job.run(algorithms.find_algorithm(name), config.model_copy(update=updated), launch=False)
+    done = job.run(config.model_copy(update=updated), name)
+    return done.directory, dict(done.summary)
 
 
 def initial_sha256(cluster: Cluster, directory: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from client.session import Session
-from controller import algorithms, job
+from controller import job
 from controller.config.config import Config
 from controller.role_groups import cluster as controller_cluster
 from controller.role_groups.dataflow import FutureBatch
@@ -302,7 +302,7 @@ def _numbers(cluster: Cluster, reward: RewardTable | None, directory: Path) -> l
     tables = config.services | ({"reward": reward} if reward else {})
     run = config.run.model_copy(update={"steps": 1, "directory": directory})
     config = config.model_copy(update={"services": tables, "run": run})
-    path, _ = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    path = job.run(config, "ppo").directory
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "mem/"))}
         for line in read_metrics(path)

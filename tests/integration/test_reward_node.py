@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controller import algorithms, job
+from controller import job
 from controller.config.config import Config
 from controller.config.data import DataTable
 from integration import node_reward
@@ -42,7 +42,7 @@ def ran(cluster: Cluster, config: Config, reward: str) -> tuple[list[dict[str, f
     comments."""
     table = config.services["reward"].model_copy(update={"address": reward})
     config = config.model_copy(update={"services": {**config.services, "reward": table}})
-    path, _ = job.run(algorithms.find_algorithm("ppo"), config, launch=False)
+    path = job.run(config, "ppo").directory
     lines = (path / "config.toml").read_text().splitlines()
     return under_one_name(numbers(path)), [line for line in lines if not line.startswith("#")]
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client.rank import RankClient
 from client.stream import CallStream
-from controller import algorithms, cli, job
+from controller import cli, job
 from controller.config.config import Config
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
@@ -326,8 +326,8 @@ def run_on(
     rows = config.data.model_copy(update=data or {})
     pool_table = POOLS if pools else {}
     config = config.model_copy(update={"run": table, "data": rows, "services": services, "pools": pool_table})
-    path, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, take_over=take_over)
-    return Ran(path, summary)
+    done = job.run(config, "ppo", take_over=take_over)
+    return Ran(done.directory, dict(done.summary))
 
 
 POOLS = {"both": ["cpu0", "cpu1"], "left": ["cpu0"], "right": ["cpu1"], "front": ["cpu0", "cpu2"]}

@@ -15,7 +15,7 @@ import pytest
 
 from client.rank import RankClient
 from client.session import Session
-from controller import algorithms, job
+from controller import job
 from controller.config.config import Config
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
@@ -56,8 +56,7 @@ def run_config(cluster: Cluster, directory: Path) -> Config:
 
 def trained(config: Config, **options: bool) -> str:
     """sha256 of the actor that a run of PPO ends with."""
-    _, summary = job.run(algorithms.find_algorithm("ppo"), config, launch=False, **options)
-    return summary["actor_sha256"]
+    return job.run(config, "ppo", **options).summary["actor_sha256"]
 
 
 @contextlib.contextmanager

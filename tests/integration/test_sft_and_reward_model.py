@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from controller import algorithms, job
+from controller import job
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
@@ -208,4 +208,5 @@ def test_a_reward_without_an_optimizer_does_not_learn(up: Up) -> None:
 
 
 def run(up: Up, name: str) -> tuple[Path, dict[str, Any]]:
-    return job.run(algorithms.find_algorithm(name), up.config, launch=False)
+    done = job.run(up.config, name)
+    return done.directory, dict(done.summary)

@@ -17,7 +17,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config, load
 from controller.training.algorithm import Algorithm, NoOptions, algorithm
 from controller.training.run import Run
-from examples.my_algorithm import compute_advantage
+from examples.plugins.rlhf_example.algorithms import compute_advantage
 from rlhf.errors import ConfigError
 from settings.strict import Strict
 
@@ -298,3 +298,57 @@ def test_the_example_compares_with_the_best_and_the_mean_of_the_others() -> None
     assert found.advantages.tolist() == pytest.approx(
         [-1.5, -1 - 0.75 * 7 / 3, 4 - 0.5 - 0.75, 1 - 0.75 * 5 / 3]
     )
+
+
+def by_name(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Makes a package known that declares algorithms mine, broken and ppo."""
+    (directory / "algorithms_of_mine.py").write_text("def mine(run): pass\nword = 'mine'\n")
+    information = directory / "algorithms_of_mine-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: algorithms-of-mine\nVersion: 1\n")
+    points = "mine = algorithms_of_mine:mine\nbroken = no_module:f\nppo = algorithms_of_mine:mine\n"
+    points += "word = algorithms_of_mine:word\n"
+    (information / "entry_points.txt").write_text(f"[{algorithms.GROUP}]\n{points}")
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_an_algorithm_of_an_installed_package_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name(monkeypatch, tmp_path)
+    mine = find_algorithm("mine")
+    assert mine.name == "mine"
+    assert algorithms.reference_of(mine) == "algorithms_of_mine:mine"
+    assert find_algorithm("algorithms_of_mine:mine").function is mine.function
+    assert find_algorithm("ppo").services, "a name of this project is this project's"
+    assert set(algorithms.known_names()) == {*ALL, "mine", "broken", "word"}
+    for name, words in (
+        (
+            "min",
+            r"algorithm 'min' is unknown; did you mean 'mine'\?; known: broken, cispo, .*, or module:object",
+        ),
+        ("broken", "algorithm 'no_module:f' cannot be imported: ModuleNotFoundError"),
+        ("word", "algorithm 'word' is not a function"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            find_algorithm(name)
+
+
+def test_an_algorithm_is_recorded_by_the_name_that_finds_it_again() -> None:
+    class Callable:
+        def __call__(self, run: Run) -> None: ...
+
+    def inner(run: Run) -> None: ...
+
+    assert algorithms.reference_of(find_algorithm("ppo")) == "ppo"
+    assert algorithms.reference_of(algorithms.as_algorithm(useless)) == f"{__name__}:useless"
+    assert algorithms.reference_of(algorithms.as_algorithm(Callable())).endswith(".Callable")
+    assert algorithms.as_algorithm(Callable()).name == "Callable"
+    inner.__module__ = "__main__"
+    assert algorithms.reference_of(algorithms.as_algorithm(inner)).startswith("__main__:")
+    own = Algorithm(lambda run: None)
+    assert algorithms.as_algorithm(own) is own
+
+
+def useless(run: Run) -> None:
+    """An algorithm of no use."""

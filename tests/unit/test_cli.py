@@ -53,9 +53,9 @@ def test_a_run_whose_directory_was_deleted_ends_with_its_own_error(
         shutil.rmtree(tmp_path / "runs")
         raise RlhfError("the services are lost")
 
-    monkeypatch.setattr(job, "_run_in", deleted)
+    monkeypatch.setattr(job, "LaunchedServices", deleted)
     with pytest.raises(RlhfError, match="the services are lost"):
-        job.run(algorithms.find_algorithm("ppo"), load(QUICKSTART, settings), launch=False)
+        job.run(load(QUICKSTART, settings), "ppo", launch=True)
 
 
 def test_a_dry_run_refuses_texts_that_cannot_be_read(settings: tuple[str, ...]) -> None:

@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 from unit.test_requests import SharedProcess
 
-from client.session import Session
 from controller import algorithms
 from controller.config.config import Config
-from controller.data.prompts import load_data
-from controller.role_groups.cluster import Cluster
+from controller.job import FinishedRun, run
 from controller.tracking.metrics import read_metrics, read_samples
-from controller.tracking.progress import Progress
-from controller.tracking.recorder import Recorder
-from controller.tracking.run_directory import RunDirectory
-from controller.training.run import Run
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
@@ -49,9 +43,8 @@ class ToyActor(Worker):
 
     role = "actor"
     update_actor, update_supervised = nothing("update_actor"), nothing("update_supervised")
-    tokenize, compute_loss, save_checkpoint = (
-        nothing("tokenize"), nothing("compute_loss"), nothing("save_checkpoint")
-    )  # fmt: skip
+    tokenize, compute_loss = nothing("tokenize"), nothing("compute_loss")
+    begin_session, save_checkpoint = nothing("begin_session"), nothing("save_checkpoint")
 
     @registered("generate_sequences")
     def generate_sequences(self, rows: Any, request: Any, call: Any) -> CallResult:
@@ -96,30 +89,10 @@ def config_of(directory: Path) -> Config:
     return algorithms.find_algorithm("dr_grpo").configure(Config.model_validate(tables))
 
 
-def run_of(config: Config) -> tuple[Path, dict[str, Any]]:
-    """Directory and summary of a run on services that serve."""
-    cluster = Cluster(config, Session(timeout_s=TIMEOUT_S))
-    try:
-        cluster.connect()
-        directory = RunDirectory.create(config.run.directory, "run")
-        with (
-            Recorder(directory, Progress()) as recorder,
-            recorder.following(cluster.running, cluster.memory),
-        ):
-            run = Run(config, load_data(config), cluster, recorder)
-            try:
-                algorithms.find_algorithm("dr_grpo")(run)
-                return directory.path, run.finish()
-            finally:
-                run.close()
-    finally:
-        cluster.close()
-
-
 def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> None:
     config = config_of(tmp_path)
 
-    async def main() -> tuple[Path, dict[str, Any]]:
+    async def main() -> FinishedRun:
         servers = []
         kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
         for kind, name in kinds:
@@ -127,7 +100,7 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
             servers.append(RankServer(kind(config.services[name], ranks), name))
         serving = [asyncio.ensure_future(server.serve()) for server in servers]
         try:
-            ran = await asyncio.wait_for(asyncio.to_thread(run_of, config), TIMEOUT_S)
+            ran = await asyncio.wait_for(asyncio.to_thread(run, config, "dr_grpo"), TIMEOUT_S)
             assert [server.store.stat().shards for server in servers] == [0, 0]
             return ran
         finally:
@@ -135,8 +108,9 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
                 server._stop.set()
             await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT_S)
 
-    path, summary = asyncio.run(main())
-    lines = read_metrics(path)
+    done = asyncio.run(main())
+    lines, summary = done.metrics, done.summary
+    assert lines == read_metrics(done.directory)
     assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1)]
     assert (
         lines[0]["evaluation/accuracy"] == summary["accuracy_before"] == summary["accuracy_after"] == 1 / 16
@@ -144,6 +118,6 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
     # Of eight responses the third has three tokens, which is the right answer.
     assert [line["reward/mean"] for line in lines[1:]] == [1 / (PROMPTS * SAMPLES)] * STEPS
     assert (summary["steps"], summary["prompts_left_out"]) == (STEPS, 0)
-    assert [(step, sample.response) for step, sample in read_samples(path)] == [
+    assert [(step, sample.response) for step, sample in read_samples(done.directory)] == [
         (step, "x" * length) for step in (0, STEPS) for length in (1, 2, 3)
     ]

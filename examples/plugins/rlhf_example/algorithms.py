@@ -1,5 +1,6 @@
 """An algorithm of one's own, in the style of RLOO: the baseline of a response lies between the mean and the best of the
-other responses to its prompt. Run it on the quickstart with `rlhf-controller --algo examples.my_algorithm:optimist`."""
+other responses to its prompt. `rlhf-controller --algo optimist` runs it where this package is installed, and
+`rlhf-controller --algo rlhf_example.algorithms:optimist` where it lies on PYTHONPATH."""
 
 import numpy as np
 
