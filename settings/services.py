@@ -15,6 +15,9 @@ from settings.explain import explain
 from settings.service import ServiceTable
 from settings.strict import override, read_toml
 
+LOSS_KEYS = ("surrogate", "value_loss")
+"""Keys of `[algorithm]` that name losses."""
+
 
 def table_type(role: str) -> type[ServiceTable]:
     """Returns the type of `[services.NAME]` for a role.
@@ -87,3 +90,16 @@ def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()
     run = override(read_toml(path), settings).get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
     return tuple(root.resolve() for root in table.output_roots or (Path(runs),))
+
+
+def named_losses(path: Path, settings: tuple[str, ...] = ()) -> frozenset[str]:
+    """Returns the losses that `[algorithm]` of a config file names, by its keys surrogate and value_loss. These are the
+    only ones that a service imports as "module:object".
+
+    Args:
+        path: The config file.
+        settings: Overrides "key.path=value" of the file's values.
+    """
+    table = override(read_toml(path), settings).get("algorithm", {})
+    given = [table.get(key) for key in LOSS_KEYS] if isinstance(table, dict) else []
+    return frozenset(name for name in given if isinstance(name, str))

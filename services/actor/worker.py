@@ -127,7 +127,7 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
         require(request, "loss", "schedule")
-        options = read_knobs(PolicyLossOptions, request.loss)
+        options = read_knobs(PolicyLossOptions, request.loss, self.losses)
         surrogate = surrogate_of(options)
         old_log_probs, advantages = jagged_column(rows, "log_probs"), token_column(rows, "advantages")
         reference, rollout = (

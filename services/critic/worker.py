@@ -48,7 +48,7 @@ class CriticWorker(ModelWorker):
     ) -> CallResult:
         require(request, "loss", "schedule")
         old_values, returns = jagged_column(rows, "values"), jagged_column(rows, "returns")
-        options = read_knobs(ValueLossOptions, request.loss)
+        options = read_knobs(ValueLossOptions, request.loss, self.losses)
         name = options.value_loss
         value_loss = token_loss("value_loss", name, find_value_loss(name), options.value_loss_options)
 

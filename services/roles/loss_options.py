@@ -46,8 +46,14 @@ class ValueLossOptions(RequestedLoss, ValueLossTable):
     """Knobs of the value loss as a request carries them; `value_loss_options` has all options of the loss."""
 
 
-def read_knobs(kind: type[T], message: Message) -> T:
+def read_knobs(kind: type[T], message: Message, objects: Collection[str]) -> T:
     """Returns the knobs of a request's loss, by the names of its fields. Those that are not set have their defaults.
+
+    Args:
+        kind: Type of the knobs.
+        message: The loss in the request.
+        objects: Losses as "module:object" that may be imported, `Worker.losses`. A request may name others only by
+            their entry points, so that it cannot make a service import any module.
 
     Raises:
         InvalidRequest: A knob is unknown or wrong; the text names it.
@@ -56,6 +62,12 @@ def read_knobs(kind: type[T], message: Message) -> T:
         field.name: MessageToDict(value) if isinstance(value, Message) else value
         for field, value in message.ListFields()
     }
+    for key, value in given.items():
+        if isinstance(value, str) and ":" in value and value not in objects:
+            raise InvalidRequest(
+                f"loss.{key}: {value!r} is not imported, since the config file of the service does not name it as "
+                f"algorithm.{key}"
+            )
     return _validated(kind, given, "loss")
 
 

@@ -34,7 +34,7 @@ from settings.actor import ActorTable
 from settings.fit import check_model_fits
 from settings.model import ModelTable
 from settings.service import ServiceTable
-from settings.services import load_service, output_roots
+from settings.services import load_service, named_losses, output_roots
 
 PR_SET_PDEATHSIG = 1
 
@@ -98,7 +98,7 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
             table = load_service(config, name, settings)
             _check(table, spec.name, name)
             choose = worker_class or load_object(spec.worker, FunctionType)
-            _serve(table, name, choose, output_roots(config, table, settings))
+            _serve(table, name, choose, output_roots(config, table, settings), named_losses(config, settings))
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -163,7 +163,13 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
             ) from None
 
 
-def _serve(table: ServiceTable, name: str, worker_class: WorkerChoice, roots: tuple[Path, ...]) -> None:
+def _serve(
+    table: ServiceTable,
+    name: str,
+    worker_class: WorkerChoice,
+    roots: tuple[Path, ...],
+    losses: frozenset[str],
+) -> None:
     # People and the launcher read the logs, so progress bars are off.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     # cuBLAS may choose different kernels for the same product without it.
@@ -177,7 +183,7 @@ def _serve(table: ServiceTable, name: str, worker_class: WorkerChoice, roots: tu
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
     worker = chosen(table, ranks)
-    worker.output_roots = roots
+    worker.output_roots, worker.losses = roots, losses
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()

@@ -190,6 +190,8 @@ class Worker:
         self.policy_version = 0
         self.output_roots: tuple[Path, ...] = ()
         """Directories below which the rank may write, with symbolic links resolved. Default: none."""
+        self.losses: frozenset[str] = frozenset()
+        """Losses as "module:object" that the rank imports where a request names them. Default: none."""
         self.progressed_at = 0.0
         """When the running method last made progress, in seconds of `time.monotonic()`; 0 for never."""
 

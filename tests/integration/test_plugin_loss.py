@@ -109,7 +109,8 @@ def runs(site: Site) -> Iterator[list[Path]]:
     """A run for each of `NAMES`, one after the other on the same services."""
     made = []
     up = site.processes.start(
-        "rlhf-deploy", "up", str(site.path), "--log-dir", str(site.path.parent / "logs")
+        *("rlhf-deploy", "up", str(site.path), "--log-dir", str(site.path.parent / "logs")),
+        *("--set", f"algorithm.surrogate={NAMES[1]}"),
     )
     wait_for_line(up, "ready\n", START_TIMEOUT_S)
     for name in NAMES:

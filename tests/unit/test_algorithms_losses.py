@@ -334,7 +334,7 @@ def test_padding_reaches_neither_ratio_nor_weight() -> None:
 )
 def test_what_cannot_be_is_refused(knob: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(message)):
-        read_knobs(PolicyLossOptions, actor_pb2.PolicyLoss(**knob))
+        read_knobs(PolicyLossOptions, actor_pb2.PolicyLoss(**knob), ())
 
 
 def test_a_correction_needs_the_rollout() -> None:

@@ -24,6 +24,7 @@ from rlhf.v1 import actor_pb2, critic_pb2
 from services.actor.losses import surrogate_of
 from services.roles.loss_options import PolicyLossOptions, ValueLossOptions, read_knobs, token_loss
 from settings.losses import POLICY_LOSSES, VALUE_LOSSES, LossSpec, find_policy_loss
+from settings.services import named_losses
 from settings.strict import Positive, Strict
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
@@ -109,20 +110,33 @@ def test_every_knob_of_the_policy_loss_reaches_the_service() -> None:
     }
     own = {"surrogate_options.width": 9, "clip_high": TOLD, "lam": TOLD}
     config = quickstart("groups", *(f"algorithm.{key}={value}" for key, value in (told | own).items()))
-    options = read_knobs(PolicyLossOptions, policy_loss(config, with_texts=True))
+    options = read_knobs(PolicyLossOptions, policy_loss(config, with_texts=True), {GATE})
     assert told.keys() | {"surrogate_options", "max_response_tokens"} == PolicyLossOptions.model_fields.keys()
     assert options.model_dump(include=set(told)) == told
     assert options.max_response_tokens == config.rollout.max_response_tokens
     assert options.surrogate_options == {"width": 9, "clip_high": TOLD, "lam": TOLD}
     ones = torch.ones(1, 1)
     assert surrogate_of(options)(ones, ones, ones, ones)[0].item() == pytest.approx(9 + 2 * TOLD)
-    assert read_knobs(PolicyLossOptions, policy_loss(config, with_texts=False)).pretrain_coefficient == 0
+    assert (
+        read_knobs(PolicyLossOptions, policy_loss(config, with_texts=False), {GATE}).pretrain_coefficient == 0
+    )
+
+
+def test_a_request_imports_no_module_that_the_config_of_the_service_does_not_name(tmp_path: Path) -> None:
+    message = actor_pb2.PolicyLoss(surrogate=GATE)
+    why = "loss.surrogate: .* is not imported, since the config file of the service does not name it"
+    with pytest.raises(InvalidRequest, match=why):
+        read_knobs(PolicyLossOptions, message, {"settings.losses:another"})
+    path = tmp_path / "services.toml"
+    path.write_text(f'[algorithm]\nsurrogate = "{GATE}"\n')
+    assert read_knobs(PolicyLossOptions, message, named_losses(path)).surrogate == GATE
+    assert named_losses(path, ("algorithm.surrogate=ppo", "algorithm.value_loss=a:b")) == {"ppo", "a:b"}
 
 
 def test_every_knob_of_the_value_loss_reaches_the_service() -> None:
     settings = ("aggregation=seq-mean-token-sum", f"value_clip={TOLD}")
     config = quickstart("quickstart", *(f"algorithm.{setting}" for setting in settings))
-    assert read_knobs(ValueLossOptions, value_loss(config)).model_dump() == {
+    assert read_knobs(ValueLossOptions, value_loss(config), ()).model_dump() == {
         "aggregation": "seq-mean-token-sum",
         "max_response_tokens": config.rollout.max_response_tokens,
         "value_loss": "clipped",
@@ -133,7 +147,7 @@ def test_every_knob_of_the_value_loss_reaches_the_service() -> None:
 @pytest.mark.parametrize("low", [0.2, 3e-4, 1 / 3, 0.0])
 def test_numbers_reach_the_service_to_the_bit(low: float) -> None:
     config = quickstart("quickstart", f"algorithm.clip_low={low!r}", f"algorithm.entropy_coefficient={low!r}")
-    options = read_knobs(PolicyLossOptions, policy_loss(config, with_texts=False))
+    options = read_knobs(PolicyLossOptions, policy_loss(config, with_texts=False), {GATE})
     assert options.surrogate_options["clip_low"] == options.entropy_coefficient == low
 
 
@@ -143,7 +157,7 @@ def test_numbers_reach_the_service_to_the_bit(low: float) -> None:
 )
 def test_what_a_request_does_not_set_has_the_default_of_its_key(kind: type[Strict], message: Message) -> None:
     keys = AlgorithmTable().model_dump(include=set(kind.model_fields))
-    assert read_knobs(kind, message).model_dump(exclude={"max_response_tokens"}) == keys
+    assert read_knobs(kind, message, ()).model_dump(exclude={"max_response_tokens"}) == keys
 
 
 def test_the_resolved_configuration_has_the_options_of_the_losses() -> None:
@@ -205,6 +219,7 @@ def test_a_critic_trains_with_a_loss_of_ones_own(tiny_llama_dir: Path) -> None:
     plain = update(critic, make_rows(), value_loss_options={"value_clip": 0}).metrics["loss"]
     critic.start_over()
     name = f"{__name__}:scaled"
+    critic.losses = frozenset({name})
     made = update(critic, make_rows(), value_loss=name, value_loss_options={"scale": 3}).metrics
     assert made["loss"][0] == pytest.approx(6 * plain[0], rel=1e-6)
     assert made["error"][0] / made["error"][1] == pytest.approx(made["loss"][0], rel=1e-6)
