@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
-from controller.config.config import load
+from client.session import Session
+from controller.config.config import Config, load
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import group_type
 from controller.training.algorithm import Algorithm
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.registry import create_transports
+from nccl_transfer.transports import host_id
 from rlhf.contract import group_methods, role_methods
 from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
 from rlhf.roles import BUILT_IN, RoleSpec, find_role, role_names
 from rlhf.v1 import common_pb2
+from services.runtime.ranks import Ranks
+from services.runtime.server import RankServer
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 from settings.service import ServiceTable
 from settings.services import table_type
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+TIMEOUT_S = 30.0
 NUMBERS = itertools.count()
 SPEC = common_pb2.MethodSpec(transfer_protocol="DP_PROTO", inputs=["response_ids"], outputs=["length"])
 
@@ -105,6 +121,7 @@ def service(
     for message, (field, kind) in fields.items():
         made = file.message_type.add(name=message)
         made.field.add(name=field, number=1, type=11, label=1, type_name=f".rlhf.v1.{kind}")
+        made.field.add(name="batch", number=2, type=11, label=1, type_name=".rlhf.v1.Batch")
     method = file.service.add(name="LengthService").method.add(
         name=name, input_type=f".{file.package}.Request", output_type=f".{file.package}.Response", **changes
     )
@@ -163,3 +180,47 @@ def test_a_run_is_refused_before_it_starts_where_a_part_of_a_role_is_broken(
     config = load(QUICKSTART, (table,))
     with pytest.raises(ConfigError, match=rf"^services\.mine\.role: .*{expected}"):
         Algorithm(lambda run: None).configure(config)
+
+
+class LengthWorker(Worker):
+    """Tells the length of each response."""
+
+    @register("DP_PROTO", collective=False)
+    def compute_length(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        responses = rows["response_ids"]
+        assert isinstance(responses, Jagged)
+        return CallResult({"length": responses.lengths.astype(np.float32)})
+
+
+def test_a_role_of_another_package_is_served_found_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"table": "settings.service:ServiceTable", "group": "controller.role_groups.group:RoleGroup"}
+    name = role(monkeypatch, service=service(monkeypatch), **parts)
+    monkeypatch.setattr(LengthWorker, "role", name, raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    tables = {"lengths": {"role": name, "address": address}}
+    config = Config.model_validate({"services": tables, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}})
+    responses = Jagged(np.arange(6, dtype=np.int32), np.asarray([2, 0, 4], np.int64))
+
+    def use() -> np.ndarray:
+        with (
+            contextlib.closing(Cluster(config, Session(timeout_s=TIMEOUT_S))) as cluster,
+            contextlib.closing(Fetcher(host_id(), create_transports())) as fetcher,
+        ):
+            cluster.connect()
+            assert cluster.descriptions["lengths"].role == name
+            made = cluster.group("lengths").call("compute_length", FutureBatch.of(response_ids=responses))
+            result = made.result(["length"], TIMEOUT_S)
+            return np.array(fetcher.fetch(result, time.monotonic() + TIMEOUT_S)["length"])
+
+    async def serve() -> np.ndarray:
+        server = RankServer(LengthWorker(config.services["lengths"], Ranks(0, 1, 1)), "lengths")
+        run = asyncio.ensure_future(server.serve())
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(use), TIMEOUT_S)
+        finally:
+            server._stop.set()
+            await asyncio.wait_for(run, TIMEOUT_S)
+
+    np.testing.assert_array_equal(asyncio.run(serve()), [2.0, 0.0, 4.0])
