@@ -26,7 +26,7 @@ setup: $(READY) ## Make the virtual environment for development: CPU engine, tes
 
 $(READY): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --quiet --editable '.[cpu,deepspeed,test,lint]'
+	$(PIP) --quiet --editable '.[cpu,deepspeed,notebook,test,lint]'
 	touch $@ $(RUNS)
 
 setup-vllm: setup ## Add the CPU build of vLLM, for rollout_engine = "vllm".

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from unit.test_requests import SharedProcess
 
 from controller import algorithms
 from controller.config.config import Config
-from controller.job import FinishedRun, run
+from controller.job import open_run, run
+from controller.role_groups.dataflow import FutureBatch
 from controller.tracking.metrics import read_metrics, read_samples
+from controller.training.run import Run
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
 from services.reward.worker import RewardWorker
 from services.runtime.server import RankServer
 from services.runtime.worker import CallResult, Worker, register
+
+T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 PROMPTS, SAMPLES, STEPS = 4, 2, 2
@@ -89,26 +95,27 @@ def config_of(directory: Path) -> Config:
     return algorithms.find_algorithm("dr_grpo").configure(Config.model_validate(tables))
 
 
+async def on_services(config: Config, work: Callable[[], T]) -> T:
+    """Executes blocking work on a thread of its own while the services serve; afterwards they hold no rows."""
+    servers = []
+    kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
+    for kind, name in kinds:
+        ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
+        servers.append(RankServer(kind(config.services[name], ranks), name))
+    serving = [asyncio.ensure_future(server.serve()) for server in servers]
+    try:
+        done = await asyncio.wait_for(asyncio.to_thread(work), TIMEOUT_S)
+        assert [server.store.stat().shards for server in servers] == [0, 0]
+        return done
+    finally:
+        for server in servers:
+            server._stop.set()
+        await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT_S)
+
+
 def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-
-    async def main() -> FinishedRun:
-        servers = []
-        kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
-        for kind, name in kinds:
-            ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
-            servers.append(RankServer(kind(config.services[name], ranks), name))
-        serving = [asyncio.ensure_future(server.serve()) for server in servers]
-        try:
-            ran = await asyncio.wait_for(asyncio.to_thread(run, config, "dr_grpo"), TIMEOUT_S)
-            assert [server.store.stat().shards for server in servers] == [0, 0]
-            return ran
-        finally:
-            for server in servers:
-                server._stop.set()
-            await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT_S)
-
-    done = asyncio.run(main())
+    done = asyncio.run(on_services(config, lambda: run(config, "dr_grpo")))
     lines, summary = done.metrics, done.summary
     assert lines == read_metrics(done.directory)
     assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1)]
@@ -121,3 +128,50 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
     assert [(step, sample.response) for step, sample in read_samples(done.directory)] == [
         (step, "x" * length) for step in (0, STEPS) for length in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize(
+    "error", [None, ValueError("mine"), KeyboardInterrupt()], ids=["close", "error", "Ctrl-C"]
+)
+def test_a_run_that_stays_open_is_called_by_hand_and_frees_its_rows_at_the_end(
+    tmp_path: Path, error: BaseException | None
+) -> None:
+    config = config_of(tmp_path)
+
+    def by_hand() -> Path:
+        opened = open_run(config)
+        prompts = FutureBatch.of(prompt=["1+1=", "1+2=", "1+3="], ground_truth=["x", "xx", "y"])
+        batch = prompts | opened.actor().generate_sequences(prompts, return_text=True)
+        columns = opened.fetch(opened.reward().score(batch), "response", "rewards", "rollout_log_probs")
+        assert columns["response"] == ["x", "xx", "xxx"]
+        assert columns["rewards"].tolist() == [1, 1, 0]
+        assert columns["rollout_log_probs"].row(2).tolist() == [0, 0, 0]
+        if error is None:
+            opened.close()
+            opened.close()
+        else:
+            with pytest.raises(type(error)), opened:
+                raise error
+        return opened.directory
+
+    for _ in range(2):
+        directory = asyncio.run(on_services(config, by_hand))
+        assert json.loads((directory / "run.json").read_text())["algorithm"] == "controller.job:by_hand"
+        assert "</html>" in (directory / "report.html").read_text()
+
+
+def test_a_run_ends_after_the_step_that_stops_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def one_step(given: Run) -> None:
+        for step in given.steps():
+            batch = step.prompts | given.actor().generate_sequences(step.prompts)
+            step.stop()
+            step.finish(batch)
+
+    done = asyncio.run(on_services(config, lambda: run(config, one_step)))
+    assert done.summary["steps"] == 1 < config.run.steps
+    assert "evaluation/accuracy" in done.metrics[1]
+    known = json.loads((done.directory / "run.json").read_text())
+    assert known["algorithm"] == f"{__name__}:{one_step.__qualname__}"
+    assert (done.directory / "config.toml").read_text().startswith(f"# {known['algorithm']}, started ")
