@@ -18,9 +18,10 @@ from controller.config.data import NOWHERE, DataTable, SourceTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from controller.training.algorithm import NoOptions
-from settings.actor import ActorTable, LoraTable, VllmTable
+from settings.actor import ActorTable, LoraTable
 from settings.critic import CriticTable
-from settings.model import OptimizerTable, ZeroTable
+from settings.engines import VllmTable, ZeroTable
+from settings.model import OptimizerTable
 from settings.reference import ReferenceTable
 from settings.reward import JudgeTable, RewardTable, SandboxTable
 from settings.service import ServiceTable
