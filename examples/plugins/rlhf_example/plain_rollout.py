@@ -59,13 +59,12 @@ class PlainRollout(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
-        num_rows = len(prompts)
         rows = [list(prompt) for prompt in prompts]
         log_probs: list[list[float]] = [[] for _ in rows]
-        reasons: list[FinishReason] = ["length"] * num_rows
+        reasons: list[FinishReason] = ["length"] * len(prompts)
         uniforms_RN = torch.from_numpy(uniforms(row_seeds, sampling.max_new_tokens)).to(self._device)
-        watch = sampling.stop.watch(num_rows) if sampling.stop else None
-        running = list(range(num_rows))
+        watch = sampling.stop.watch(len(prompts)) if sampling.stop else None
+        running = list(range(len(prompts)))
         for n in range(sampling.max_new_tokens):
             logits_BV = self._next_logits([rows[row] for row in running])
             tokens_B, log_probs_B = choose(logits_BV, sampling, uniforms_RN[running, n])
@@ -79,11 +78,10 @@ class PlainRollout(RolloutEngine):
                 log_probs[row].append(log_prob)
                 if ended:
                     reasons[row] = "stop"
-            num_ran = len(running)
             running = [row for row, ended in zip(running, ends, strict=True) if not ended]
             if n + 1 == sampling.max_new_tokens:
                 running = []
-            meter.advance(rows=num_ran - len(running), tokens=num_ran)
+            meter.advance(rows=len(tokens) - len(running), tokens=len(tokens))
             if not running:
                 break
         responses = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
