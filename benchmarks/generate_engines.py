@@ -21,7 +21,7 @@ from services.models.families import load_causal_lm
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
-from settings.actor import VllmTable
+from settings.engines import VllmTable
 
 KV_CACHE_GB = 1.0
 

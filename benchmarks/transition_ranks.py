@@ -22,7 +22,7 @@ from services.engines.three_d.engine import ThreeDParallelEngine
 from services.engines.three_d.gather_groups import Kind
 from services.engines.three_d.transition import ReceivedBytes
 from services.storage.layout import Layout
-from settings.actor import VllmTable
+from settings.engines import VllmTable
 
 CPU = torch.device("cpu")
 

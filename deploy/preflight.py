@@ -9,9 +9,7 @@ from pathlib import Path
 from controller.config.config import Config
 from rlhf import addresses
 from rlhf.errors import ConfigError
-from settings.actor import ActorTable
 from settings.fit import check_model_fits
-from settings.model import ModelTable
 from settings.services import Service
 
 
@@ -45,15 +43,14 @@ def check_torch(name: str, table: Service) -> None:
 
 
 def check_engines(name: str, table: Service) -> None:
-    """Raises ConfigError where an engine of the service, for training or generation, is not installed."""
-    if isinstance(table, ModelTable) and table.engine == "zero" and not _is_installed("deepspeed"):
-        raise ConfigError(
-            f"services.{name}.engine: zero needs DeepSpeed; install it: pip install 'rlhf-cluster[deepspeed]'"
-        )
-    if isinstance(table, ActorTable) and table.rollout_engine == "vllm" and not _is_installed("vllm"):
-        raise ConfigError(
-            f"services.{name}.rollout_engine: vllm is not installed; docs/rollout.md says how to install it"
-        )
+    """Raises ConfigError where an engine of the service, for training or generation, needs a package that is not
+    installed."""
+    for key, spec in table.engine_specs.items():
+        if spec.package and not _is_installed(spec.package):
+            raise ConfigError(
+                f"services.{name}.{key}: {getattr(table, key)} needs {spec.package}, which is not installed; "
+                f"{spec.install}"
+            )
 
 
 def check_model(name: str, table: Service) -> None:

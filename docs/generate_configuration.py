@@ -19,8 +19,9 @@ from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from controller.training.algorithm import NoOptions
 from rlhf.roles import BUILT_IN
-from settings.actor import LoraTable, VllmTable
-from settings.model import OptimizerTable, ZeroTable
+from settings.actor import LoraTable
+from settings.engines import VllmTable, ZeroTable
+from settings.model import OptimizerTable
 from settings.reward import JudgeTable, SandboxTable
 from settings.service import ServiceTable
 from settings.services import table_type

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from operator import attrgetter
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from settings import meshes
+from settings.engines import (
+    ROLLOUT_ENGINES,
+    RolloutSpec,
+    Spec,
+    VllmTable,
+    check_keys,
+    check_options,
+    rollout_engine,
+)
 from settings.model import ModelTable, OptimizerTable
 from settings.strict import Positive, Strict
-
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""Lowest and highest sampling temperature allowed with vLLM, which replaces lower ones by the lowest with no more
-than a line in its log."""
-
-
-class VllmTable(Strict):
-    """Sizes of the rollout engine vllm; docs/rollout.md has its requirements and limits."""
-
-    kv_cache_gb: float = Field(default=1.0, gt=0)
-    """Size of each rank's KV cache, in GiB. Rows that do not fit wait until others are finished."""
-    max_num_seqs: Positive = 256
-    """Maximum number of rows that a rank generates at the same time."""
-    max_model_len: int = Field(default=0, ge=0)
-    """Maximum length of a prompt and its response together, in tokens; the KV cache must hold one such row. 0: the
-    number of positions of the model."""
-    enforce_eager: bool = True
-    """Runs the model in eager mode. false lets vLLM compile it and, on a GPU, capture CUDA graphs: a slower start and
-    faster steps."""
 
 
 class LoraTable(Strict):
@@ -78,9 +69,11 @@ class ActorTable(ModelTable):
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
     ranks, as DeepSpeed-Chat) hold the whole model on each rank, and are there for comparison."""
-    rollout_engine: Literal["hf", "vllm"] = "hf"
+    rollout_engine: str = "hf"
     """Engine that generates responses: hf is part of this package and runs anywhere; vllm is faster, and is installed
-    separately."""
+    separately. Or a plug-in: the name of an entry point, or module:object; see docs/engines-of-your-own.md."""
+    rollout_options: dict[str, Any] = Field(default={}, validate_default=True)
+    """For a rollout engine that is a plug-in: its options."""
     rollout_tokens: Positive = 65536
     """For rollout engine hf: maximum number of tokens, padding included, in the batch that a rank generates, which
     bounds the size of its KV cache."""
@@ -101,37 +94,56 @@ class ActorTable(ModelTable):
         return self.data_ranks
 
     @property
+    def rollout_spec(self) -> RolloutSpec:
+        """Spec of the rollout engine."""
+        return rollout_engine(self.rollout_engine)
+
+    @property
+    def engine_specs(self) -> dict[str, Spec]:
+        """Specs of the engines that the service needs, by the key that names each: `engine` and `rollout_engine`."""
+        return {**super().engine_specs, "rollout_engine": self.rollout_spec}
+
+    @property
     def row_limits(self) -> dict[str, int]:
         """Limits on the tokens of a prompt and its response together, by the key that sets each:
-        `micro_batch_tokens`, and `rollout_tokens` or `vllm.max_model_len`."""
-        limits = super().row_limits
-        if self.rollout_engine == "hf":
-            limits["rollout_tokens"] = self.rollout_tokens
-        elif self.vllm.max_model_len:
-            limits["vllm.max_model_len"] = self.vllm.max_model_len
-        return limits
+        `micro_batch_tokens`, and the one of the rollout engine, such as `rollout_tokens` or `vllm.max_model_len`."""
+        limits, key = super().row_limits, self.rollout_spec.row_limit
+        most = _value(self, key) if key else 0
+        return {**limits, key: most} if most else limits
 
     @property
     def temperatures(self) -> tuple[float, float]:
         """Lowest and highest sampling temperature that the rollout engine allows."""
-        return VLLM_TEMPERATURES if self.rollout_engine == "vllm" else super().temperatures
+        return self.rollout_spec.temperatures
 
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
-        if self.lora and self.engine != "fsdp":
-            raise ValueError(f"lora: engine {self.engine} has no adapters; they need engine fsdp")
-        return self
+    @field_validator("rollout_engine")
+    @classmethod
+    def _check_rollout_engine(cls, engine: str) -> str:
+        rollout_engine(engine)
+        return engine
+
+    @field_validator("rollout_options")
+    @classmethod
+    def _check_rollout_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        engine = info.data.get("rollout_engine")
+        return (
+            options if engine is None else check_options(rollout_engine(engine), "rollout_options", options)
+        )
 
     @model_validator(mode="after")
     def _check_rollout(self) -> Self:
-        if self.engine != "3d" and (self.generation_mesh or self.transition != "hybridflow"):
-            raise ValueError(f"generation_mesh and transition are for engine 3d, and engine is {self.engine}")
+        spec = self.rollout_spec
+        check_keys(self, "rollout_engine", spec, ROLLOUT_ENGINES)
         if self.generation_mesh:
             meshes.check_generation(self.generation_mesh, self.mesh)
-        if self.rollout_engine == "vllm":
-            meshes.check_vllm(self.mesh, self.generation_mesh)
-            if self.rollout_tokens != type(self).model_fields["rollout_tokens"].default:
-                raise ValueError("rollout_tokens is for rollout engine hf, and rollout_engine is vllm")
-        elif self.vllm != VllmTable():
-            raise ValueError(f"vllm is for rollout engine vllm, and rollout_engine is {self.rollout_engine}")
+        if self.mesh and not spec.takes_shards:
+            meshes.check_alone(self.rollout_engine, self.mesh, self.generation_mesh)
+        spec.check_model(self.mesh, self.generation_mesh, meshes.NO_SHAPE)
         return self
+
+
+def _value(table: ActorTable, key: str) -> int:
+    """Returns the value of a key such as "rollout_tokens" or "vllm.max_model_len"."""
+    first, _, rest = key.partition(".")
+    found = getattr(table, first)
+    return found if not rest else found[rest] if isinstance(found, dict) else attrgetter(rest)(found)

@@ -22,8 +22,8 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
         table: Table of the service.
 
     Raises:
-        ConfigError: The model cannot be divided over `mesh`, or vLLM cannot generate with it. The text says why and,
-            for `mesh`, lists the nearest meshes that fit.
+        ConfigError: The model cannot be divided over `mesh`, or the rollout engine cannot generate with it. The text
+            says why and, for `mesh`, lists the nearest meshes that fit.
     """
     if not isinstance(table, ModelTable):
         return
@@ -31,8 +31,8 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
     try:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)
-        if isinstance(table, ActorTable) and table.rollout_engine == "vllm":
-            meshes.check_vllm(table.mesh, table.generation_mesh, shape)
+        if isinstance(table, ActorTable):
+            table.rollout_spec.check_model(table.mesh, table.generation_mesh, shape)
     except ValueError as error:
         raise ConfigError(f"services.{name}: {error}") from None
 

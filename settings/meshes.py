@@ -142,6 +142,25 @@ def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None
         )
 
 
+def check_alone(rollout_engine: str, mesh: str, generation_mesh: str) -> None:
+    """Checks that each rank generates alone, with whole weights.
+
+    Args:
+        rollout_engine: Name of the rollout engine, for the message.
+        mesh, generation_mesh: As for `check_vllm`; a mesh is given.
+
+    Raises:
+        ValueError: Several ranks generate together on the generation mesh.
+    """
+    pipeline, tensor = generation_sizes(generation_mesh, mesh)
+    if pipeline * tensor > 1:
+        p, t, d = parse(mesh)
+        raise ValueError(
+            f"rollout_engine {rollout_engine} takes whole weights, and {pipeline * tensor} ranks share them on "
+            f"generation_mesh {generation_mesh or mesh}; use generation_mesh 1-1-{p * t}-{d}"
+        )
+
+
 def _misfit(sizes: Sizes, shape: Shape) -> str:
     """Returns the reason that a model cannot be divided over a training mesh; empty where it can."""
     pipeline, tensor, _ = sizes

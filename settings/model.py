@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from settings import meshes
+from settings.engines import (
+    TRAINING_ENGINES,
+    EngineSpec,
+    Spec,
+    ZeroTable,
+    check_keys,
+    check_options,
+    training_engine,
+)
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
 
@@ -48,25 +57,17 @@ class OptimizerTable(Strict):
         return self
 
 
-class ZeroTable(Strict):
-    """Settings of training engine zero, which is DeepSpeed ZeRO."""
-
-    stage: Literal[1, 2, 3] = 2
-    """ZeRO stage: 1 shards the optimizer's state over the ranks, 2 gradients too, 3 weights too. At 1 and 2, a model
-    that does not learn is replicated on every rank."""
-    offload_optimizer: bool = False
-    """Keeps the optimizer's state and its copy of the weights in host memory, and computes optimizer steps on the
-    CPU."""
-
-
 class ModelTable(ServiceTable):
     """Settings common to services with a model."""
 
     model: Path
     """Hugging Face directory of the model and its tokenizer."""
-    engine: Literal["fsdp", "3d", "zero"] = "fsdp"
+    engine: str = "fsdp"
     """Training engine: fsdp shards every weight over all ranks (FSDP2); 3d uses pipeline, tensor and data parallelism
-    as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs."""
+    as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs. Or a plug-in: the name of an entry
+    point, or module:object; see docs/engines-of-your-own.md."""
+    engine_options: dict[str, Any] = Field(default={}, validate_default=True)
+    """For an engine that is a plug-in: its options."""
     mesh: str = ""
     """For engine 3d: mesh p-t-d of training, for example 1-2-2: pipeline, tensor and data size, whose product must be
     `ranks`."""
@@ -113,22 +114,35 @@ class ModelTable(ServiceTable):
         `micro_batch_tokens`, since a row must fit into one micro-batch."""
         return {"micro_batch_tokens": self.micro_batch_tokens}
 
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """Spec of the training engine."""
+        return training_engine(self.engine)
+
+    @property
+    def engine_specs(self) -> dict[str, Spec]:
+        """Specs of the engines that the service needs, by the key that names each: `engine`."""
+        return {"engine": self.engine_spec}
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: str) -> str:
+        training_engine(engine)
+        return engine
+
+    @field_validator("engine_options")
+    @classmethod
+    def _check_engine_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        engine = info.data.get("engine")
+        return (
+            options if engine is None else check_options(training_engine(engine), "engine_options", options)
+        )
+
     @model_validator(mode="after")
-    def _check_mesh(self) -> Self:
-        if self.engine == "3d":
+    def _check_engine_keys(self) -> Self:
+        check_keys(self, "engine", self.engine_spec, TRAINING_ENGINES)
+        if "mesh" in self.engine_spec.keys:
             meshes.check(self.mesh, self.ranks)
             if self.shards_over_data and self.data_ranks == 1:
                 raise ValueError(f"shards_over_data needs more than one data rank, and mesh is {self.mesh}")
-        elif self.mesh:
-            raise ValueError(f"mesh is for engine 3d, and engine is {self.engine}")
-        elif self.shards_over_data:
-            raise ValueError(f"shards_over_data is for engine 3d, and engine is {self.engine}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_zero(self) -> Self:
-        if self.engine != "zero" and self.zero != ZeroTable():
-            raise ValueError(f"zero is for engine zero, and engine is {self.engine}")
-        if self.engine == "zero" and self.activation_checkpointing:
-            raise ValueError("activation_checkpointing is for engines fsdp and 3d, and engine is zero")
         return self

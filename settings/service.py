@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rlhf import addresses
+from settings.engines import Spec
 from settings.strict import Positive, Strict
 
 
@@ -106,6 +107,11 @@ class ServiceTable(Strict):
     def has_adapters(self) -> bool:
         """Whether the model learns in adapters, so that it serves as reference policy without them."""
         return False
+
+    @property
+    def engine_specs(self) -> dict[str, Spec]:
+        """Specs of the engines that the service needs, by the key that names each."""
+        return {}
 
     @property
     def mini_batch_parts(self) -> int:

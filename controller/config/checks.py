@@ -121,7 +121,7 @@ def check_sampling(rollout: RolloutTable, services: Services) -> None:
         lowest, highest = table.temperatures
         if not lowest <= rollout.temperature <= highest:
             raise ValueError(
-                f"rollout.temperature: vLLM, which generates in services.{name}, samples at temperatures from "
+                f"rollout.temperature: the engine that generates in services.{name} samples at temperatures from "
                 f"{lowest:g} to {highest:g} (given: {rollout.temperature:g})"
             )
         for key, most in table.row_limits.items():

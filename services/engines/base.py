@@ -12,15 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.models.loading import Load
 from services.storage.checkpoint import NO_SCALARS, Scalars
+from settings.model import ModelTable
 
 Output = TypeVar("Output")
 LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -83,6 +86,23 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class EngineSetup:
+    """Arguments of `TrainEngine.create` that every service has, beside its table.
+
+    Args:
+        load: loads the role's model from a directory.
+        mesh: mesh of the service: data ranks only, unless the engine reads the key `mesh`.
+        device: device of this rank.
+        optimizer: options of AdamW; None for a model that is not trained.
+    """
+
+    load: Load
+    mesh: Mesh
+    device: torch.device
+    optimizer: OptimizerOptions | None
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step.
 
@@ -128,6 +148,7 @@ class TrainEngine(ABC):
             return no outputs and no statistics.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
+        detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
         progressed: called after each micro-batch, tensor and file, so that the service can tell work from a hang.
     """
 
@@ -140,7 +161,24 @@ class TrainEngine(ABC):
     sees_outputs: bool = True
     packs: bool = False
     cached_tokens: int | None = None
+    detail: str = ""
     progressed: Callable[[], None] = staticmethod(lambda: None)
+
+    @classmethod
+    @abstractmethod
+    def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
+        """Builds the engine of a service, with the model of directory `table.model`, over the default process group.
+        Collective.
+
+        Args:
+            table: table of the service. `table.dtype` is the type of computation; weights of a trained model are kept
+                in float32 whatever it is.
+            options: the engine's own options, of the type that its spec (`settings.engines.EngineSpec`) names.
+            setup: loader of the model, mesh, device and optimizer.
+
+        Raises:
+            FileNotFoundError, ValueError: the model cannot be loaded, or not by this engine.
+        """
 
     def token_budget_for(self, most: int, longest: int) -> int:
         """Returns the token budget of micro-batches that is fastest on this engine.

@@ -16,9 +16,10 @@ from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute import matmul
 from services.compute.heads import Head
-from services.engines.base import LossFn, TrainEngine
+from services.engines.base import EngineSetup, LossFn
+from services.engines.implementation import implementation_of
 from services.models.loading import Load
-from services.models.tokenizers import load_tokenizer, vocabulary_hash
+from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
 from services.roles.columns import Sequences
 from services.roles.device import (
     allocated_bytes,
@@ -28,7 +29,7 @@ from services.roles.device import (
     rank_device,
 )
 from services.roles.engine_errors import as_contract_errors
-from services.roles.engine_factory import make_engine
+from services.roles.engine_factory import make_engine, optimizer_options
 from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import Computed, MicroBatcher
 from services.roles.profiler import MAX_CALLS, CallProfiler
@@ -62,13 +63,7 @@ class ModelWorker(Worker):
     """Whether the role keeps a further copy of the weights, which `copy_weights` updates."""
     writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
 
-    def __init__(
-        self,
-        table: ModelTable,
-        ranks: Ranks,
-        load: Load,
-        optimizer: OptimizerTable | None,
-    ) -> None:
+    def __init__(self, table: ModelTable, ranks: Ranks, load: Load, optimizer: OptimizerTable | None) -> None:
         super().__init__(table, ranks)
         self.table: ModelTable = table
         self.prepare_thread()
@@ -79,12 +74,14 @@ class ModelWorker(Worker):
             self.tokenizer: Any = load_tokenizer(table.model)
             # Once: for a vocabulary of 128,000 it blocks the event loop for 0.1 s.
             self._vocabulary_hash = vocabulary_hash(self.tokenizer)
-            self.engine = self.make_engine(load, optimizer)
+            options = optimizer_options(optimizer) if optimizer else None
+            self.engine = make_engine(table, EngineSetup(load, ranks.mesh, self.torch_device, options))
+            self.model_config = self.engine.config.get_text_config()
+            check_vocabulary(self.tokenizer, self.model_config.vocab_size, table.model)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         self.engine.progressed = self.progressed
         self.eos_id: int | None = self.tokenizer.eos_token_id
-        self.model_config = self.engine.config.get_text_config()
         self._micro_batcher = MicroBatcher(
             self.engine,
             table.micro_batch_tokens,
@@ -95,18 +92,18 @@ class ModelWorker(Worker):
         self._updater = Updater(self.engine, ranks)
         self._profiler = CallProfiler()
 
-    def make_engine(self, load: Load, optimizer: OptimizerTable | None) -> TrainEngine:
-        """Builds and returns the engine of the role's model. A role may override it."""
-        return make_engine(self.table, self.ranks.mesh, self.torch_device, self.tokenizer, load, optimizer)
-
     def engine_name(self) -> str:
         """Returns the name of the engine that Describe reports."""
-        table = self.table
-        return f"zero, stage {table.zero.stage}" if table.engine == "zero" else table.engine
+        return ", ".join(filter(None, (self.table.engine, self.engine.detail)))
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         return True
+
+    @classmethod
+    def import_engines(cls, table: ServiceTable) -> None:
+        for key, spec in table.engine_specs.items():
+            implementation_of(key, getattr(table, key), spec, object)
 
     def prepare_thread(self) -> None:
         torch.set_num_threads(self.table.threads)

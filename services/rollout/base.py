@@ -6,15 +6,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from services.engines.base import EngineOffloaded
+from nccl_transfer.refs.mesh import Mesh
+from services.engines.base import EngineOffloaded, TrainEngine
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
+from settings.actor import ActorTable
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`."""
@@ -98,6 +101,25 @@ class RolloutEngine(ABC):
     ranks_together: int = 1
     max_positions: int | None
     _is_asleep: bool = False
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+    ) -> Self:
+        """Builds the rollout engine of an actor. Its weights are loaded (`load_weights`) before it generates.
+        Collective.
+
+        Args:
+            table: table of the service: `table.model` is the model's directory, `table.dtype` its type.
+            options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
+            engine: training engine of this rank.
+            mesh: training and generation mesh of the service.
+            device: device of this rank.
+
+        Raises:
+            ValueError: the engine cannot run the model.
+        """
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

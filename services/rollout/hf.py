@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from nccl_transfer.refs.mesh import Mesh
 from services.compute.jagged_rows import assemble
 from services.compute.splitting import cut
+from services.engines.base import TrainEngine
+from services.engines.implementation import compute_dtype
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm
 from services.rollout.base import (
     Generation,
     Meter,
@@ -26,6 +32,8 @@ from services.rollout.base import (
 from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
 from services.rollout.sampling import uniforms
+from services.rollout.sharded import ShardedDecoder
+from settings.actor import ActorTable
 
 # Finished rows are dropped from the batch once they are this share of it. Dropping copies the cache of the other rows,
 # which costs less than a decoding step.
@@ -53,6 +61,17 @@ class HFRollout(RolloutEngine):
             self.limits = (
                 "rollout engine hf: Offload frees nothing, its weights are in host memory already",
             )
+
+    @classmethod
+    def create(
+        cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+    ) -> Self:
+        dtype = compute_dtype(table)
+        if isinstance(engine, ThreeDParallelEngine) and engine.transition is not None:
+            decoder = ShardedDecoder(table.model, mesh, engine.transition, dtype=dtype, device=device)
+            return cls(decoder, token_budget=table.rollout_tokens)
+        model: Any = load_causal_lm(table.model, dtype)
+        return cls(model.to(device), token_budget=table.rollout_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._decoder.load_weights(weights)

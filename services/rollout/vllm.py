@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,13 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nccl_transfer.refs.mesh import Mesh
+from services.engines.base import TrainEngine
+from services.engines.implementation import compute_dtype
+from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.stops import StopMatcher
 from services.rollout.vllm_engine import get_tp_group, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
-from settings.actor import VllmTable
+from settings.actor import ActorTable
+from settings.engines import VllmTable
 
 
 class VLLMRollout(RolloutEngine):
@@ -60,6 +65,20 @@ class VLLMRollout(RolloutEngine):
             directory, dtype=dtype, table=table, identity=identity, tensor_parallel=tensor_parallel
         )
         self.max_positions: int = self._engine.vllm_config.model_config.max_model_len
+
+    @classmethod
+    def create(
+        cls, table: ActorTable, options: VllmTable, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+    ) -> Self:
+        transition = engine.transition if isinstance(engine, ThreeDParallelEngine) else None
+        return cls(
+            table.model,
+            dtype=compute_dtype(table),
+            table=options,
+            identity=f"rlhf-{table.address.rpartition(':')[2]}",
+            layouts=transition.layouts if transition is not None else None,
+            tensor_parallel=mesh.generation_tensor,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._layouts is not None:

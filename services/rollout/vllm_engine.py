@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from settings.actor import VllmTable
+from settings.engines import VllmTable
 
 # Set before the import, which reads some of them: the engine runs in this process and on its threads, logs through its
 # handlers, and reports no usage statistics.

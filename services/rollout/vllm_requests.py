@@ -11,7 +11,7 @@ import torch
 from nccl_transfer.refs.columns import Jagged
 from services.rollout.base import FinishReason, Generation, SamplingOptions
 from services.rollout.vllm_engine import RequestOutputKind, SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
-from settings.actor import VLLM_TEMPERATURES
+from settings.engines import VLLM_TEMPERATURES
 
 
 def check_temperature(sampling: SamplingOptions) -> None:

@@ -179,6 +179,7 @@ def _serve(
     try:
         with _without_collection():
             chosen = worker_class(table)
+            chosen.import_engines(table)
     except ImportError as error:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))

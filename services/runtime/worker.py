@@ -200,6 +200,14 @@ class Worker:
         """Returns whether a service with this table computes with torch, and so needs a process group."""
         return False
 
+    @classmethod
+    def import_engines(cls, table: ServiceTable) -> None:
+        """Imports the engines that a service with this table names, before a worker is built. Default: does nothing.
+
+        Raises:
+            ConfigError: An engine cannot be imported; the text says how to install it.
+        """
+
     def prepare_thread(self) -> None:
         """Prepares the compute thread, which calls this once at its start. Default: does nothing."""
 

@@ -8,6 +8,9 @@ from integration.ranks import import_uncollected
 import_uncollected(
     "transformers.models.llama.modeling_llama",
     "chaos.failing_workers",
+    "services.engines.fsdp.engine",
+    "services.engines.three_d.engine",
+    "services.rollout.hf",
     "services.engines.zero.engine",
 )
 

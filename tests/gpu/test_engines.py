@@ -7,37 +7,54 @@ from typing import Any
 import pytest
 import torch
 
-from contract.test_engines import (  # noqa: F401 - run here
-    process_group,
-    task,
-    test_a_rollout_engine_generates_the_same_after_its_sleep,
-    test_a_step_from_the_same_state_gives_the_same_bits,
-    test_an_offloaded_engine_leaves_the_device_and_comes_back_bit_for_bit,
-    test_log_probs_are_near_those_in_float32,
-    test_loss_and_every_gradient_are_near_those_in_float32,
-    test_rollouts_have_the_log_probs_that_training_finds,
-)
+from services.testing.engines import EngineNumbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no GPU")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+class OnGPU(EngineNumbers):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def device(cls) -> torch.device:
+        if not torch.cuda.is_available():
+            pytest.skip("torch finds no GPU")
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sizes(cls) -> dict[str, Any]:
+        return {
+            "vocab_size": 4096,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "initializer_range": 0.035,
+        }
 
 
-@pytest.fixture(scope="module")
-def sizes() -> dict[str, Any]:
-    return {
-        "vocab_size": 4096,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "initializer_range": 0.035,
-    }
+class TestFSDP(OnGPU):
+    keys = {"engine": "fsdp"}
+
+
+class TestThreeD(OnGPU):
+    keys = {"engine": "3d", "mesh": "1-1-1"}
+
+
+class TestZeRO1(OnGPU):
+    keys = {"engine": "zero", "zero": {"stage": 1}}
+
+
+class TestZeRO2(OnGPU):
+    keys = {"engine": "zero", "zero": {"stage": 2}}
+
+
+class TestZeRO2Offloading(OnGPU):
+    keys = {"engine": "zero", "zero": {"stage": 2, "offload_optimizer": True}}
+
+
+class TestZeRO3(OnGPU):
+    keys = {"engine": "zero", "zero": {"stage": 3}}

@@ -23,7 +23,7 @@ from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 from services.rollout.sharded import ShardedDecoder
-from settings.actor import VllmTable
+from settings.engines import VllmTable
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS = 10

@@ -14,7 +14,7 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Processes, free_ports
-from settings.model import ZeroTable
+from settings.engines import ZeroTable
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

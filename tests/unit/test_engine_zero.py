@@ -13,10 +13,11 @@ from unit.test_engine_three_d import CPU, HEAD, OPTIONS, loss, micro_batches
 from rlhf.errors import ConfigError
 from services.compute.heads import PolicyOutput, value_head
 from services.compute.microbatch import MicroBatch
-from services.engines.base import InferenceStopped
+from services.engines.base import InferenceStopped, TrainEngine
 from services.engines.fsdp.engine import FSDPEngine
+from services.engines.implementation import implementation_of
 from services.models.families import load_causal_lm, load_value_model
-from services.roles.engine_factory import zero_engine_class
+from settings.engines import training_engine
 
 pytest.importorskip("services.engines.zero.engine")
 from services.engines.zero.engine import ZeROEngine
@@ -152,7 +153,7 @@ def test_an_install_without_deepspeed_is_told_what_to_install(monkeypatch: pytes
     with pytest.raises(
         ConfigError, match=r"engine zero: .*deepspeed.*pip install 'rlhf-cluster\[deepspeed\]'"
     ):
-        zero_engine_class()
+        implementation_of("engine", "zero", training_engine("zero"), TrainEngine)
 
 
 ALONE = """

@@ -22,12 +22,12 @@ QUICKSTART = Path(__file__).parent.parent.parent / "deploy" / "quickstart" / "qu
         (
             "deepspeed",
             "services.critic.engine=zero",
-            r"services\.critic\.engine: zero needs DeepSpeed; .*pip",
+            r"services\.critic\.engine: zero needs deepspeed, which is not installed; install it: pip",
         ),
         (
             "vllm",
             "services.actor.rollout_engine=vllm",
-            r"services\.actor\.rollout_engine: vllm is not installed; docs/rollout",
+            r"services\.actor\.rollout_engine: vllm needs vllm, which is not installed; docs/rollout",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,16 @@ from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
 from services.compute.transformers_internals import block_class_names
-from services.engines.base import OptimizerOptions
+from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
+from services.engines.implementation import compute_dtype, kept_dtype
 from services.models.families import FAMILIES
-from services.models.loading import Load, materialize, read_first_values, read_parts
+from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
 from services.storage.checkpoint import WeightShard
+from settings.model import ModelTable
 
 Output = TypeVar("Output")
 
@@ -96,6 +98,18 @@ class FSDPEngine(DataParallelEngine):
         # AdamW is element-wise, so it gets the local shards, which are faster than DTensors.
         shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(model, device, shards, trained, optimizer)
+
+    @classmethod
+    def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
+        return cls(
+            load_on_meta(setup.load, table.model, kept_dtype(table, setup.optimizer)),
+            setup.device,
+            optimizer=setup.optimizer,
+            compute_dtype=compute_dtype(table),
+            activation_checkpointing=table.activation_checkpointing,
+            directory=table.model,
+            load=setup.load,
+        )
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
         """Reads the values of this rank's tensors that have none yet, given as boxes by name, from the directory."""

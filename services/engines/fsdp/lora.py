@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
@@ -21,12 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.engines.agreement import all_or_none
-from services.engines.base import OptimizerOptions
+from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
+from services.engines.implementation import compute_dtype
+from services.models.loading import load_on_meta
 from services.models.weights import cast
 from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_manifest
 from services.storage.publish import readable_path
+from settings.actor import ActorTable
+from settings.model import ModelTable
 
 ADAPTER_DIRECTORY = "adapter"
 """Name of the subdirectory of an export that contains the adapters in peft's format, beside the merged model."""
@@ -95,6 +100,29 @@ class LoRAEngine(FSDPEngine):
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             directory=directory,
+        )
+
+    @classmethod
+    def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
+        assert isinstance(table, ActorTable), "only actors have adapters"
+        assert table.lora is not None, "the table has adapters"
+        assert setup.optimizer is not None, "an actor learns"
+        # Frozen weights are kept in the type they are computed in.
+        model: Any = load_on_meta(setup.load, table.model, compute_dtype(table))
+        adapters = AdapterOptions(
+            rank=table.lora.rank,
+            alpha=table.lora.alpha,
+            target_modules=table.lora.target_modules,
+            seed=table.lora.seed,
+        )
+        return cls(
+            model,
+            setup.device,
+            adapters=adapters,
+            optimizer=setup.optimizer,
+            compute_dtype=compute_dtype(table),
+            activation_checkpointing=table.activation_checkpointing,
+            directory=table.model,
         )
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from services.compute import matmul
 from services.compute.heads import Head, dummy_head
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.engines.agreement import all_or_none
-from services.engines.base import LossFn, OptimizerOptions
+from services.engines.base import EngineSetup, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
+from services.engines.implementation import compute_dtype
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
 from services.engines.three_d.gather_groups import Kind
@@ -28,8 +29,11 @@ from services.engines.three_d.pipeline import run_forward, run_forward_backward
 from services.engines.three_d.stage import ModelStage
 from services.engines.three_d.transition import Transition
 from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
+from services.models.families import load_value_model
 from services.models.weights import write_weights
 from services.storage.checkpoint import WeightShard
+from settings.actor import ActorTable
+from settings.model import ModelTable
 
 Output = TypeVar("Output")
 
@@ -121,6 +125,21 @@ class ThreeDParallelEngine(ShardedEngine):
         kept = self._sharding.kept
         super().__init__(device, kept, list(kept), optimizer)
 
+    @classmethod
+    def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
+        return cls(
+            table.model,
+            setup.mesh,
+            setup.device,
+            dtype=compute_dtype(table),
+            optimizer=setup.optimizer,
+            with_value_head=setup.load is load_value_model,
+            transition=_transition(table),
+            generates_in_place=_generates_in_place(table),
+            activation_checkpointing=table.activation_checkpointing,
+            shards_over_data=table.shards_over_data,
+        )
+
     @torch.no_grad()
     def infer(
         self,
@@ -176,7 +195,7 @@ class ThreeDParallelEngine(ShardedEngine):
         kept = self._gather(self._sharding.kept, self._stage.layouts, self._kept_dtype)
 
         def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
-            return self._write(partial, gathered, tokenizer, dtype)
+            return _write(self._stage, partial, gathered, tokenizer, dtype)
 
         return export_gathered(directory, kept, write, self.device, self.progressed)
 
@@ -269,26 +288,42 @@ class ThreeDParallelEngine(ShardedEngine):
                 dist.broadcast(gathered, group=groups.pipeline, group_src=layout.stage)
             yield name, layout.whole(gathered)
 
-    @torch.no_grad()
-    def _write(
-        self,
-        directory: Path,
-        gathered: Iterator[tuple[str, Tensor]],
-        tokenizer: PreTrainedTokenizerBase | None,
-        dtype: torch.dtype,
-    ) -> str:
-        """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
 
-        Args:
-            directory: existing directory.
-            gathered: name and whole tensor of each weight.
-            tokenizer: tokenizer to write; None for none.
-            dtype: type of the weights in the files.
-        """
-        layouts = self._stage.layouts
-        sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in layouts.items()}
-        sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
-        self._stage.write_config(directory, dtype)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        return sha256
+def _transition(table: ModelTable) -> Kind | None:
+    """Returns how generation weights are gathered; None where nothing is generated, or with whole weights."""
+    generates = isinstance(table, ActorTable) and table.rollout_spec.takes_shards
+    return table.transition if generates else None
+
+
+def _generates_in_place(table: ModelTable) -> bool:
+    return (
+        isinstance(table, ActorTable)
+        and table.rollout_spec.in_training_memory
+        and table.transition == "hybridflow"
+        and not table.shards_over_data
+    )
+
+
+@torch.no_grad()
+def _write(
+    stage: ModelStage,
+    directory: Path,
+    gathered: Iterator[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+) -> str:
+    """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
+
+    Args:
+        stage: the model's stage on this rank.
+        directory: existing directory.
+        gathered: name and whole tensor of each weight.
+        tokenizer: tokenizer to write; None for none.
+        dtype: type of the weights in the files.
+    """
+    sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in stage.layouts.items()}
+    sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
+    stage.write_config(directory, dtype)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    return sha256

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.adamw import add_moments
-from services.engines.base import NonFiniteGradient, OptimizerOptions, Snapshot
+from services.engines.base import EngineSetup, NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
+from services.engines.implementation import compute_dtype, kept_dtype
 from services.engines.zero.deepspeed_internals import prepare
 from services.engines.zero.flat import boxes
 from services.engines.zero.loading import load_for_stage
@@ -32,6 +33,8 @@ from services.models.value_model import transformer_of
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import PART, WeightShard
+from settings.engines import ZeroTable
+from settings.model import ModelTable
 
 Output = TypeVar("Output")
 
@@ -81,6 +84,7 @@ class ZeROEngine(DataParallelEngine):
         model, empty = load_for_stage(self._load, directory, stage, device, dtype)
         self._pass = ForwardPass(model, compute_dtype)
         self.config = transformer_of(model).config
+        self.detail = f"stage {stage}"
         self._partitions = self._partition(model, stage, optimizer, offloads)
         self._is_published = True
         self._boxes = {
@@ -93,6 +97,19 @@ class ZeROEngine(DataParallelEngine):
         super().__init__(model, device, kept, list(kept) if optimizer else [], optimizer)
         if empty:
             self._fill(empty, directory)
+
+    @classmethod
+    def create(cls, table: ModelTable, options: ZeroTable, setup: EngineSetup) -> Self:
+        return cls(
+            table.model,
+            options.stage,
+            setup.device,
+            dtype=kept_dtype(table, setup.optimizer),
+            compute_dtype=compute_dtype(table),
+            optimizer=setup.optimizer,
+            offloads=options.offload_optimizer,
+            with_value_head=setup.load is load_value_model,
+        )
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
         """Reads the values of this rank's parts of tensors that have none yet, by name, from the directory.

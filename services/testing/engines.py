@@ -1,0 +1,473 @@
+"""Contract of every training engine, in bfloat16 on one device against plain transformers in float32: losses,
+gradients and log-probabilities within stated tolerances; states that leave the device and come back bit for bit; and
+rollouts. Authors of an engine subclass `EngineContract`."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import OutOfStep
+from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.jagged_rows import assemble
+from services.compute.microbatch import MicroBatch
+from services.compute.splitting import split
+from services.engines import offload
+from services.engines.base import EngineOffloaded, EngineSetup, OptimizerOptions, Snapshot, TrainEngine
+from services.engines.sharded import ShardedEngine
+from services.models.export import tensors_sha256
+from services.models.families import load_causal_lm
+from services.roles.engine_factory import make_engine
+from services.rollout.base import Generation, RolloutEngine, SamplingOptions
+from services.rollout.factory import make_rollout
+from services.rollout.sampling import row_seeds
+from services.storage.checkpoint import WeightShard, read_shards
+from services.testing.single_rank import single_rank
+from settings.actor import ActorTable
+
+LOSS_TOLERANCE = 0.02
+"""Of the loss, relative. Matrix products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
+GRADIENT_TOLERANCE = 0.08
+"""Norm of a tensor's gradient less the reference's, over the norm of the reference's."""
+LARGEST_LOG_PROB_ERROR, MEAN_LOG_PROB_ERROR = 0.4, 0.04
+"""In nats, of a token. The weights are wide, so that logits reach over 10 or so."""
+STILL_HELD = 0.1
+"""Share of its device memory that an offloaded engine may keep."""
+
+TEMPERATURE = 1.3
+HEAD = PolicyHead(temperature=TEMPERATURE)
+OPTIONS = OptimizerOptions(lr=1e-3, max_grad_norm=float("inf"))
+NUM_NEW_TOKENS = 8
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Results of plain transformers in float32, row by row, without padding.
+
+    Attributes:
+        log_probs: Of the response tokens, row after row.
+        gradients: Of the loss, by the names of the checkpoint.
+    """
+
+    loss: float
+    log_probs: Tensor
+    gradients: dict[str, Tensor]
+
+
+class Task:
+    """A model and rows of unequal lengths, one of which has an empty response."""
+
+    def __init__(self, directory: Path, vocabulary: int) -> None:
+        self.directory = directory
+        generator = np.random.default_rng(1)
+        lengths = generator.integers(1, 24, (2, 9)).astype(np.int64)
+        lengths[1, 2] = 0
+        self.prompts, self.responses = (
+            Jagged(torch.from_numpy(generator.integers(0, vocabulary, counts.sum())), counts)
+            for counts in lengths
+        )
+        self.advantages = Jagged(
+            torch.from_numpy(generator.normal(size=lengths[1].sum())).float(), lengths[1]
+        )
+
+    @cached_property
+    def expected(self) -> Expected:
+        model, rows = load_causal_lm(self.directory), []
+        for row in range(self.prompts.rows):
+            prompt, response = self.prompts.row(row), self.responses.row(row)
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+            log_p = (logits[: len(response)] / TEMPERATURE).log_softmax(dim=-1)
+            rows.append(log_p.gather(1, response[:, None])[:, 0])
+        log_probs = torch.cat(rows)
+        loss = -(self.advantages.values * log_probs).mean()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return Expected(float(loss.detach()), log_probs.detach(), gradients)
+
+    def micro_batches(self, engine: TrainEngine) -> list[MicroBatch]:
+        return split(self.prompts, self.responses, token_budget=96, pad_id=0, packed=engine.packs)
+
+    def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token_BR = micro_batch.spread(self.advantages) * output.log_probs_BR
+        return -per_token_BR[micro_batch.response_mask_BR].sum() / len(self.responses.values), {}
+
+    def step(self, engine: TrainEngine) -> float:
+        """The loss before it."""
+        return engine.step(self.micro_batches(engine), HEAD, self.loss).loss
+
+    def log_probs(self, engine: TrainEngine) -> Tensor:
+        return log_probs(engine, self.micro_batches(engine), self.responses.lengths)
+
+
+def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.ndarray) -> Tensor:
+    """Of the response tokens, row after row, in host memory."""
+    outputs = engine.infer(micro_batches, HEAD)
+    values = [m.collect(o.log_probs_BR.cpu()) for m, o in zip(micro_batches, outputs, strict=True)]
+    return assemble([m.rows for m in micro_batches], values, lengths).values
+
+
+def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor]) -> Generation:
+    """With the weights that the engine has now."""
+    rollout.load_weights(engine.rollout_weights())
+    rows = [prompts.row(row).tolist() for row in range(prompts.rows)]
+    options = SamplingOptions(max_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
+    return rollout.generate(rows, options, row_seeds(0, 1, "generate/0", np.arange(len(rows))))
+
+
+def same_bits(a: Snapshot, b: Snapshot) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
+    )
+
+
+def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Of the one step that an engine has taken: its first moments are that share of them. Read off a checkpoint, in
+    which every engine's tensors lie alike."""
+    engine.save(directory)
+    moments = {
+        f"exp_avg.{name}": WeightShard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
+        for name, x in expected.items()
+    }
+    read_shards(directory, 1, moments)
+    share = 1 - OPTIONS.betas[0]
+    return {name: moments[f"exp_avg.{name}"].tensor / share for name in expected}
+
+
+@contextmanager
+def offloaded(engine: TrainEngine) -> Iterator[int]:
+    """A block with the engine in host memory; gives the bytes moved."""
+    moved = take_off(engine)
+    yield moved
+    assert engine.onload() == moved
+
+
+def take_off(engine: TrainEngine) -> int:
+    """Moves an engine to host memory and returns the bytes moved. On CPU, where `offload` has nothing to do, the
+    tensors that it would move are parked all the same."""
+    if engine.device.type != "cpu":
+        return engine.offload()
+    assert engine.offload() == engine.onload() == 0
+    return cast(ShardedEngine, engine)._leave_device()
+
+
+def memory_meter(engine: TrainEngine) -> Callable[[], int]:
+    """Reads how much device memory is in use; on CPU, how much is behind the tensors that `offload` moves."""
+    if engine.device.type == "cuda":
+        return lambda: torch.cuda.memory_allocated(engine.device)
+    tensors = engine._resident() if isinstance(engine, ShardedEngine) else []
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    return lambda: sum(storage.nbytes() for storage in storages.values())
+
+
+@contextmanager
+def memory_for(number: int, step: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory for so many allocations of `services.engines.offload` and no more."""
+    allocate, left = getattr(offload, step), iter(range(number))
+
+    def limited(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("there is no memory left")
+        return allocate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, step, limited)
+        yield
+
+
+class EngineNumbers:
+    """The tests of `EngineContract` that also suit a large model on a GPU.
+
+    Attributes:
+        keys: keys of the service's table that choose the engine: `engine`, its options, and whatever else it needs.
+        offloads: whether the engine can move its state to host memory. If not, tests of it are skipped. On a CPU, where
+            `offload` has nothing to do, they need a subclass of `ShardedEngine`.
+    """
+
+    keys: Mapping[str, Any]
+    offloads: bool = True
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def device(cls) -> torch.device:
+        """Device that engines compute on."""
+        return torch.device("cpu")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sizes(cls) -> dict[str, Any]:
+        """Sizes of the model."""
+        return TINY
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def process_group(cls, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with single_rank(device, tmp_path_factory.mktemp("process_group")):
+            yield
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Task:
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128, eos_token_id=None))
+        directory = tmp_path_factory.mktemp("llama")
+        model.save_pretrained(directory)
+        return Task(directory, int(sizes["vocab_size"]))
+
+    def table(self, directory: Path) -> ActorTable:
+        """Table of an actor with the engine, and with the model of a directory."""
+        keys = {"role": "actor", "address": "127.0.0.1:1", "model": directory, "dtype": "bfloat16"}
+        return ActorTable.model_validate(keys | dict(self.keys))
+
+    def make_engine(self, directory: Path, device: torch.device) -> TrainEngine:
+        """An engine that learns, on one rank, computing in bfloat16, as a service makes it."""
+        table = self.table(directory)
+        package = table.engine_spec.package
+        if package and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+        return make_engine(table, EngineSetup(load_causal_lm, Mesh(), device, OPTIONS))
+
+    def make_rollout(self, engine: TrainEngine, directory: Path, device: torch.device) -> RolloutEngine:
+        """A rollout engine as the actor makes it."""
+        return make_rollout(self.table(directory), engine, Mesh(), device)
+
+    def can_offload(self, engine: TrainEngine) -> bool:
+        """Whether the engine has tensors that tests can move."""
+        return self.offloads and (engine.device.type != "cpu" or isinstance(engine, ShardedEngine))
+
+    def engine_that_offloads(self, task: Task, device: torch.device) -> TrainEngine:
+        """An engine as `make_engine`; skips the test if it does not offload."""
+        engine = self.make_engine(task.directory, device)
+        if not self.can_offload(engine):
+            pytest.skip("the engine does not offload, or does on a GPU alone")
+        return engine
+
+    def sharded_engine(self, task: Task, device: torch.device) -> ShardedEngine:
+        """An engine as `make_engine`; skips the test, which is about steps of `ShardedEngine`, if it is another."""
+        engine = self.make_engine(task.directory, device)
+        if not isinstance(engine, ShardedEngine):
+            pytest.skip("the engine is no ShardedEngine")
+        return engine
+
+    def test_log_probs_are_near_those_in_float32(self, task: Task, device: torch.device):
+        found = task.log_probs(self.make_engine(task.directory, device))
+        errors = (found - task.expected.log_probs).abs()
+        assert found.dtype == torch.float32
+        assert 0 < float(errors.max()) < LARGEST_LOG_PROB_ERROR
+        assert float(errors.mean()) < MEAN_LOG_PROB_ERROR
+
+    def test_loss_and_every_gradient_are_near_those_in_float32(
+        self, task: Task, device: torch.device, tmp_path: Path
+    ):
+        engine = self.make_engine(task.directory, device)
+        assert task.step(engine) == pytest.approx(task.expected.loss, rel=LOSS_TOLERANCE)
+        expected = task.expected.gradients
+        for tensor, gradient in gradients(engine, expected, tmp_path / "checkpoint").items():
+            error = float((gradient - expected[tensor]).norm() / expected[tensor].norm())
+            assert error < GRADIENT_TOLERANCE, f"{tensor}: {error:.3g}"
+
+    def test_a_step_from_the_same_state_gives_the_same_bits(self, task: Task, device: torch.device):
+        engine = self.make_engine(task.directory, device)
+        task.step(engine)
+        start, inferred = engine.snapshot(), task.log_probs(engine)
+        loss, end = task.step(engine), engine.snapshot()
+        assert not same_bits(start, end)
+        engine.restore(start)
+        assert same_bits(engine.snapshot(), start)
+        assert torch.equal(task.log_probs(engine), inferred)
+        assert task.step(engine) == loss
+        assert same_bits(engine.snapshot(), end)
+
+    def test_an_offloaded_engine_leaves_the_device_and_comes_back_bit_for_bit(
+        self, task: Task, device: torch.device
+    ):
+        gc.collect()
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        engine = self.engine_that_offloads(task, device)
+        task.step(engine)
+        state, in_use = engine.snapshot(), memory_meter(engine)
+        held = in_use() - before
+        with offloaded(engine) as moved:
+            assert moved > 0
+            assert in_use() - before <= STILL_HELD * held
+        assert in_use() - before <= held
+        assert same_bits(engine.snapshot(), state)
+        loss = task.step(engine)
+        engine.restore(state)
+        assert task.step(engine) == loss
+
+    def test_rollouts_have_the_log_probs_that_training_finds(self, task: Task, device: torch.device):
+        engine = self.make_engine(task.directory, device)
+        rollout = self.make_rollout(engine, task.directory, device)
+        task.step(engine)
+        generation = generate(rollout, engine, task.prompts)
+        responses = Jagged(generation.responses.values.cpu(), generation.responses.lengths)
+        assert responses.lengths.tolist() == [NUM_NEW_TOKENS] * task.prompts.rows
+        batch = split(task.prompts, responses, token_budget=96, pad_id=0, packed=engine.packs)
+        errors = (generation.log_probs.values.cpu() - log_probs(engine, batch, responses.lengths)).abs()
+        assert float(errors.max()) < LARGEST_LOG_PROB_ERROR
+        assert float(errors.mean()) < MEAN_LOG_PROB_ERROR
+
+    def test_a_rollout_engine_generates_the_same_after_its_sleep(self, task: Task, device: torch.device):
+        engine = self.make_engine(task.directory, device)
+        rollout = self.make_rollout(engine, task.directory, device)
+        first = generate(rollout, engine, task.prompts)
+        slept = rollout.sleep()
+        with offloaded(engine) if self.can_offload(engine) else nullcontext():
+            pass
+        assert rollout.wake() == slept
+        again = generate(rollout, engine, task.prompts)
+        assert torch.equal(first.responses.values, again.responses.values)
+        assert torch.equal(first.log_probs.values, again.log_probs.values)
+
+
+class EngineContract(EngineNumbers):
+    """Tests that every training engine passes. The tests of an engine are a subclass that sets `keys`, for example to
+    `{"engine": "my_package.engines:mine"}`."""
+
+    def test_an_offloaded_engine_refuses_what_needs_its_weights(
+        self, task: Task, device: torch.device, tmp_path: Path
+    ):
+        engine = self.engine_that_offloads(task, device)
+        engine.save(tmp_path / "checkpoint")
+        before = engine.snapshot()
+        uses: list[Callable[[], object]] = [
+            lambda: task.log_probs(engine),
+            lambda: task.step(engine),
+            engine.snapshot,
+            lambda: engine.restore(before),
+            lambda: next(engine.full_tensors()),
+            lambda: next(engine.rollout_weights()),
+            lambda: engine.export(tmp_path / "export"),
+            lambda: engine.save(tmp_path / "save"),
+            lambda: engine.load(tmp_path / "checkpoint"),
+        ]
+        with offloaded(engine):
+            for use in uses:
+                with pytest.raises(EngineOffloaded, match="the engine is offloaded; bring it back first"):
+                    use()
+        assert same_bits(engine.snapshot(), before)
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+    def test_an_engine_that_starts_over_is_a_new_one_in_the_same_memory(
+        self, task: Task, device: torch.device
+    ):
+        engine = self.make_engine(task.directory, device)
+        rollout = self.make_rollout(engine, task.directory, device)
+        first, generated = engine.snapshot(), generate(rollout, engine, task.prompts)
+        loss = task.step(engine)
+        learned, in_use = engine.snapshot(), memory_meter(engine)
+        held = in_use()
+        assert not same_bits(learned, first)
+        if self.can_offload(engine):
+            take_off(engine)
+            assert in_use() < held
+        engine.start_over()
+        assert in_use() <= held
+        assert engine.snapshot().num_steps == 0
+        assert same_bits(engine.snapshot(), first)
+        again = generate(rollout, engine, task.prompts)
+        assert torch.equal(again.responses.values, generated.responses.values)
+        assert torch.equal(again.log_probs.values, generated.log_probs.values)
+        assert task.step(engine) == loss
+        assert same_bits(engine.snapshot(), learned)
+
+    def test_an_engine_whose_directory_is_gone_does_not_start_over(
+        self, task: Task, device: torch.device, tmp_path: Path
+    ):
+        directory = tmp_path / "model"
+        shutil.copytree(task.directory, directory)
+        engine = self.make_engine(directory, device)
+        task.step(engine)
+        learned = engine.snapshot()
+        (directory / "model.safetensors").unlink()
+        with pytest.raises((ValueError, FileNotFoundError)):
+            engine.start_over()
+        assert same_bits(engine.snapshot(), learned)
+
+    def test_a_rank_that_fails_in_what_all_ranks_have_agreed_on_is_out_of_step(
+        self, task: Task, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        engine = self.sharded_engine(task, device)
+        task.step(engine)
+        engine.save(tmp_path / "checkpoint")
+
+        def fail(_: object) -> None:
+            raise ValueError("no memory")
+
+        monkeypatch.setattr(engine, "restore", fail)
+        for take_over in (engine.start_over, partial(engine.load, tmp_path / "checkpoint")):
+            with pytest.raises(OutOfStep, match=r"rank 0 failed alone in .*: ValueError: no memory"):
+                take_over()
+
+    @pytest.mark.parametrize("step", ["_allocate", "_grow"])
+    def test_an_engine_stays_where_it_is_when_memory_runs_out_on_its_way(
+        self, step: str, task: Task, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ):
+        engine = self.sharded_engine(task, device)
+        task.step(engine)
+        state, in_use = engine.snapshot(), memory_meter(engine)
+        held = in_use()
+        num_storages = len(offload.copy_to_host(engine._resident()))
+        if step == "_grow":
+            take_off(engine)
+        there = in_use()
+        for number in range(num_storages):
+            with memory_for(number, step, monkeypatch), pytest.raises(torch.OutOfMemoryError):
+                (take_off if step == "_allocate" else ShardedEngine.onload)(engine)
+            assert in_use() == there
+        if step == "_grow":
+            with pytest.raises(EngineOffloaded):
+                engine.snapshot()
+            engine.onload()
+        assert in_use() == held
+        assert same_bits(engine.snapshot(), state)
+
+    @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+    def test_the_same_weights_are_exported_as_the_same_bits_by_every_engine(
+        self, dtype: torch.dtype | None, task: Task, device: torch.device, tmp_path: Path
+    ):
+        weights = load_causal_lm(task.directory, dtype or torch.float32).state_dict()
+        expected = tensors_sha256(sorted(weights.items()))
+        exported = self.make_engine(task.directory, device).export(tmp_path / "export", dtype=dtype)
+        assert exported == expected
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert loaded.dtype == (dtype or torch.float32)
+        assert tensors_sha256(sorted(loaded.state_dict().items())) == expected
+
+    def test_what_is_exported_are_the_weights_that_the_optimizer_has(
+        self, task: Task, device: torch.device, tmp_path: Path
+    ):
+        engine = self.make_engine(task.directory, device)
+        task.step(engine)
+        engine.save(tmp_path / "checkpoint")
+        engine.export(tmp_path / "export")
+        exported = load_causal_lm(tmp_path / "export").state_dict()
+        saved = {f"weight.{key}": WeightShard.of_whole(torch.zeros_like(x)) for key, x in exported.items()}
+        read_shards(tmp_path / "checkpoint", 1, saved)
+        assert all(torch.equal(saved[f"weight.{key}"].tensor, x) for key, x in exported.items())
+        assert not all(torch.equal(x, x.bfloat16().float()) for x in exported.values())
