@@ -140,6 +140,10 @@ class Cluster:
         """Returns the resident and device memory of each service, in bytes, summed over its ranks."""
         return self._watch.memory()
 
+    def gauges(self) -> dict[str, float]:
+        """Returns the gauges of each service by "service/name", summed over its ranks."""
+        return self._watch.gauges()
+
     def running(self) -> dict[str, str]:
         """Returns the progress of the running calls, such as "12/64", by "service.Method"; empty where it is
         unknown."""

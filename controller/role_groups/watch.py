@@ -1,4 +1,4 @@
-"""Progress and memory of the ranks, which they stream over WorkerService.Watch."""
+"""Progress, memory and gauges of the ranks, which they stream over WorkerService.Watch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ class StatusWatch:
             name: sum(status.memory_bytes + status.device_memory_bytes for status in list(ranks.values()))
             for name, ranks in list(self._statuses.items())
         }
+
+    def gauges(self) -> dict[str, float]:
+        """Returns the gauges of each service by "service/name", summed over its ranks; see `Worker.gauges`."""
+        totals: dict[str, float] = {}
+        for service, ranks in list(self._statuses.items()):
+            for status in list(ranks.values()):
+                for name, value in status.gauges.items():
+                    key = f"{service}/{name}"
+                    totals[key] = totals.get(key, 0.0) + value
+        return totals
 
     def running(self, groups: Mapping[str, RoleGroup]) -> dict[str, str]:
         """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; empty

@@ -13,7 +13,7 @@ from reports.charts import Point
 
 MAX_STRETCHES = 200
 """Maximum number of stretches of a curve after they are merged; each keeps its lowest and its highest point."""
-UNCHARTED = ("time/", "mem/", "transfer/")
+UNCHARTED = ("time/", "mem/", "transfer/", "rank/")
 """Prefixes of the metrics that a report shows as a mean or a peak instead of a curve."""
 THROUGHPUT = "time/tokens_per_s"
 

@@ -61,7 +61,10 @@ class StepMetrics:
             metrics["response/length_mean"] = responses / max(batch.rows, 1)
             metrics["time/tokens_per_s"] = tokens / seconds
         memory = {f"mem/{name}_bytes": float(value) for name, value in self._cluster.memory().items()}
-        return metrics | parity_metrics(step.records) | transfer_metrics(step.records) | stages | memory
+        gauges = {f"rank/{name}": value for name, value in self._cluster.gauges().items()}
+        return (
+            metrics | parity_metrics(step.records) | transfer_metrics(step.records) | stages | memory | gauges
+        )
 
     def _stage(self, record: CallRecord) -> str:
         """Returns the name of a call's stage: its method, with the name of the service before it where that is not

@@ -223,6 +223,12 @@ class Worker:
         """Returns the bytes allocated on this rank's GPU; 0 on a CPU."""
         return 0
 
+    def gauges(self) -> dict[str, float]:
+        """Returns further figures of this rank by name. Watch streams them, and the controller adds them up over the
+        ranks for metric `rank/SERVICE/NAME` of each step. Called on the event loop, so it must return at once. Default:
+        cpu_s, the CPU time of this process in seconds."""
+        return {"cpu_s": time.process_time()}
+
     def peak_device_memory(self) -> int:
         """Returns the most bytes allocated at a time on this rank's GPU during the last method; 0 on a CPU."""
         return 0

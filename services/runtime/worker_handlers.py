@@ -134,6 +134,7 @@ class WorkerHandlers:
             device_memory_bytes=self._worker.device_memory(),
             arena_bytes=self._store.stat().used_bytes,
             policy_version=self._worker.policy_version,
+            gauges=self._worker.gauges(),
         )
         if call is not None:
             status.method, status.call_id = call.method.name, call.call_id

@@ -304,6 +304,6 @@ def _numbers(cluster: Cluster, reward: RewardTable | None, directory: Path) -> l
     config = config.model_copy(update={"services": tables, "run": run})
     path = job.run(config, "ppo").directory
     return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "mem/"))}
+        {key: value for key, value in line.items() if not key.startswith(("time/", "mem/", "rank/"))}
         for line in read_metrics(path)
     ]

@@ -55,7 +55,7 @@ ROLES = ("actor", "critic", "reference", "reward")
 STEPS = 3
 RUN_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 30.0
-UNEQUAL = ("time/", "mem/")
+UNEQUAL = ("time/", "mem/", "rank/")
 """Metrics that may differ between runs of one seed."""
 
 Numbers = list[dict[str, float]]
@@ -246,7 +246,7 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
     assert all(math.isfinite(value) for line in metrics for value in line.values())
     for line in metrics[1:]:
         assert {"actor/loss", "actor/grad_norm", "critic/loss", "kl/mean", "score/mean"} <= line.keys()
-        assert {"time/step_s", "time/tokens_per_s", "mem/actor_bytes"} <= line.keys()
+        assert {"time/step_s", "time/tokens_per_s", "mem/actor_bytes", "rank/actor/cpu_s"} <= line.keys()
         assert line["transfer/batch_bytes"] > 0
         assert line["transfer/memfd/bytes"] > 0
         assert line["time/transfer/memfd/gb_per_s"] == pytest.approx(

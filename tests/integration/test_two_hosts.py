@@ -101,7 +101,7 @@ def run(config: Config, path: Path, processes: Processes, *arguments: str) -> Pa
 
 def numbers(directory: Path) -> list[dict[str, float]]:
     """The metrics that the seed determines."""
-    free = ("time/", "mem/", "transfer/")
+    free = ("time/", "mem/", "transfer/", "rank/")
     return [{k: v for k, v in line.items() if not k.startswith(free)} for line in read_metrics(directory)]
 
 

@@ -83,6 +83,23 @@ def test_memory_can_be_read_while_statuses_arrive_on_the_loop() -> None:
         cluster.close()
 
 
+def test_gauges_are_added_up_over_the_ranks_of_a_service() -> None:
+    def gauging(**gauges: float) -> worker_pb2.WatchResponse:
+        return worker_pb2.WatchResponse(gauges=gauges)
+
+    cluster = Cluster(cast(Any, None), Session())
+    try:
+        begin(
+            cluster,
+            WatchedRank("actor", 0, gauging(cpu_s=1.5, power_w=300.0)),
+            WatchedRank("actor", 1, gauging(cpu_s=2.0)),
+            WatchedRank("critic", 0, gauging(cpu_s=4.0)),
+        )
+        assert cluster.gauges() == {"actor/cpu_s": 3.5, "actor/power_w": 300.0, "critic/cpu_s": 4.0}
+    finally:
+        cluster.close()
+
+
 @contextlib.asynccontextmanager
 async def serving(answer: Answer, port: int = 0) -> AsyncIterator[int]:
     """Port of a server whose Watch answers so."""
