@@ -54,7 +54,7 @@ SAME = (
     "critic/grad_norm",
     "kl/mean",
 )
-TOLERANCE = {"rel": 1e-4, "abs": 1e-6}
+RELATIVE, ABSOLUTE = 1e-4, 1e-6
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_run_on_plug_ins_gives_the_numbers_of_hf_and_fsdp(
     assert len(ours) == len(theirs) > STEPS
     for mine, expected in zip(ours, theirs, strict=True):
         found = {key: mine[key] for key in SAME if key in expected}
-        assert found == pytest.approx({key: expected[key] for key in found}, **TOLERANCE)
+        assert found == pytest.approx({key: expected[key] for key in found}, rel=RELATIVE, abs=ABSOLUTE)
     resolved = tomllib.loads((finished / "config.toml").read_text())["services"]["actor"]
     rows = 5 if name == "replicated" else 64
     assert resolved["rollout_options"] == {"rows_at_once": rows}

@@ -291,8 +291,9 @@ class ThreeDParallelEngine(ShardedEngine):
 
 def _transition(table: ModelTable) -> Kind | None:
     """Returns how generation weights are gathered; None where nothing is generated, or with whole weights."""
-    generates = isinstance(table, ActorTable) and table.rollout_spec.takes_shards
-    return table.transition if generates else None
+    if isinstance(table, ActorTable) and table.rollout_spec.takes_shards:
+        return table.transition
+    return None
 
 
 def _generates_in_place(table: ModelTable) -> bool:
