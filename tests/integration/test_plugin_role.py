@@ -174,7 +174,7 @@ def test_ranks_score_by_the_counts_of_all_ranks_and_a_session_begins_with_none(s
 def test_it_is_listed_by_status(site: Site, served: Service) -> None:
     ended = site.run("rlhf-deploy", "status", str(site.path))
     (line,) = (line.split() for line in ended.stdout.splitlines() if line.startswith("novelty "))
-    assert line[1:5] == [served.addresses[0], "SERVING", "2", str(served.description.epoch)]
+    assert line[1:5] == [served.addresses[0], "serving", "2", str(served.description.epoch)]
 
 
 def test_it_is_load_tested(site: Site, served: Service) -> None:
