@@ -1,5 +1,6 @@
 /**
- * A reward service in Node.js: rlhf.v1.RewardService with rows as text, and grpc.health.v1.Health.
+ * A reward service in Node.js: rlhf.v1.RewardService with rows as text, and grpc.health.v1.Health. For a reward over
+ * groups also Describe of rlhf.v1.WorkerService, which says so.
  *
  *     node server.js --port 7204 --reward exact_match
  *
@@ -28,24 +29,54 @@ const SERVER_OPTIONS = { "grpc.max_receive_message_length": 1 << 30, "grpc.so_re
 /** Scores the rows of a request, in order; null where nobody waits for the answer any more. */
 async function scoreRows(rows, reward, call) {
   const scores = [];
-  for (const row of rows) {
-    scores.push(await scoreRow(row, reward));
-    if (scores.length % ROWS_PER_TURN === 0) await turn();
+  for (const unit of reward.overGroups ? groupsOf(rows) : rows.map((row) => [row])) {
+    scores.push(...(reward.overGroups ? await scoreGroup(unit, reward) : [await scoreRow(unit[0], reward)]));
+    if (scores.length % ROWS_PER_TURN < unit.length) await turn();
     if (call.cancelled) return null; // by the client, or because its deadline has passed
   }
   return scores;
 }
 
-/** The verdict on one row: a score or scores per token, all of them finite, or else an error; never a made-up zero. */
+/** The groups of a request: the rows of a group are next to each other. A row without a group is one of its own. */
+function groupsOf(rows) {
+  const groups = [];
+  for (const row of rows) {
+    const last = groups.at(-1);
+    if (last !== undefined && row._group !== undefined && row.group === last[0].group) last.push(row);
+    else groups.push([row]);
+  }
+  return groups;
+}
+
+/** The verdicts on the rows of a group; what keeps the reward from scoring it is the error of each. */
+async function scoreGroup(rows, reward) {
+  const { prompt, ground_truth, metadata } = rows[0];
+  try {
+    const responses = rows.map((row) => row.response);
+    const verdicts = await reward({ prompt, responses, ground_truth, metadata: toObject(metadata) });
+    if (!Array.isArray(verdicts) || verdicts.length !== rows.length) {
+      throw new Error(`${verdicts?.length} scores for ${rows.length} responses`);
+    }
+    return verdicts.map(toScore);
+  } catch (error) {
+    return rows.map(() => ({ error: `${reward.name} failed: ${error}` }));
+  }
+}
+
+/** The verdict on one row. */
 async function scoreRow(row, reward) {
   try {
-    const verdict = await reward({ ...row, metadata: toObject(row.metadata) });
-    const values = Array.isArray(verdict) ? verdict : [verdict];
-    if (!values.every(Number.isFinite)) return { error: `not finite: score ${values}` };
-    return Array.isArray(verdict) ? { token_scores: { scores: verdict } } : { score: verdict };
+    return toScore(await reward({ ...row, metadata: toObject(row.metadata) }));
   } catch (error) {
     return { error: `${reward.name} failed: ${error}` };
   }
+}
+
+/** A verdict: a score or scores per token, all of them finite, or else an error; never a made-up zero. */
+function toScore(verdict) {
+  const values = Array.isArray(verdict) ? verdict : [verdict];
+  if (!values.every(Number.isFinite)) return { error: `not finite: score ${values}` };
+  return Array.isArray(verdict) ? { token_scores: { scores: verdict } } : { score: verdict };
 }
 
 /** A google.protobuf.Struct, as proto-loader gives it, as a plain object. */
@@ -79,14 +110,16 @@ function computeReward(reward) {
   };
 }
 
-function loadService(protos) {
-  const definition = protoLoader.loadSync("rlhf/v1/reward.proto", {
+/** The package rlhf.v1. Group numbers have 64 bits, more than a number of JavaScript: they come as strings. */
+function loadProtos(protos) {
+  const definition = protoLoader.loadSync(["rlhf/v1/reward.proto", "rlhf/v1/worker.proto"], {
     includeDirs: [protos],
     keepCase: true,
     defaults: true,
     oneofs: true,
+    longs: String,
   });
-  return grpc.loadPackageDefinition(definition).rlhf.v1.RewardService.service;
+  return grpc.loadPackageDefinition(definition).rlhf.v1;
 }
 
 function main() {
@@ -103,7 +136,12 @@ function main() {
     throw new Error(`no reward ${options.reward}; known: ${Object.keys(rewards).join(", ")}`);
   }
   const server = new grpc.Server(SERVER_OPTIONS);
-  server.addService(loadService(path.resolve(options.protos)), { ComputeReward: computeReward(reward) });
+  const { RewardService, WorkerService } = loadProtos(path.resolve(options.protos));
+  server.addService(RewardService.service, { ComputeReward: computeReward(reward) });
+  if (reward.overGroups) {
+    const description = { role: "reward", scores_groups: true };
+    server.addService(WorkerService.service, { Describe: (call, reply) => reply(null, description) });
+  }
   const health = new HealthImplementation({ "": "SERVING", [SERVICE]: "SERVING" });
   health.addToServer(server);
 

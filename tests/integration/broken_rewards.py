@@ -319,6 +319,41 @@ class FailsToDescribe(Describes):
         raise RuntimeError("not ready")
 
 
+class OfGroups(Describes):
+    """The length of the response relative to the longest of its group."""
+
+    def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(role="reward", scores_groups=True)
+
+    def ComputeReward(self, request: Request, context: Any) -> Response:
+        if request.HasField("batch"):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "send text_rows")
+        longest: dict[float, int] = {}
+        for row in request.text_rows:
+            longest[self.key(row)] = max(longest.get(self.key(row), 1), len(row.response))
+        scores = [len(row.response) / longest[self.key(row)] + len(row.response) for row in request.text_rows]
+        return Response(scores=[Verdict(score=score) for score in scores])
+
+    def key(self, row: Row) -> float:
+        return row.group
+
+
+class RoundsGroups(OfGroups):
+    """Holds the number of a group in a double."""
+
+    def key(self, row: Row) -> float:
+        return float(row.group)
+
+
+class ComparesGroups(OfGroups):
+    """The score of a row depends on the number of groups in its request."""
+
+    def ComputeReward(self, request: Request, context: Any) -> Response:
+        scores = super().ComputeReward(request, context).scores
+        groups = len({row.group for row in request.text_rows})
+        return Response(scores=[Verdict(score=score.score - groups) for score in scores])
+
+
 class Wavers(Good):
     """Never gives the same score twice."""
 

@@ -69,13 +69,23 @@ def test_our_own_reward_keeps_all_rules(tmp_path: Path) -> None:
         assert outcome(address)[RuleResult.PASS] == list(RULES)
 
 
-@pytest.mark.parametrize("reward", ["exact_match", "format"])
+def test_a_function_over_groups_keeps_all_rules(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    with python_reward(tmp_path, "rlhf_example.rewards:concise") as address:
+        assert outcome(address)[RuleResult.PASS] == list(RULES)
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "format", "shared"])
 def test_the_node_reward_keeps_all_rules(reward: str, reward_node: Path) -> None:
     with serving(reward_node, reward) as address:
         assert outcome(address)[RuleResult.PASS] == list(RULES)
 
 
-@pytest.mark.parametrize("reward", [broken.Good, broken.OfTokens], ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize(
+    "reward", [broken.Good, broken.OfTokens, broken.OfGroups], ids=lambda reward: reward.__name__
+)
 def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> None:
     assert outcome_of(reward())[RuleResult.PASS] == list(RULES)
 
@@ -92,6 +102,8 @@ def test_a_server_of_another_make_keeps_all_rules(reward: type[broken.Good]) -> 
         (broken.Reverses, "row order"),
         (broken.ComparesRows, "row order"),
         (broken.NormalisesItsBatch, "row order"),
+        (broken.ComparesGroups, "row order"),
+        (broken.RoundsGroups, "groups"),
         (broken.WantsRows, "no rows"),
         (broken.WantsResponses, "empty strings"),
         (broken.WantsAscii, "unicode"),

@@ -89,6 +89,17 @@ def test_a_function_of_rows_scores_no_groups() -> None:
     assert scores(scorer.score_texts([row(1, "2", truth="2"), row(1, "3", truth="2")], call())) == [1, 0]
 
 
+def test_the_examples_reward_what_is_right_and_brief_or_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "plugins"))
+    concise = find_function("rlhf_example.rewards:concise", {"bonus": 0.4})
+    responses = ["it is 12", "= 12", "12 or so", "", "12\n12"]
+    assert concise("", responses, "12", {}) == pytest.approx([0.8, 1, 0, 0, 0.6 + 0.4 * 4 / 5])
+    assert concise("", ["a", "b"], "12", {}) == [0, 0]
+    shared = find_function("rlhf_example.rewards:shared")
+    assert shared("", ["12", " 12 ", "3", "4"], "12", {}) == [0.5, 0.5, 0, 0]
+    assert shared("", ["3", "4"], "12", {}) == [0, 0]
+
+
 def test_options_of_a_function_over_groups_are_checked(path: None) -> None:
     with pytest.raises(ConfigError, match="takes none named off, only: of"):
         find_function("group_functions:place", {"off": 1})
