@@ -2,7 +2,7 @@
 
 The kernel sends the command SIGTERM when the thread that started it ends, however it ends (PR_SET_PDEATHSIG,
 Linux; it is kept across exec and not inherited by children). So start it from a thread that lives as long as
-its process: the main one.
+its process: the main one, or one that waits for the command, as in `controller.launch`.
 """
 
 from __future__ import annotations

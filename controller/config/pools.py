@@ -14,6 +14,7 @@ from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from rlhf.errors import ConfigError
 from settings.service import ServiceTable
+from settings.strict import Strict
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -88,6 +89,6 @@ def make_config(
     )
 
 
-def _given(table: Any) -> dict[str, Any]:
+def _given(table: Strict) -> dict[str, Any]:
     """Returns the keys of a table that were given, without defaults: an algorithm has defaults of its own."""
     return table.model_dump(exclude_unset=True)
