@@ -21,6 +21,13 @@ class TestHF(RolloutContract):
     keys = {"rollout_engine": "hf", "rollout_tokens": 1000}
 
 
+class TestGreedy(RolloutContract):
+    """The contract of an engine that says what it cannot do."""
+
+    keys = {"rollout_engine": "contract.greedy_rollout:greedy"}
+    samples = False
+
+
 @needs_vllm
 @pytest.mark.slow
 class TestVLLM(RolloutContract):

@@ -111,6 +111,16 @@ def test_the_options_of_a_plug_in_have_its_defaults(on_path: Path) -> None:
     assert table.model_dump()["rollout_options"] == {"rows_at_once": 64}
 
 
+def test_a_configuration_is_checked_where_torch_cannot_be_imported(on_path: Path) -> None:
+    code = f"""import sys; sys.modules["torch"] = sys.modules["transformers"] = None
+from pathlib import Path
+from controller.config.config import load
+load(Path({str(QUICKSTART)!r}), ("services.actor.rollout_engine=plain", "services.critic.engine=replicated"))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
 def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path) -> None:
