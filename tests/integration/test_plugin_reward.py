@@ -15,7 +15,6 @@ import pytest
 from controller import algorithms, job
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.tracking.metrics import read_metrics
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
 from integration import node_reward, toy_rewards
@@ -155,12 +154,12 @@ def test_each_response_scores_what_the_function_gives_it_in_its_group(
     """With one prompt a rank gets no rows; ppo adds no groups to its batch."""
     seen: list[list[Row]] = []
     config = run_config(cluster, tmp_path, {"reward": outside["shared"]}, algorithm, prompts)
-    path, summary = job.run(spied(algorithm, seen), config, launch=False)
+    done = job.run(config, spied(algorithm, seen))
     check_scores(seen, prompts, shared)
-    assert summary["steps"] == STEPS
-    assert 0 < summary["accuracy_after"] <= 1
+    assert done.summary["steps"] == STEPS
+    assert 0 < done.summary["accuracy_after"] <= 1
     means = [sum(row["rewards"] for row in rows) / len(rows) for rows in seen]
-    assert [line["score/mean"] for line in read_metrics(path)[1:]] == pytest.approx(means)
+    assert [line["score/mean"] for line in done.metrics[1:]] == pytest.approx(means)
 
 
 def composition(cluster: Cluster, outside: dict[str, RewardTable], directory: Path) -> Config:
@@ -175,7 +174,7 @@ def test_a_composed_reward_sees_groups_and_rows(
     cluster: Cluster, outside: dict[str, RewardTable], tmp_path: Path
 ) -> None:
     seen: list[list[Row]] = []
-    job.run(spied("grpo", seen), composition(cluster, outside, tmp_path), launch=False)
+    job.run(composition(cluster, outside, tmp_path), spied("grpo", seen))
     check_scores(seen, 3, composed)
 
 
@@ -198,5 +197,5 @@ def test_a_reward_in_node_scores_groups(cluster: Cluster, reward_node: Path, tmp
     seen: list[list[Row]] = []
     with node_reward.serving(reward_node, "shared") as address:
         table = RewardTable(role="reward", address=address, external=True)
-        job.run(spied("grpo", seen), run_config(cluster, tmp_path, {"reward": table}), launch=False)
+        job.run(run_config(cluster, tmp_path, {"reward": table}), spied("grpo", seen))
     check_scores(seen, 3, shared)
