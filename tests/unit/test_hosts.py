@@ -46,7 +46,12 @@ def test_ranks_beside_rank_0_are_at_its_address_and_others_where_they_reach_it_f
     monkeypatch.delenv("GROUP_RANK", raising=False)
     if group is not None:
         monkeypatch.setenv("GROUP_RANK", group)
-    assert host_addresses(ServiceTable.model_validate({"address": f"{ELSEWHERE}:7101", **keys})) == expected
+    assert (
+        host_addresses(
+            ServiceTable.model_validate({"role": "reward", "address": f"{ELSEWHERE}:7101", **keys})
+        )
+        == expected
+    )
 
 
 def test_a_first_host_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
