@@ -13,7 +13,9 @@ import torch.distributed as dist
 @contextmanager
 def single_rank(device: torch.device, directory: Path) -> Iterator[None]:
     """Context manager in whose block this process is the only rank of the default process group, over gloo on a CPU
-    and NCCL on a GPU. `directory` holds the group's store."""
+    and NCCL on a GPU, and computes with one thread, as a rank does by default. `directory` holds the group's store."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{directory / 'store'}", rank=0, world_size=1)
     try:
@@ -22,3 +24,4 @@ def single_rank(device: torch.device, directory: Path) -> Iterator[None]:
         # vLLM may have ended it.
         if dist.is_initialized():
             dist.destroy_process_group()
+        torch.set_num_threads(num_threads)

@@ -9,9 +9,5 @@ class TestReplicated(EngineContract):
     keys = {"engine": "replicated"}
 
 
-class TestReplicatedWithPlain(EngineContract):
-    keys = {"engine": "replicated", "rollout_engine": "plain"}
-
-
 class TestPlain(RolloutContract):
     keys = {"rollout_engine": "plain"}
