@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from settings import meshes
 from settings.engines import (
     ROLLOUT_ENGINES,
+    RolloutEngineName,
     RolloutSpec,
     Spec,
     VllmTable,
@@ -69,7 +70,7 @@ class ActorTable(ModelTable):
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
     ranks, as DeepSpeed-Chat) hold the whole model on each rank, and are there for comparison."""
-    rollout_engine: str = "hf"
+    rollout_engine: RolloutEngineName = "hf"
     """Engine that generates responses: hf is part of this package and runs anywhere; vllm is faster, and is installed
     separately. Or a plug-in: the name of an entry point, or module:object; see docs/engines-of-your-own.md."""
     rollout_options: dict[str, Any] = Field(default={}, validate_default=True)
@@ -115,12 +116,6 @@ class ActorTable(ModelTable):
     def temperatures(self) -> tuple[float, float]:
         """Lowest and highest sampling temperature that the rollout engine allows."""
         return self.rollout_spec.temperatures
-
-    @field_validator("rollout_engine")
-    @classmethod
-    def _check_rollout_engine(cls, engine: str) -> str:
-        rollout_engine(engine)
-        return engine
 
     @field_validator("rollout_options")
     @classmethod

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rlhf.plugins import find_plugin
 from settings import meshes
@@ -189,6 +189,19 @@ def training_engine(name: str) -> EngineSpec:
 def rollout_engine(name: str) -> RolloutSpec:
     """Returns the spec of a rollout engine; otherwise as `training_engine`."""
     return find_plugin(ROLLOUT_GROUP, name, RolloutSpec, ROLLOUT_ENGINES)
+
+
+def _known(find: Callable[[str], Spec]) -> AfterValidator:
+    def check(name: str) -> str:
+        find(name)
+        return name
+
+    return AfterValidator(check)
+
+
+TrainingEngineName = Annotated[str, _known(training_engine)]
+RolloutEngineName = Annotated[str, _known(rollout_engine)]
+"""Types of the keys `engine` and `rollout_engine`: names for which there is a spec."""
 
 
 def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:

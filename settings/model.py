@@ -12,6 +12,7 @@ from settings.engines import (
     TRAINING_ENGINES,
     EngineSpec,
     Spec,
+    TrainingEngineName,
     ZeroTable,
     check_keys,
     check_options,
@@ -62,7 +63,7 @@ class ModelTable(ServiceTable):
 
     model: Path
     """Hugging Face directory of the model and its tokenizer."""
-    engine: str = "fsdp"
+    engine: TrainingEngineName = "fsdp"
     """Training engine: fsdp shards every weight over all ranks (FSDP2); 3d uses pipeline, tensor and data parallelism
     as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs. Or a plug-in: the name of an entry
     point, or module:object; see docs/engines-of-your-own.md."""
@@ -123,12 +124,6 @@ class ModelTable(ServiceTable):
     def engine_specs(self) -> dict[str, Spec]:
         """Specs of the engines that the service needs, by the key that names each: `engine`."""
         return {"engine": self.engine_spec}
-
-    @field_validator("engine")
-    @classmethod
-    def _check_engine(cls, engine: str) -> str:
-        training_engine(engine)
-        return engine
 
     @field_validator("engine_options")
     @classmethod
