@@ -54,7 +54,7 @@ SAME = (
     "critic/grad_norm",
     "kl/mean",
 )
-RELATIVE, ABSOLUTE = 1e-4, 1e-6
+RELATIVE, ABSOLUTE = 1e-5, 1e-6
 
 
 @pytest.fixture
