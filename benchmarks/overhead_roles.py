@@ -150,7 +150,7 @@ class PlainActor(Model):
         self, step: int, numbers: np.ndarray, sequences: Sequences, old: Column, advantages: Column
     ) -> None:
         algorithm = self.config.algorithm
-        options = read_knobs(PolicyLossOptions, policy_loss_message(self.config, with_texts=False))
+        options = read_knobs(PolicyLossOptions, policy_loss_message(self.config, with_texts=False), ())
         surrogate = surrogate_of(options)
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:

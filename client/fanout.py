@@ -146,7 +146,7 @@ def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]
 
 
 def _blame(error: BaseException) -> int:
-    """Returns the distance of an error from the cause: 0 a lost rank, 1 a rank's own failure, 2 an exceeded deadline,
+    """Returns how far an error is from the root cause: 0 a lost rank, 1 a rank's own failure, 2 an exceeded deadline,
     3 a failed peer or a cancelled call, 4 anything else."""
     if isinstance(error, ServiceLost):
         return 0

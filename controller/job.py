@@ -203,7 +203,8 @@ def _new_directory(plan: Plan) -> Iterator[RunDirectory]:
 
 @contextlib.contextmanager
 def _explained(launched: LaunchedServices | None) -> Iterator[None]:
-    """Context manager that adds the launcher's explanation and the place of the log to errors in its body."""
+    """Context manager that adds the launcher's explanation to a ServiceLost of its body, and the path of the service's
+    log to an error with a remote traceback."""
     try:
         yield
     except RlhfError as error:

@@ -17,7 +17,7 @@ import click
 
 from controller.config.config import load
 from deploy import health, preflight, state
-from deploy.launch import Launcher
+from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
 from deploy.processes import POLL_S
 from deploy.state import Deployment
@@ -54,7 +54,7 @@ def main(ctx: click.Context) -> None:
     """Start, watch and stop the services of a config on this host."""
     # A user's own plug-ins may be in the working directory.
     sys.path.append(str(Path.cwd()))
-    ctx.obj = ctx.obj or Launcher()
+    ctx.obj = ctx.obj or LaunchOptions()
 
 
 @main.command()
@@ -65,7 +65,7 @@ def main(ctx: click.Context) -> None:
 @click.option("--detach", is_flag=True, help="Return when ready; the services stay up until `down`.")
 @click.pass_obj
 def up(
-    launcher: Launcher,
+    launcher: LaunchOptions,
     config: Path,
     settings: tuple[str, ...],
     log_dir: Path | None,
@@ -112,7 +112,7 @@ def status(config: Path, settings: tuple[str, ...]) -> None:
 @main.command()
 @_config_argument
 @click.pass_obj
-def down(launcher: Launcher, config: Path) -> None:
+def down(launcher: LaunchOptions, config: Path) -> None:
     """Stop what `up` of CONFIG started, and return when it is gone."""
     deployment = state.find(config)
     if deployment is None:
@@ -162,7 +162,11 @@ def _log_dir(config: Path) -> Path:
 
 
 def _up(
-    launcher: Launcher, config_path: Path, settings: tuple[str, ...], log_dir: Path, only: tuple[str, ...]
+    launcher: LaunchOptions,
+    config_path: Path,
+    settings: tuple[str, ...],
+    log_dir: Path,
+    only: tuple[str, ...],
 ) -> None:
     config = load(config_path, settings)
     deployment = Deployment(str(config_path.resolve()), str(log_dir), settings)

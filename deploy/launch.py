@@ -53,8 +53,8 @@ def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """Options of starting and stopping services."""
+class LaunchOptions:
+    """Options by which a `Supervisor` starts and stops ranks."""
 
     command: Callable[[Job], list[str]] = rank_command
     """Function that returns the command line of a rank."""

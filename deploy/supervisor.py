@@ -12,7 +12,7 @@ from typing import BinaryIO
 from controller.config.config import Config
 from deploy import preflight, processes, with_parent
 from deploy.health import Probe
-from deploy.launch import Job, Launcher, environment
+from deploy.launch import Job, LaunchOptions, environment
 from deploy.logs import evidence, explain_exit
 from deploy.state import Deployment
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
@@ -48,7 +48,7 @@ class Supervisor:
         config: Config,
         deployment: Deployment,
         only: tuple[str, ...] = (),
-        launcher: Launcher | None = None,
+        launcher: LaunchOptions | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """
@@ -57,7 +57,7 @@ class Supervisor:
             deployment: The config file, the settings, the mark of the processes, where logs go (a file per
                 service, NAME.log).
             only: Names of the services to start; empty: all.
-            launcher: Options of starting and stopping them. Default: `Launcher()`.
+            launcher: Options of starting and stopping them. Default: `LaunchOptions()`.
             say: Called with a line when a service has started and when it is healthy.
 
         Raises:
@@ -66,7 +66,7 @@ class Supervisor:
         self._config = config
         self._deployment = deployment
         self._names = service_names(config, only)
-        self._launcher = launcher or Launcher()
+        self._launcher = launcher or LaunchOptions()
         self._say = say
         self._log_dir = Path(deployment.log_dir)
         self._services: list[_Service] = []

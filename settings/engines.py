@@ -222,7 +222,7 @@ def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
     try:
         return spec.options.model_validate(given).model_dump(mode="json")
     except ValidationError as error:
-        raise ValueError(explain(error, given, spec.options, {})) from None
+        raise ValueError(explain(error, given, spec.options)) from None
 
 
 def check_keys(table: BaseModel, key: str, spec: Spec, built_in: Mapping[str, Spec]) -> None:

@@ -64,24 +64,25 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     options: dict[str, Any] = {}
     """Options of the chosen algorithm; see the tables of the algorithms below."""
 
-    def loss_options(self, loss: str) -> Strict:
-        """Returns all options of the loss per token that a key of `LOSSES` names. An option that has the name of a key
-        of `[algorithm]` has that key's value.
+    def loss_options(self, key: str) -> Strict:
+        """Returns all options of the loss per token that the value of `key`, surrogate or value_loss, names. An option
+        that is also a key of `[algorithm]` has that key's value.
 
         Raises:
             ConfigError: An option is unknown or wrong, or is given in its table although it is a key of `[algorithm]`.
         """
-        name, given = getattr(self, loss), getattr(self, f"{loss}_options")
-        kind = LOSSES[loss](name).options
-        shared = self.shared_options(loss)
-        where = f"algorithm.{loss}_options of {name}"
+        name, given = getattr(self, key), getattr(self, f"{key}_options")
+        kind = LOSSES[key](name).options
+        shared = self.shared_options(key)
+        where = f"algorithm.{key}_options of {name}"
         for option in sorted(shared.intersection(given)):
             raise ConfigError(f"config {where}: {option}: is a key of [algorithm]; set algorithm.{option}")
         return validate(kind, {**given, **{option: getattr(self, option) for option in shared}}, where)
 
-    def shared_options(self, loss: str) -> set[str]:
-        """Returns the names of the options of a loss that are keys of `[algorithm]`."""
-        kind = LOSSES[loss](getattr(self, loss)).options
+    def shared_options(self, key: str) -> set[str]:
+        """Returns the names of the options of the loss that the value of `key` names which are also keys of
+        `[algorithm]`."""
+        kind = LOSSES[key](getattr(self, key)).options
         return kind.model_fields.keys() & type(self).model_fields.keys()
 
     @model_validator(mode="after")

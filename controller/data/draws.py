@@ -164,8 +164,8 @@ def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeRespo
 
 
 def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """Returns the limit on the length of the texts of data.pretrain, as `prompt_limit` does for prompts. Only actors
-    read these texts, and append one token, EOS, to them."""
+    """Returns the limit on the length of the texts of data.pretrain: the smallest limit of an actor, less 1 for the EOS
+    token that it appends. None, and errors, as for `prompt_limit`."""
     actors = {name: each for name, each in services.items() if config.services[name].role == "actor"}
     longest = _longest(config, actors).items()
     return _limit(config, [(most - 1, f"services.{name}, {most} less an end") for name, most in longest])

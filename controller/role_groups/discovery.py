@@ -132,8 +132,8 @@ class Discovery:
 
 
 def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
-    """Whether a service reads token ids of a vocabulary: a reward if it says so, another if it tells its vocabulary or
-    the tokens that it takes."""
+    """Whether a service reads token ids of a vocabulary: a reward of input form TENSOR, or another role with a
+    vocabulary hash or `max_tokens`."""
     if description.input_form:
         return description.input_form == worker_pb2.INPUT_FORM_TENSOR
     return bool(description.vocabulary_hash or description.max_tokens)

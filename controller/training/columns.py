@@ -21,7 +21,7 @@ class ColumnReader:
 
     Args:
         fetcher: Fetches rows from the ranks' memory.
-        session: Session of the run, whose steps count the bytes.
+        session: Session of the run; the step of a batch counts the bytes that are fetched of it.
         timeout_s: Timeout of a fetch, in seconds.
     """
 

@@ -53,7 +53,8 @@ class TransferProtocol(ABC):
         """Returns the ranks whose outputs form the result, in the order of the result."""
 
     def distribute(self, rows: int, mesh: Mesh) -> list[np.ndarray]:
-        """Returns the row numbers that each rank gets, as one [n] int64 array per rank of the mesh."""
+        """Returns the row numbers of each rank's part, with padding where the protocol pads, as one [n] int64 array per
+        rank of the mesh. Default: `parts` consecutive parts of nearly equal size."""
         numbers = np.arange(rows, dtype=np.int64)
         if self.pads:
             numbers = padded_rows(rows, self.parts(mesh))

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a rank, and what transports need to reach its memory. The fields are those of the message
+    """Address of a rank, with the fields by which transports read its memory. The fields are those of the message
     rlhf.v1.Endpoint."""
 
     address: str

@@ -116,6 +116,7 @@ class Transport(ABC):
             DeadlineExceeded: The bytes did not arrive by the deadline.
             ServiceLost: The rank has ended, or cannot be reached.
             Refused: The service has another epoch than `source`, or a shard was released.
+            TransferError: A shard was marked corrupt, or the bytes are not those that were asked for.
         """
 
     @abstractmethod

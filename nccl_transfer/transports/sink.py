@@ -39,7 +39,7 @@ class Sink:
         return self._memory
 
     def missing(self) -> list[pb.ByteRange]:
-        """Returns the ranges that have not arrived completely, in order, without the bytes that have arrived."""
+        """Returns the parts of the ranges that have not arrived yet, in order."""
         rest = []
         for number in range(self._range, len(self._ranges)):
             wanted, done = self._ranges[number], self._filled if number == self._range else 0

@@ -85,7 +85,7 @@ class ShardedEngine(TrainEngine):
         """
 
     def _take_step(self, lr: float) -> None:
-        """Updates the shards with the gradients in their `.grad`, at learning rate `lr`."""
+        """Makes an AdamW step on the shards, with the gradients in their `.grad`, at learning rate `lr`."""
         assert self._adamw is not None
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()

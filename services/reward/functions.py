@@ -120,7 +120,7 @@ def score_group(
     name: str, function: GroupFunction, rows: Sequence[reward_pb2.TextRow]
 ) -> list[reward_pb2.RowScore]:
     """Scores the rows of a group; returns one score per row. An exception of the function, a wrong number of scores,
-    and rows that are no group become the error of every row.
+    or rows that differ in prompt, ground truth or metadata become the error of every row.
 
     Args:
         name: Name of the function, for errors.

@@ -126,4 +126,4 @@ def _validated(kind: type[T], given: dict[str, Any], where: str) -> T:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise InvalidRequest(f"{where}: {explain(error, given, kind, {})}") from None
+        raise InvalidRequest(f"{where}: {explain(error, given, kind)}") from None

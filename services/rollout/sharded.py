@@ -133,7 +133,7 @@ class ShardedDecoder(Decoder):
         return 0
 
     def _drop_weights(self) -> None:
-        """Replaces gathered weights by placeholders of the same shape, which take no memory."""
+        """Replaces the generation shards of this rank by placeholders of the same shapes that take no memory."""
         memory = self._transition.generation_memory()
         for name, parameter in self._stage.parameters.items():
             parameter.data = memory(name)

@@ -26,8 +26,7 @@ MAX_SHOWN = 300
 """Most characters of a request's value that an error message repeats."""
 
 PATIENCE = 0.8
-"""Fraction of `stuck_timeout_s` after which a rank gives up waiting for its peers, so that it can report this before
-it
+"""Fraction of `stuck_timeout_s` after which a rank gives up waiting for its peers, so that it can report this before it
 counts as stuck itself."""
 
 
@@ -40,7 +39,7 @@ class Registration:
         collective: Whether ranks meet in collectives while the method runs. If so, no rank starts it before all ranks
             are ready to. Its first collective, if it has any, must be an agreement (`Ranks.agree`, `together` or
             `total`), and it must change no state before that, so that a rank that fails earlier can tell its peers.
-        instant: Whether the method takes next to no time, so that it may run on the event loop's thread.
+        instant: Whether the method is so short that it runs on the event loop's thread.
     """
 
     protocol: str

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from deploy.cli import main
-from deploy.launch import Job, Launcher
+from deploy.launch import Job, LaunchOptions
 
 FLAGS_VARIABLE = "FAKE_FLAGS"
 GRACE_S = 0.5
@@ -22,4 +22,4 @@ def fake_service(job: Job) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(obj=Launcher(fake_service, GRACE_S))
+    main(obj=LaunchOptions(fake_service, GRACE_S))

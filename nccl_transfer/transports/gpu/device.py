@@ -258,8 +258,7 @@ _own_lock = threading.Lock()
 
 
 def own_cuda() -> Cuda:
-    """Returns the GPU of this process: the device that is current at the first call. Every call returns the same
-    object."""
+    """Returns the only `Cuda` object of this process, for the device that was current at the first call."""
     with _own_lock:
         return _own_cuda()
 

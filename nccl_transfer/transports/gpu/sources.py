@@ -20,7 +20,7 @@ class DeviceSources:
         store: Store that holds the shards.
         cuda: The GPU; if None, every request raises Refused.
         nccl: NCCL; if None, requests of the nccl transport raise Refused.
-        slot_bytes: Data bytes of a slot of staging memory. Default: SLOT_BYTES, 32 MiB.
+        slot_bytes: Data bytes of a slot of the staging memory of cuda_ipc. Default: SLOT_BYTES, 32 MiB.
 
     Attributes:
         device_uuid: UUID of the GPU, published as `Endpoint.device_uuid`; empty without a GPU.

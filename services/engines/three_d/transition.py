@@ -144,8 +144,7 @@ class Transition:
 
         Yields:
             Name and tensor of each weight: a view of a permanent buffer, or, without `in_place`, of a new one, which
-                is
-            freed with the tensor.
+            is freed with the tensor.
         """
         for bucket in self._buckets:
             yield from self._gather_bucket(bucket, weights)

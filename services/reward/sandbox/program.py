@@ -102,10 +102,10 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
-    """Checks tests and fills in all defaults.
+    """Checks tests, and returns them with all defaults filled in.
 
     Args:
-        tests: List of tests, or the JSON of one. In a list, whole floats become integers, since numbers in metadata
+        tests: List of tests, or its JSON text. In a list, whole floats become integers, since numbers in metadata
             are doubles; numbers in JSON are kept.
 
     Raises:
