@@ -63,7 +63,8 @@ class RpcBoundary:
         self._stop = stop
 
     def rpc_handler(self, method: Method, handler: Handler) -> grpc.RpcMethodHandler:
-        """Wraps a handler as gRPC's handler of a method, for unary or streaming calls as the method declares."""
+        """Returns a handler as gRPC's handler of a method, for unary or streaming calls as the method declares.
+        Requests are parsed before the handler is called; its errors end the RPC with a status (`status_of`)."""
         if method.takes_stream:
             make, function = grpc.stream_stream_rpc_method_handler, self._unary(method, handler)
         elif method.streams:
@@ -77,7 +78,7 @@ class RpcBoundary:
         )
 
     def status_of(self, error: Exception, method: str, call_id: str) -> status_pb2.Status:
-        """Returns the gRPC status of a failed call, and logs the failure.
+        """Returns the gRPC status of a failed call, and logs the failure unless the rank is shutting down.
 
         Args:
             error: The error of the call.
@@ -110,6 +111,8 @@ class RpcBoundary:
         return answer
 
     async def _fail(self, error: Exception, method: Method, request: Any, context: Any) -> None:
+        """Ends an RPC with the status of an error, which is also in the trailing metadata; always raises, as gRPC's
+        `abort`."""
         call = getattr(request, "call", None)
         call_id = call.call_id[:MAX_NAME] if call is not None else ""
         status = self.status_of(error, method.name, call_id)
@@ -128,6 +131,8 @@ def timeout_s(context: Any) -> float:
 
 
 def _log(error: Exception, method: str, call_id: str) -> None:
+    """Logs the error of a call: one line for an error of NOT_OF_THIS_RANK without a cause, otherwise the
+    traceback."""
     if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:
         logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, shortened(str(error)))
     else:

@@ -45,7 +45,7 @@ class ActiveCall:
 
     @property
     def call_id(self) -> str:
-        """Id that the caller has given to the call."""
+        """Id of the call, from its caller or, if that gave none, from `CallQueue.start`."""
         return self.context.call.call_id
 
     @property

@@ -43,7 +43,8 @@ class ComputeThread:
         self._thread = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
 
     def run_at_once(self, call: ActiveCall) -> Any:
-        """Runs an instant method on the calling thread; returns its response message."""
+        """Runs an instant method, which takes no rows, on the calling thread; returns its response message or raises
+        its error."""
         return self._encode(call, self._call_method(call, NO_ROWS))
 
     async def run(self, call: ActiveCall, rows: CallRows, failure: Exception | None) -> Any:
@@ -167,7 +168,9 @@ class ComputeThread:
         return result
 
     def _call_method(self, call: ActiveCall, rows: CallRows) -> CallResult:
+        """Calls the worker's method and returns its result on this rank."""
         return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
 
     def _encode(self, call: ActiveCall, result: CallResult) -> Any:
+        """Stores the rows of a result and returns the response message."""
         return self._encoder.encode(call.method, call.context.call, call.timing, result)

@@ -12,15 +12,15 @@ ANSWER_S = 0.5
 
 
 def time_to_answer(remaining_s: float) -> float:
-    """Returns the seconds that a call may take if its caller waits for `remaining_s` seconds: less by ANSWER_S, or by
-    a tenth if that is less, and at most about LONGEST_S."""
+    """Returns the seconds that a rank may use for a call whose caller waits for `remaining_s` more seconds:
+    `remaining_s`, cut to LONGEST_S, minus ANSWER_S or a tenth of it, whichever is less."""
     remaining_s = min(remaining_s, LONGEST_S)
     return remaining_s - min(ANSWER_S, remaining_s / 10)
 
 
 def time_to_agree(deadline: float) -> float:
-    """Returns the deadline of a part of a call, such as its fetch: earlier than the call's, so that the ranks have
-    time to agree that the part failed.
+    """Returns the deadline of a part of a call, such as its fetch: earlier than the call's by ANSWER_S or a tenth of
+    the time that is left, whichever is less, so that the ranks have time to agree that the part failed.
 
     Args:
         deadline: Deadline of the call, in seconds of `time.monotonic()`, as is the result.

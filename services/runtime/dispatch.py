@@ -52,7 +52,8 @@ class DispatchStream:
 
     async def serve(self) -> None:
         """Reads and answers calls until the caller has closed the stream and every call has been answered, or the
-        connection is lost."""
+        connection is lost; calls in the queue then go on. Raises InvalidRequest for a message that cannot be parsed,
+        or whose session has a name that is too long or differs from the stream's."""
         try:
             await self._context.send_initial_metadata(())
             while isinstance(message := await self._context.read(), bytes):
@@ -70,7 +71,8 @@ class DispatchStream:
         every other response is written by a task.
 
         Raises:
-            InvalidRequest: The message names a different session than an earlier one of the stream.
+            InvalidRequest: The message names a different session than an earlier one of the stream, or its name is too
+                long.
         """
         if message.session and message.session not in self._sessions:
             check_name("session", message.session)
@@ -89,8 +91,9 @@ class DispatchStream:
             answer.add_done_callback(self._answering.discard)
 
     def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
-        """Queues a call; returns a future of its response or error, and the call's id ("" if the request has
-        none)."""
+        """Queues a call, or joins the known one with its id; returns a future of its response or error, and the
+        call's id ("" if the request has none). Raises nothing: a call that is refused gives a future with the
+        error."""
         call_id = ""
         try:
             if message.method not in self._methods:
@@ -118,6 +121,7 @@ class DispatchStream:
     async def _answer(
         self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
     ) -> None:
+        """Waits until a call has ended, and writes its response or its error to the stream."""
         answer = worker_pb2.DispatchResponse(number=message.number)
         try:
             answer.response = (await self._ended(message, response, call_id)).SerializeToString()
@@ -130,6 +134,8 @@ class DispatchStream:
     async def _ended(
         self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
     ) -> Any:
+        """Waits for a call and returns its response or raises its error. Raises DeadlineExceeded if the request sets
+        `only_known` and the call has not ended after the request's `timeout_s`."""
         if response.done():
             return response.result()
         if message.only_known:

@@ -69,6 +69,8 @@ class ResponseEncoder:
         return response
 
     def _put(self, values: Any, lease: Lease) -> RemoteColumn | LocalColumn:
+        """Stores the values of one column and returns a reference to them; lists of strings are returned as they are,
+        for the message itself."""
         if isinstance(values, list):
             return LocalColumn(values)
         array = values.values if isinstance(values, Jagged) else values

@@ -74,7 +74,8 @@ class CallQueue:
             Future of the response message. Other callers may await it too, so await it through `wait` or shielded.
 
         Raises:
-            RlhfError: The call is refused. Errors of a call that was admitted are raised by the future.
+            InvalidRequest, Refused, ServiceLost, TooManyCalls: The call is refused. Errors of a call that was admitted
+                are raised by the future.
         """
         call = request.call
         check_name("call.call_id", call.call_id)
@@ -91,8 +92,8 @@ class CallQueue:
         return call_id in self._responses
 
     async def wait(self, call_id: str, response: asyncio.Future[Any], *, hold: bool = False) -> Any:
-        """Waits for the response of a call on behalf of one caller, and returns it. If every caller's wait is
-        cancelled, the call is stopped, unless one of them has set `hold`.
+        """Waits for the response of a call on behalf of one caller, and returns it or raises the call's error. If
+        every caller's wait is cancelled, the call is stopped, unless one of them has set `hold`.
 
         Args:
             call_id: Id of the call.
@@ -125,7 +126,7 @@ class CallQueue:
         return response.result()
 
     def introduce(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
-        """Allows batches of the current session to refer to rows at these endpoints.
+        """Allows batches of the current session to refer to rows at these endpoints, until the session ends.
 
         Raises:
             Refused: The session is not the current one.
@@ -136,7 +137,8 @@ class CallQueue:
         self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
-        """Asks a call to stop; returns False if no call with this id is queued or running."""
+        """Asks a call to stop and returns True without waiting for its end; returns False if no call with this id is
+        queued or running."""
         call = self._calls.get(call_id)
         if call is None:
             return False
@@ -164,6 +166,9 @@ class CallQueue:
     def _admit(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
+        """Queues a new call, or raises if it is refused; returns the future of its response. A call of a session that
+        is not the current one opens that session first. An instant call whose turn it is has run when this
+        returns."""
         header: common_pb2.Call = request.call
         self._check(header)
         if header.sequence and header.session != self.session.name:

@@ -59,6 +59,7 @@ class FetchQueue:
         self._thread.shutdown(wait=False)
 
     def _start_next(self) -> None:
+        """Starts the first waiting fetch that has not been cancelled, if none is running."""
         while self._waiting and self._running is None:
             fetch, rows = self._waiting.popleft()
             if not rows.done():
@@ -67,6 +68,8 @@ class FetchQueue:
                 fetched.add_done_callback(lambda fetched, rows=rows: self._end(rows, fetched))
 
     def _end(self, rows: asyncio.Future[CallRows], fetched: asyncio.Future[CallRows]) -> None:
+        """Passes the rows or the error of a fetch that has ended to the future `rows`, unless that was cancelled, and
+        starts the next fetch."""
         error = fetched.exception()
         if not rows.done():
             rows.set_exception(error) if error else rows.set_result(fetched.result())

@@ -52,13 +52,13 @@ WorkerChoice = Callable[[Any], type[Worker]]
 
 
 def run(role: str, worker_class: WorkerChoice | None = None) -> None:
-    """Parses the command line and serves one rank of a role; ends the process with status 2 on a fatal error. Arguments
-    as of `command`."""
+    """Parses the command line of this process and serves one rank of a role until SIGTERM or SIGINT. Never returns:
+    the process exits with status 0, or with 2 on a fatal error. Arguments, and PluginError, as for `command`."""
     command(role, worker_class)()
 
 
 def command(role: str, worker_class: WorkerChoice | None = None) -> click.Command:
-    """Returns the command line that serves one rank of a role.
+    """Returns the click command that serves one rank of a role and then ends the process (see `run`).
 
     Args:
         role: Role that the service must have, as `rlhf.roles.find_role` takes it.
@@ -107,7 +107,8 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
 
 
 def _die_with_launcher() -> None:
-    """Asks the kernel to kill this rank when the process that started it ends."""
+    """Asks the kernel to kill this rank (SIGKILL) when its parent, rlhf-deploy or torchrun, ends; exits with status 1
+    if the parent has ended already."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -126,7 +127,8 @@ def _remove_torchrun_directories() -> None:
 
 
 def _warn_of_open_store() -> None:
-    """Logs a warning if the ranks use torchrun's own rendezvous, whose store listens on every interface."""
+    """Logs a warning, on local rank 0, if torchrun started the ranks with a rendezvous of its own, whose store
+    listens on every interface."""
     if (
         "TORCHELASTIC_RUN_ID" in os.environ
         and not os.environ.get(VARIABLE)
@@ -170,6 +172,16 @@ def _serve(
     roots: tuple[Path, ...],
     losses: frozenset[str],
 ) -> None:
+    """Builds the worker, serves its rank until SIGTERM or SIGINT, and ends the process with status 0.
+
+    Args:
+        table, name: The service's table and its name in the configuration.
+        worker_class: Returns the worker class for the table.
+        roots, losses: `Worker.output_roots` and `Worker.losses`.
+
+    Raises:
+        ConfigError: An engine cannot be imported, or the worker cannot be built.
+    """
     # People and the launcher read the logs, so progress bars are off.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     # cuBLAS may choose different kernels for the same product without it.
@@ -227,6 +239,8 @@ def keep_freed_memory() -> None:
 
 
 def _model_mesh(table: ServiceTable) -> Mesh | None:
+    """Returns the training and generation mesh of a table; None for a role without a model and for an empty
+    `mesh`."""
     if not isinstance(table, ModelTable) or not table.mesh:
         return None
     if not isinstance(table, ActorTable):
@@ -240,6 +254,6 @@ async def _run(worker: Worker, name: str) -> None:
 
 
 def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
-    """Starts a timer and returns: if this process still runs after `within_s` seconds, the stacks of its threads are
-    printed and the process exits."""
+    """Starts a timer and returns immediately: if this process still runs after `within_s` seconds, the stacks of its
+    threads are printed and the process exits with status 1."""
     faulthandler.dump_traceback_later(within_s, exit=True)

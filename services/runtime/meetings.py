@@ -98,12 +98,16 @@ class Meetings:
         return True
 
     def _end(self, attending: asyncio.Task[None]) -> None:
+        """Forgets a barrier that this rank has left; ends the process if a peer died there and no caller would see
+        it."""
         mine = self._attending.pop(attending)
         error = None if attending.cancelled() else attending.exception()
         if isinstance(error, OutOfStep) and not mine.is_wanted:
             self._leave(str(error))
 
     async def _attend(self, mine: Attendance) -> None:
+        """Waits at the barrier of one call until all ranks have come to it; raises as `_check` if they cannot begin
+        it. If this rank no longer wants the call by then, tells its peers, whose call fails."""
         async with self._turn:
             mine.has_begun = True
             while (notes := await self._round(mine.note)) != [mine.note] * len(notes):
@@ -139,11 +143,14 @@ class Meetings:
                 raise known_to_all(InvalidRequest(f"rank {rank} was sent another request by the same number"))
 
     async def _round(self, note: Sequence[float]) -> list[list[float]]:
+        """Begins an all-gather of `note`, waits for it, and returns the notes of all ranks, in rank order and without
+        padding."""
         notes = await self._ranks.begin_round(note).arrive()
         return [each[: len(note)] for each in notes]
 
 
 def _note(method: Method, request: Any) -> list[float]:
+    """Returns the note of a call, as `Attendance.note` describes it."""
     call: common_pb2.Call = request.call
     checksum = zlib.crc32(method.path.encode())
     for field, value in request.ListFields():

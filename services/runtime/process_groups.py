@@ -22,7 +22,8 @@ BUCKETS_UNDER_WAY = 8
 
 
 def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Creates a process group for each list of ranks; returns the one that contains this rank. Collective.
+    """Creates a process group for each list of ranks; returns the one that contains this rank. Collective over all
+    ranks, each of which must pass the same lists.
 
     Args:
         groups: Ranks of each group, which together contain every rank once. The order within a group is kept.

@@ -50,7 +50,7 @@ def known_to_all(error: E) -> E:
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes was marked by `known_to_all`."""
+    """Returns whether an error or one of its causes was marked by `known_to_all`; False for None."""
     while error is not None:
         if getattr(error, "known_to_all", False):
             return True
@@ -68,7 +68,7 @@ class Ranks:
         epoch: Incarnation of the service: milliseconds of Unix time at which rank 0 started, so that it grows
             at each restart. The same on every rank.
         store: torch.distributed store of the service; None for a single rank without torch.
-        endpoints: Endpoint of each rank, in rank order; filled in by `exchange`.
+        endpoints: Endpoint of each rank, in rank order; empty until `exchange` fills it in.
         model_mesh: Mesh of a model that is sharded by pipeline or tensor parallelism; None if it is not.
         group: Process group of all ranks, used by `Round` alone; None for one rank.
         round: The last round that this rank began; None before the first.
@@ -214,6 +214,7 @@ class Ranks:
         self._check_well(notes)
 
     def _check_well(self, notes: Sequence[Sequence[float]]) -> None:
+        """Raises PeerFailed if the first number of a rank's note is not 0, which says that the rank has failed."""
         failed = [str(rank) for rank, note in enumerate(notes) if note[0]]
         if failed:
             raise known_to_all(
@@ -223,8 +224,8 @@ class Ranks:
     @contextmanager
     def together(self, until: float) -> Iterator[None]:
         """Context manager of a block without collectives that fails on every rank if it fails on one: after the block
-        the ranks `agree`. So an error in the rows of one rank does not leave the others waiting in a collective.
-        Collective.
+        the ranks `agree`, with that method's errors. So an error in the rows of one rank does not leave the others
+        waiting in a collective. FailedAlone and OutOfStep are raised at once, without agreement. Collective.
 
         Args:
             until: How long to wait for the other ranks, as a time of `time.monotonic()` in seconds.
@@ -282,7 +283,8 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
 
 
 def _open_store(rank: int, size: int) -> Store:
-    """Opens the torch.distributed store of a service, at the rendezvous that environment variables name."""
+    """Opens the torch.distributed store of a service, at the rendezvous that environment variables name; a store in
+    this process's memory if `size` is 1."""
     from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 

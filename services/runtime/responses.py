@@ -61,11 +61,13 @@ class ResponseMemory:
         return known.response
 
     def add(self, method: Method, call: common_pb2.Call, response: asyncio.Future[Any]) -> None:
-        """Adds the future response of a new call, under the call's id."""
+        """Adds the future of the response of a new call, under the call's id, which no known call may have."""
         self._open[call.call_id] = _Known(method.path, call.session, response)
         response.add_done_callback(partial(self._end, call.call_id))
 
     def _end(self, call_id: str, response: asyncio.Future[Any]) -> None:
+        """Moves a call whose response is done to those that have ended, and drops the oldest of these above the
+        limits."""
         self._ended[call_id] = self._open.pop(call_id)
         self._ended_bytes += _size(response)
         while len(self._ended) > 1 and (

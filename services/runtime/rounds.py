@@ -94,4 +94,5 @@ class Round:
 
 
 def _out_of_step(error: RuntimeError) -> OutOfStep:
+    """Converts an error of torch's collectives, which means that a peer died or was late, to OutOfStep."""
     return OutOfStep(f"a peer of rank {dist.get_rank()} did not join a collective: {error}")

@@ -67,7 +67,8 @@ class CallRunner:
             self._fetches.drop(call.fetch)
 
     async def close(self, within_s: float) -> None:
-        """Closes the worker, waiting at most `within_s` seconds, and then the compute and transfer threads."""
+        """Closes the worker and ends the compute thread, waiting at most `within_s` seconds, and then ends the
+        transfer thread."""
         await self._compute.close(within_s)
         self._fetches.close()
 
@@ -119,6 +120,12 @@ class CallRunner:
             self._end_turn(call)
 
     async def _wait_for_turn(self, call: ActiveCall) -> None:
+        """Waits until it is the call's turn, and begins the turn.
+
+        Raises:
+            DeadlineExceeded: The turn did not come before the call's deadline.
+            RlhfError: One of the errors of `_check_waiting`.
+        """
         context = call.context
         try:
             await self._turns.begin(call.ticket, context.deadline, partial(self._check_waiting, call))
@@ -145,6 +152,8 @@ class CallRunner:
             raise CallCancelled(f"call {call.call_id} was cancelled before it started")
 
     def _end_turn(self, call: ActiveCall) -> None:
+        """Ends the call's turn, so that the next call may begin, and frees its rows if its session has ended
+        meanwhile."""
         self._turns.end(call.ticket)
         header = call.context.call
         if header.sequence and header.session != self._session.name:

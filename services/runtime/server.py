@@ -126,6 +126,8 @@ class RankServer:
             print(f"ready: {self.name} at {self._hosts.advertised}:{self.port}, {ranks}", flush=True)
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
+        """Binds the server to the configured address on rank 0, and to a free port on any other rank; returns the
+        port. Raises ConfigError if the address is in use or invalid."""
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
         key = f"services.{self.name}.{table.bind_key}"
         try:
@@ -172,6 +174,8 @@ class RankServer:
     def _add_services(
         self, server: grpc.aio.Server, ranks_info: Sequence[worker_pb2.RankInfo], serving: Any
     ) -> None:
+        """Adds the handlers of the role's services, WorkerService, TransferService, health and reflection to the
+        server."""
         boundary = RpcBoundary(self.worker, self.name, self._stop)
         direct = {
             **WorkerHandlers(

@@ -92,7 +92,8 @@ class CurrentSession:
             raise Refused(f"session {call.session!r} {how}")
 
     def end(self, name: str) -> None:
-        """Ends a session by name, whether or not it is the current one: stops its calls and frees its rows."""
+        """Ends a session by name, whether or not it is the current one: calls `ended`, which stops its calls and
+        frees its rows. If it was the current one, there is no current session afterwards."""
         if absence := self._absences.pop(name, None):
             absence.cancel()
         if name == self.name:
@@ -100,7 +101,8 @@ class CurrentSession:
         self._ended(name)
 
     def opened_stream(self, name: str) -> None:
-        """Notes that a session's controller has opened a stream to this rank."""
+        """Notes that a session's controller has opened a stream to this rank, and so cancels the end of the session
+        that `closed_stream` has scheduled, if any."""
         self._streams[name] += 1
         if absence := self._absences.pop(name, None):
             absence.cancel()

@@ -25,7 +25,7 @@ class TurnQueue:
 
     @property
     def next(self) -> int:
-        """Sequence number of the session's next call."""
+        """Sequence number of the current session's next call, from 1."""
         return self._turns.next
 
     def begin_session(self, name: str) -> None:
@@ -36,13 +36,15 @@ class TurnQueue:
         self.wake()
 
     def join(self, session: str, number: int) -> Ticket:
-        """Adds a call to those that wait and returns its ticket; arguments and errors as for `TurnOrder.join`."""
+        """Adds a call to those that wait and returns its ticket, without waiting for the turn; arguments and errors
+        are those of `TurnOrder.join`."""
         ticket = self._turns.join(session, number)
         self._watch_missing()
         return ticket
 
     def begin_at_once(self, ticket: Ticket) -> bool:
-        """Begins a call without waiting, if it may begin now; returns whether it has begun."""
+        """Begins a call that has joined if it is its turn, and returns True; otherwise it keeps waiting, and this
+        returns False."""
         may_begin = self._turns.may_begin(ticket)
         if may_begin:
             self._turns.begin(ticket)
@@ -83,7 +85,8 @@ class TurnQueue:
         self._pass_on()
 
     def abandon(self, session: str, number: int) -> None:
-        """Notes that no call with this sequence number will run; see `TurnOrder.abandon`."""
+        """Notes that no call with this sequence number will run, so that later calls of the session do not wait for
+        it; no effect where `TurnOrder.abandon` has none."""
         self._turns.abandon(session, number)
         self._pass_on()
 
@@ -113,7 +116,7 @@ class TurnQueue:
         self._timer = loop.call_later(MISSING_S, self._pass_over_missing) if is_missing else None
 
     def _pass_over_missing(self) -> None:
-        """Goes on with a later call. If the ranks of the service meet for the missing call, `Meetings` fails it,
-        since this rank is past it."""
+        """Ends the wait for the missing call: the waiting call with the lowest sequence number is next. If the ranks
+        of the service meet for the missing call, `Meetings` fails it, since this rank is past it."""
         self._turns.pass_over_missing()
         self._pass_on()

@@ -48,7 +48,8 @@ class Registration:
 
 
 def register(protocol: str, *, collective: bool = True, instant: bool = False) -> Callable[[F], F]:
-    """Decorator that makes a method of a worker callable by the controller (HybridFlow paper, section 4.1).
+    """Decorator that attaches a `Registration` to a method of a worker, which the controller may then call by RPC
+    (HybridFlow paper, section 4.1). The method itself stays as it is.
 
     Args:
         protocol, collective, instant: As in `Registration`.
@@ -66,7 +67,8 @@ class CallRows:
     """The rows of a call on this rank.
 
     Attributes:
-        fetched: Values by column: numpy arrays [rows, ...], `Jagged` numpy arrays, or lists of strings.
+        fetched: The fetched rows; `fetched.values` has, by column, a numpy array [rows, ...], a `Jagged` numpy array,
+            or a list of strings.
         numbers: Number of each row in the call's whole batch over all ranks, [rows] int64.
     """
 
@@ -74,6 +76,7 @@ class CallRows:
     numbers: np.ndarray
 
     def __getitem__(self, name: str) -> Values:
+        """Returns the values of a column; raises InvalidRequest if the call has no such column."""
         if name not in self.fetched.values:
             raise InvalidRequest(f"column {name!r} is missing; given: {sorted(self.fetched.values)}")
         return self.fetched.values[name]
@@ -212,14 +215,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends processes and threads that the role has started. Called on the compute thread after the server has
-        drained."""
+        drained. Default: does nothing."""
 
     def device(self) -> dict[str, str]:
-        """Returns the fields `device` and `device_uuid` of RankInfo, by name."""
+        """Returns the fields `device` and `device_uuid` of RankInfo, by name. Default: "cpu" and ""."""
         return {"device": "cpu", "device_uuid": ""}
 
     def device_memory(self) -> int:
-        """Returns the bytes allocated on this rank's GPU; 0 on a CPU."""
+        """Returns the bytes that are allocated on this rank's GPU now; 0 on a CPU. Default: 0."""
         return 0
 
     def gauges(self) -> dict[str, float]:
@@ -229,46 +232,55 @@ class Worker:
         return {"cpu_s": time.process_time()}
 
     def peak_device_memory(self) -> int:
-        """Returns the most bytes allocated at a time on this rank's GPU during the last method; 0 on a CPU."""
+        """Returns the most bytes that were allocated at a time on this rank's GPU while the last method ran; 0 on a
+        CPU. Default: 0."""
         return 0
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        """Returns Describe's response with the fields that the role knows; the server adds the others."""
+        """Returns Describe's response with the fields that the role knows; the server adds the others. Default: the
+        limit that there are no weights."""
         return worker_pb2.DescribeResponse(limits=["there are no weights to offload, save or load"])
 
     @register("ONE_TO_ALL", collective=False, instant=True)
     def synchronize(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Does nothing: it runs after all earlier calls of the session, so its response says that they have ended."""
         return CallResult()
 
     @register("ONE_TO_ALL", collective=False)
     def begin_session(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Does nothing. Raises InvalidRequest if the request names directories to save weights to."""
         if request.directories:
             raise InvalidRequest(f"{self.role} has no weights to save")
         return CallResult()
 
     @register("ONE_TO_ALL")
     def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Moves nothing to host memory, since there are no weights."""
         return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL")
     def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Moves nothing to the device, since there are no weights."""
         return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Raises InvalidRequest: the role computes without torch, whose profiler this would run."""
         raise InvalidRequest(f"{self.role} computes without torch, so there is nothing to profile")
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Raises InvalidRequest: there are no weights."""
         raise InvalidRequest(f"{self.role} has no weights to save")
 
     @register("ONE_TO_ALL")
     def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Raises InvalidRequest: there are no weights."""
         raise InvalidRequest(f"{self.role} has no weights to load")
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
-        """Calls `run`, which runs a method, and returns its result. A role may override it, for example to
-        profile."""
+        """Calls `run`, which runs a method, and returns its result. Default: nothing else. A role may override it,
+        for example to profile."""
         return run()
 
     def leave(self, why: str) -> NoReturn:
@@ -278,11 +290,13 @@ class Worker:
         os._exit(70)
 
     def progressed(self) -> None:
-        """Notes progress of the running method: a call past its deadline may go on as long as it makes some."""
+        """Sets `progressed_at` to now. The running method calls it as it proceeds: a call past its deadline is not
+        stuck as long as it makes progress."""
         self.progressed_at = time.monotonic()
 
     def output_path(self, directory: str) -> Path:
-        """Returns the path of a directory that a request names, with symbolic links resolved.
+        """Returns the path of a directory that a request names, with symbolic links resolved. It need not exist, and is
+        not created.
 
         Raises:
             InvalidRequest: The directory is not below one of `output_roots`, or the path is invalid.
@@ -303,7 +317,8 @@ class Worker:
 
 
 def require(request: Any, *names: str) -> None:
-    """Raises InvalidRequest if one of the named fields of a request is not set."""
+    """Raises InvalidRequest if one of the named fields of a request is not set. A field without `optional` that has
+    its type's default, such as 0 or "", counts as not set."""
     given = {field.name for field, _ in request.ListFields()}
     missing = [name for name in names if name not in given]
     if missing:

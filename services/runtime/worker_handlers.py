@@ -112,6 +112,8 @@ class WorkerHandlers:
         return answer
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """Yields the rank's status at each change of phase or call and at least every `interval_s` (0: 1 s), but not
+        more often than every WATCH_PAUSE_S; raises ServiceLost when the rank shuts down."""
         if not 0 <= request.interval_s <= LONGEST_S:
             raise InvalidRequest(
                 f"Watch: interval_s is {request.interval_s:g}; it must be from 0 to {LONGEST_S:g}"
@@ -126,6 +128,7 @@ class WorkerHandlers:
         raise ServiceLost("the service is shutting down")
 
     def _status(self) -> worker_pb2.WatchResponse:
+        """Returns the rank's phase, memory, policy version and gauges, and the running call if there is one."""
         call = self._queue.phase.call
         status = worker_pb2.WatchResponse(
             epoch=self._worker.ranks.epoch,
@@ -142,6 +145,7 @@ class WorkerHandlers:
         return status
 
     async def _dispatch(self, requests: Any, context: Any) -> None:
+        """Serves one Dispatch stream until its caller ends it; raises ServiceLost once the rank has drained."""
         methods = {method.path: (method, registration) for method, registration in self._methods.values()}
         stream = DispatchStream(self._queue, methods, self._boundary.status_of, context)
         serving = asyncio.ensure_future(stream.serve())
