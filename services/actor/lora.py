@@ -25,5 +25,6 @@ class LoRAActorWorker(ActorWorker):
     def compute_ref_log_prob(
         self, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
     ) -> CallResult:
+        """Implements ComputeRefLogProb with the adapters disabled, and so with the weights from before training."""
         with self.engine.without_adapters():
             return ref_log_probs(self, rows, request, call)

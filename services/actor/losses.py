@@ -49,8 +49,8 @@ def supervised_loss(log_probs_BT: Tensor, mask_BT: Tensor, *, num_tokens: int) -
 
 
 def surrogate_of(options: PolicyLossOptions) -> TokenLoss:
-    """Returns the surrogate that the knobs of a policy loss name, with its options; raises InvalidRequest as
-    `token_loss`."""
+    """Returns the surrogate that `options.surrogate` names, with `options.surrogate_options` bound to it. Raises
+    InvalidRequest as `token_loss`."""
     name = options.surrogate
     return token_loss("surrogate", name, find_policy_loss(name), options.surrogate_options, STATISTICS)
 
@@ -119,6 +119,8 @@ def _rollout_weights(
     mask_BT: Tensor,
     options: PolicyLossOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns `rollout_weights` with the settings in `options`; raises ValueError if `rollout_log_probs_BT` is
+    None."""
     if rollout_log_probs_BT is None:
         raise ValueError("a rollout correction needs the log-probabilities of the rollout")
     return rollout_weights(

@@ -15,7 +15,8 @@ from services.rollout.stops import StopStrings
 def sampling_options(
     sampling: actor_pb2.Sampling, eos_ids: tuple[int, ...], stop: StopStrings | None
 ) -> SamplingOptions:
-    """Converts a request's sampling message to options of the rollout engine; top_p 0 means 1.
+    """Converts a request's sampling message to options of the rollout engine. A top_p of 0, and for greedy decoding a
+    temperature of 0, means 1.
 
     Args:
         sampling: Message of the request.
@@ -38,7 +39,7 @@ def sampling_options(
 
 def end_of_sequence_ids(directory: Path, tokenizer: int | None) -> tuple[int, ...]:
     """Returns all end-of-sequence token ids of a model, sorted: those of its generation config (or of its config, if
-    it has no generation config) and that of its tokenizer.
+    it has no generation config) and that of its tokenizer; empty if there are none.
 
     Args:
         directory: Hugging Face directory of the model.

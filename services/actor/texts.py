@@ -33,13 +33,14 @@ class TextCodec:
         return StopStrings(texts, self._decode, frozenset(self._tokenizer.all_special_ids))
 
     def response_ids(self, responses: list[str], call: CallContext) -> list[list[int]]:
-        """Returns the token ids of responses in the form in which the actor generates them: without special tokens
-        except an end-of-sequence token at the end."""
+        """Returns the token ids of responses as the actor would generate them: without special tokens, except an
+        end-of-sequence token that is added at the end of each if the tokenizer has one. Errors as for `tokenize`."""
         ids = self._tokenize(responses, call, add_special_tokens=False)
         return ids if self._eos_id is None else [[*row, self._eos_id] for row in ids]
 
     def response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
-        """Returns the texts of generated responses without special tokens, each cut before its first stop string."""
+        """Returns the texts of generated responses without special tokens, each cut before its first stop string;
+        whole if `stop` is None."""
         rows = [row.tolist() for row in responses.values.cpu().split(responses.lengths.tolist())]
         texts = self._decode(rows)
         return [stop.cut(text) for text in texts] if stop else texts
@@ -55,6 +56,8 @@ class TextCodec:
         return jagged_ids([row[:1] for row in ids]), jagged_ids([row[1:] for row in ids])
 
     def _ended(self, ids: list[int]) -> list[int]:
+        """Returns token ids with an end-of-sequence token at the end, which is added unless there is one or the
+        tokenizer has none; raises InvalidRequest if the result is empty."""
         if self._eos_id is not None and ids[-1:] != [self._eos_id]:
             ids = [*ids, self._eos_id]
         if not ids:

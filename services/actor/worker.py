@@ -68,6 +68,8 @@ class ActorWorker(ModelWorker):
     def generate_sequences(
         self, rows: CallRows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> CallResult:
+        """Implements GenerateSequences: tokenizes column "prompt" and generates one response per row, with the
+        current weights."""
         require(request, "sampling")
         with self.ranks.together(call.peers_deadline):
             self.rollout.check_awake()
@@ -94,6 +96,8 @@ class ActorWorker(ModelWorker):
     def compute_log_prob(
         self, rows: CallRows, request: actor_pb2.ComputeLogProbRequest, call: CallContext
     ) -> CallResult:
+        """Implements ComputeLogProb: returns column "log_probs", metric "entropy" and, if "rollout_log_probs" is
+        given, their parity."""
         sequences = sequence_columns(rows)
         computed = self.forward(sequences, policy_head(request.temperature), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
@@ -109,6 +113,8 @@ class ActorWorker(ModelWorker):
     def compute_loss(
         self, rows: CallRows, request: actor_pb2.ComputeLossRequest, call: CallContext
     ) -> CallResult:
+        """Implements ComputeLoss: returns the mean next-token cross-entropy of each text, in nats, as column
+        "pretrain_loss"."""
         with self.ranks.together(call.peers_deadline):
             sequences = self._texts.pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)
@@ -126,6 +132,7 @@ class ActorWorker(ModelWorker):
     def update_actor(
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
+        """Implements UpdateActor: trains the policy on the rows with the request's policy loss and schedule."""
         require(request, "loss", "schedule")
         options = read_knobs(PolicyLossOptions, request.loss, self.losses)
         surrogate = surrogate_of(options)
@@ -164,6 +171,8 @@ class ActorWorker(ModelWorker):
 
     @register("3D_PROTO")
     def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:
+        """Implements Tokenize: returns token ids of prompts and responses, the latter cut to `max_response_tokens`
+        (0: not cut)."""
         prompts = self.tokenized(rows.texts("prompt"), call)
         responses = self._texts.response_ids(rows.texts("response"), call)
         most = request.max_response_tokens or max(map(len, responses), default=0)
@@ -178,6 +187,7 @@ class ActorWorker(ModelWorker):
     def update_supervised(
         self, rows: CallRows, request: actor_pb2.UpdateSupervisedRequest, call: CallContext
     ) -> CallResult:
+        """Implements UpdateSupervised: trains the policy on the mean negative log-likelihood of response tokens."""
         require(request, "schedule")
 
         def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
@@ -196,6 +206,7 @@ class ActorWorker(ModelWorker):
 
     @register("ONE_TO_ALL")
     def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements Offload: moves the states of training and rollout engine from a GPU to host memory."""
         self.ranks.agree(None, call.peers_deadline)
         moved_bytes = self.engine.offload() + self.rollout.sleep()
         if not self.rollout.keeps_weights:
@@ -204,6 +215,7 @@ class ActorWorker(ModelWorker):
 
     @register("ONE_TO_ALL")
     def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements Onload: moves the states of training and rollout engine back to the GPU."""
         self.ranks.agree(None, call.peers_deadline)
         return CallResult(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
@@ -212,8 +224,8 @@ class ActorWorker(ModelWorker):
         super().load(directory)
 
     def _update_rollout(self, call: CallContext) -> None:
-        """Loads the current policy's weights into the rollout engine, unless every rank's has them already.
-        Collective."""
+        """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the
+        rollout engine are of a different policy version. Collective."""
         is_outdated = self._rollout_version != self.policy_version
         if not any(self.ranks.total([is_outdated], call.peers_deadline)):
             return
@@ -224,6 +236,8 @@ class ActorWorker(ModelWorker):
     def _generate(
         self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext
     ) -> Generation:
+        """Generates a response to each prompt, given as token ids; stops when the call should, and reports progress
+        to it."""
         return self.rollout.generate(
             prompts,
             options,

@@ -38,6 +38,8 @@ class CriticWorker(ModelWorker):
     def compute_values(
         self, rows: CallRows, request: critic_pb2.ComputeValuesRequest, call: CallContext
     ) -> CallResult:
+        """Implements ComputeValues: returns column "values", the value of the state in which each response token was
+        chosen."""
         sequences = sequence_columns(rows)
         computed = self.forward(sequences, value_head, call)
         return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
@@ -46,6 +48,7 @@ class CriticWorker(ModelWorker):
     def update_critic(
         self, rows: CallRows, request: critic_pb2.UpdateCriticRequest, call: CallContext
     ) -> CallResult:
+        """Implements UpdateCritic: trains the value model on the rows with the request's value loss and schedule."""
         require(request, "loss", "schedule")
         old_values, returns = jagged_column(rows, "values"), jagged_column(rows, "returns")
         options = read_knobs(ValueLossOptions, request.loss, self.losses)

@@ -28,4 +28,5 @@ class ReferenceWorker(ModelWorker):
     def compute_ref_log_prob(
         self, rows: CallRows, request: reference_pb2.ComputeRefLogProbRequest, call: CallContext
     ) -> CallResult:
+        """Implements ComputeRefLogProb: returns column "ref_log_probs" of the response tokens."""
         return ref_log_probs(self, rows, request, call)

@@ -16,7 +16,7 @@ Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """Returns a jagged column as tensors, which share memory with the values in `rows`.
+    """Returns a jagged column of a call's rows with its values as a tensor, which shares memory with `rows`.
 
     Raises:
         InvalidRequest: The column is missing or not jagged.
@@ -32,7 +32,7 @@ def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
     is repeated for every token of the row's response ("response_ids").
 
     Raises:
-        InvalidRequest: The column is missing, or its rows are neither jagged nor single numbers.
+        InvalidRequest: The column or "response_ids" is missing, or its rows are neither jagged nor single numbers.
     """
     values, responses = rows[name], rows["response_ids"]
     if not isinstance(values, np.ndarray) or not isinstance(responses, Jagged):

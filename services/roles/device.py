@@ -32,7 +32,7 @@ def rank_device() -> torch.device:
 
 
 def device_identity(device: torch.device) -> dict[str, str]:
-    """Returns the fields `device` and `device_uuid` of RankInfo, by name."""
+    """Returns the fields `device` and `device_uuid` of RankInfo, by name: ("cuda:0", "GPU-...") or ("cpu", "")."""
     if device.type != "cuda":
         return {"device": "cpu", "device_uuid": ""}
     return {"device": str(device), "device_uuid": f"GPU-{torch.cuda.get_device_properties(device).uuid}"}

@@ -13,7 +13,10 @@ from services.rollout.base import GenerationStopped
 
 @contextmanager
 def as_contract_errors(policy_version: int) -> Iterator[None]:
-    """Context manager that re-raises errors of engines as the errors (`rlhf.errors`) that clients receive.
+    """Context manager that re-raises errors of engines as the errors (`rlhf.errors`) that clients receive:
+    NonFiniteGradient as UpdateRejected, PeerRankFailed as PeerFailed, GenerationStopped and InferenceStopped as
+    CallCancelled, EngineOffloaded as Refused, ValueError and FileNotFoundError as InvalidRequest, any other OSError as
+    RlhfError. Other errors pass unchanged.
 
     Args:
         policy_version: Current policy version, for the message of an update that is rejected.

@@ -26,7 +26,7 @@ def make_engine(table: ModelTable, setup: EngineSetup) -> TrainEngine:
 
 
 def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
-    """Converts an optimizer's table of the configuration to the options of an engine."""
+    """Returns an optimizer's table of the configuration as the options that engines take."""
     return OptimizerOptions(
         lr=table.learning_rate,
         betas=table.betas,

@@ -20,14 +20,14 @@ from settings.losses import LossSpec, LossTable, PolicyLossTable, ValueLossTable
 from settings.strict import Positive, Strict
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""A loss per token with its options: takes four columns [B, T], the last one the mask, and returns the loss [B, T] and
-sums of statistics over response tokens."""
+"""A loss per token, with its options bound to it: takes four columns [B, T], the last one the mask, and returns the
+loss [B, T] and sums of statistics over response tokens."""
 
 T = TypeVar("T", bound=Strict)
 
 
 class RequestedLoss(LossTable):
-    """Knobs that the requests of both losses carry."""
+    """Knobs that the policy loss and the value loss of a request have in common."""
 
     max_response_tokens: Positive | None = None
     """`rollout.max_response_tokens`; needed by aggregation seq-mean-token-sum-norm."""
@@ -47,10 +47,11 @@ class ValueLossOptions(RequestedLoss, ValueLossTable):
 
 
 def read_knobs(kind: type[T], message: Message, objects: Collection[str]) -> T:
-    """Returns the knobs of a request's loss, by the names of its fields. Those that are not set have their defaults.
+    """Returns the knobs of the loss message of a request, as an object with an attribute per field of the message.
+    Fields that are not set have the defaults of `kind`.
 
     Args:
-        kind: Type of the knobs.
+        kind: Class of the knobs: `PolicyLossOptions` or `ValueLossOptions`.
         message: The loss in the request.
         objects: Losses as "module:object" that may be imported, `Worker.losses`. A request may name others only by
             their entry points, so that it cannot make a service import any module.
@@ -78,11 +79,11 @@ def token_loss(
     fails on all ranks alike.
 
     Args:
-        key: Key of the config file that names the loss.
+        key: Field of the request that names the loss, "surrogate" or "value_loss"; for error messages.
         name: Name of the loss.
-        spec: Its declaration.
-        given: Its options.
-        taken: Names of statistics that the loss around it has already.
+        spec: Declaration of the loss: its function and the class of its options.
+        given: Options from the request; the others have the defaults of their class.
+        taken: Names that its statistics must not have, beside STEP_METRICS.
 
     Raises:
         InvalidRequest: An option is unknown or wrong, or the function cannot be imported or fails; the text says which.
@@ -110,7 +111,8 @@ def token_loss(
 
 
 def _try(loss: TokenLoss, taken: Collection[str]) -> None:
-    """Computes the loss of one token; raises ValueError if it returns something else than `TokenLoss` says."""
+    """Computes the loss of one token; raises ValueError if it returns something else than `TokenLoss` says, or a
+    statistic whose name is in `taken`. Errors of the loss itself are passed on."""
     new_BT, old_BT = torch.full((1, 1), -1.0, requires_grad=True), torch.full((1, 1), -1.0)
     loss_BT, stats = loss(new_BT, old_BT, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
     if loss_BT.shape != old_BT.shape:
@@ -123,6 +125,8 @@ def _try(loss: TokenLoss, taken: Collection[str]) -> None:
 
 
 def _validated(kind: type[T], given: dict[str, Any], where: str) -> T:
+    """Returns `given` as an object of class `kind`; raises InvalidRequest, with `where` and the reason, if it is
+    invalid."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -15,14 +15,16 @@ TIMEOUT_S = 60.0
 
 
 def choose_matmul(setting: Literal["auto", "mkl", "onednn"], ranks: Ranks) -> None:
-    """Sets the library of this process, the same one on every rank. Collective if `setting` is "auto".
+    """Sets the library that this process multiplies matrices with on the CPU, the same one on every rank. Collective
+    if `setting` is "auto".
 
     Args:
         setting: Library to use; "auto" measures both on all ranks and takes the faster one.
         ranks: Ranks of the service.
 
     Raises:
-        ConfigError: This build of torch does not have the configured library.
+        ConfigError: This build of torch does not have the library.
+        OutOfStep: With "auto", a rank did not measure within TIMEOUT_S, or died.
     """
     if setting == "auto":
         setting = matmul.faster(*ranks.total(matmul.measure(), time.monotonic() + TIMEOUT_S))

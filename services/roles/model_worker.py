@@ -143,7 +143,7 @@ class ModelWorker(Worker):
             return run()
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
-        """Returns the token ids of each text by the role's tokenizer; see `tokenize_texts`."""
+        """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
         return tokenize_texts(
             self.tokenizer,
             texts,
@@ -232,7 +232,8 @@ class ModelWorker(Worker):
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
-        """Loads a sharded checkpoint and its policy version, on every rank or on none. Collective."""
+        """Loads weights, optimizer and policy version of a sharded checkpoint, on every rank or on none.
+        Collective."""
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")
@@ -249,6 +250,7 @@ class ModelWorker(Worker):
 
     @register("ONE_TO_ALL")
     def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements Offload: moves weights and optimizer state from a GPU to host memory."""
         self.ranks.agree(None, call.peers_deadline)
         return CallResult(fields={"moved_bytes": self.engine.offload()})
 
@@ -259,6 +261,7 @@ class ModelWorker(Worker):
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
         require(request, "directory", "calls")
         if request.calls > MAX_CALLS:
             raise InvalidRequest(f"profile: calls is {request.calls}; at most {MAX_CALLS} are traced")

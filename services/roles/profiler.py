@@ -21,8 +21,8 @@ class CallProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def arm(self, path: Path, calls: int) -> None:
-        """Requests a profile of the `calls` calls after the current one, which is written to the file `path`. Creates
-        the file's directory."""
+        """Requests a profile of the `calls` calls after the current one. The last of them writes it to the file `path`,
+        whose directory is created here. Replaces the path and the count of an earlier request."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._left = calls + 1

@@ -54,8 +54,8 @@ class Updater:
                 None for no copy.
 
         Returns:
-            Sums and counts of the loss's statistics over tokens, and of loss, gradient norm and learning rate over
-            steps.
+            (sum, count) by name: the loss's statistics over response tokens on this rank, and "loss", "grad_norm" and
+            "lr" over optimizer steps.
         """
 
         def verify_together() -> None:
@@ -83,6 +83,9 @@ class Updater:
         call: CallContext,
         confirm: Callable[[], None] = lambda: None,
     ) -> Metrics:
+        """Makes one optimizer step per mini-batch and returns the metrics of `run`. Weights that earlier steps have
+        changed are left so if a later one fails. `confirm` is called in each step before the weights change, and may
+        raise."""
         sums: dict[str, float] = {}
         for done, mine in enumerate(mini_batches):
             num_tokens, num_rows, term_tokens = self._totals(mine, len(mini_batches), call)

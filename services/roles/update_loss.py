@@ -38,7 +38,7 @@ class LossTerm(Generic[Other]):
 
 @dataclass(frozen=True, eq=False)
 class LossTermBatch(MicroBatch):
-    """A micro-batch of the sequences of a `LossTerm`."""
+    """A micro-batch of the sequences of a `LossTerm`; its class tells it from a micro-batch of the update's rows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class UpdateLoss(Generic[Output]):
     def for_mini_batch(
         self, num_tokens: int, num_rows: int, term_tokens: int
     ) -> tuple[Head[Any], LossFn[Any]]:
-        """Returns the head and the loss function for all micro-batches of a mini-batch, those of the term included.
+        """Returns one head and one loss function for all micro-batches of a mini-batch: on a `LossTermBatch` they are
+        those of the term, on any other micro-batch those of the rows.
 
         Args:
             num_tokens: Response tokens of the mini-batch's rows, over all ranks.

@@ -170,4 +170,6 @@ def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: s
 
 
 def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
+    """Returns the slices from `begins` to `ends`, given in the global tensor, within a box whose first element is at
+    `origin`."""
     return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))

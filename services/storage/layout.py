@@ -156,6 +156,8 @@ def style_of(backbone: Any, path: str) -> str:
 
 
 def _layer_layout(style: str, kind: str, shape: tuple[int, ...], stage: int, tensor: int) -> Layout:
+    """Returns the layout of a layer's tensor: `style` of its module's plan, `kind` its own name, such as "weight" or
+    "bias", `tensor` the number of tensor-parallel ranks."""
     match style, kind:
         case "colwise", _:
             return Layout(shape, stage, parts=tensor)
@@ -168,5 +170,7 @@ def _layer_layout(style: str, kind: str, shape: tuple[int, ...], stage: int, ten
 
 
 def _vocabulary_layout(shape: tuple[int, ...], stage: int, tensor: int) -> Layout:
+    """Returns the layout of a tensor with a row per token id, cut over `tensor` ranks and padded to
+    VOCABULARY_MULTIPLE."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)
     return Layout(shape, stage, parts=tensor, padding=-shape[0] % multiple)

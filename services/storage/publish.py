@@ -64,9 +64,9 @@ def check_writable(directory: Path) -> None:
 
 
 def publish(partial: Path, directory: Path, progressed: Callable[[], None] = lambda: None) -> None:
-    """Lists the files of the directory `partial`, syncs them to disk, and renames it to `directory`, which it
-    replaces. After a crash, `readable_path` gives the old contents or the new ones; the next `settle` removes what is
-    left over.
+    """Writes the list FILES into the directory `partial`, syncs all its files to disk, and renames it to `directory`,
+    which it replaces without a check (see `check_replaceable`). After a crash, `readable_path` gives the old contents
+    or the new ones; the next `settle` removes what is left over.
 
     Args:
         partial: Complete directory, at `partial_of(directory)`.
