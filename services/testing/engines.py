@@ -41,13 +41,13 @@ from services.testing.single_rank import single_rank
 from settings.actor import ActorTable
 
 LOSS_TOLERANCE = 0.02
-"""Of the loss, relative. Matrix products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
+"""Largest relative error of the loss. Products in bfloat16 are off by 2^-9 at most, relative to the largest term."""
 GRADIENT_TOLERANCE = 0.08
-"""Norm of a tensor's gradient less the reference's, over the norm of the reference's."""
+"""Largest norm of the difference between a tensor's gradient and the one in float32, over the norm of the latter."""
 LARGEST_LOG_PROB_ERROR, MEAN_LOG_PROB_ERROR = 0.4, 0.04
-"""In nats, of a token. The weights are wide, so that logits reach over 10 or so."""
+"""Bounds of a token's error, in nats. The random weights are so large that logits differ by about 10."""
 STILL_HELD = 0.1
-"""Share of its device memory that an offloaded engine may keep."""
+"""Largest share of its device memory that an engine may keep while it is offloaded."""
 
 TEMPERATURE = 1.3
 HEAD = PolicyHead(temperature=TEMPERATURE)
@@ -67,11 +67,12 @@ TINY = {
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of plain transformers in float32, row by row, without padding.
+    """Results of plain transformers in float32, computed row by row without padding.
 
     Attributes:
-        log_probs: Of the response tokens, row after row.
-        gradients: Of the loss, by the names of the checkpoint.
+        loss: Mean of -advantage * log-probability over all response tokens.
+        log_probs: Log-probabilities of the response tokens, row after row, [tokens], in nats.
+        gradients: Gradients of the loss, by the tensors' names in the checkpoint.
     """
 
     loss: float
@@ -80,7 +81,8 @@ class Expected:
 
 
 class Task:
-    """A model and rows of unequal lengths, one of which has an empty response."""
+    """Nine random rows (prompt, response, advantage of each response token) of unequal lengths, one with an empty
+    response, for the model in the Hugging Face directory `directory`, which has `vocabulary` token ids."""
 
     def __init__(self, directory: Path, vocabulary: int) -> None:
         self.directory = directory
@@ -97,6 +99,7 @@ class Task:
 
     @cached_property
     def expected(self) -> Expected:
+        """Results of plain transformers for these rows; computed at the first read."""
         model, rows = load_causal_lm(self.directory), []
         for row in range(self.prompts.rows):
             prompt, response = self.prompts.row(row), self.responses.row(row)
@@ -110,29 +113,33 @@ class Task:
         return Expected(float(loss.detach()), log_probs.detach(), gradients)
 
     def micro_batches(self, engine: TrainEngine) -> list[MicroBatch]:
+        """Returns the rows as micro-batches of at most 96 tokens, packed if the engine can."""
         return split(self.prompts, self.responses, token_budget=96, pad_id=0, packed=engine.packs)
 
     def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns a micro-batch's share of the loss of `Expected.loss`, and no statistics."""
         per_token_BR = micro_batch.spread(self.advantages) * output.log_probs_BR
         return -per_token_BR[micro_batch.response_mask_BR].sum() / len(self.responses.values), {}
 
     def step(self, engine: TrainEngine) -> float:
-        """The loss before it."""
+        """Makes one optimizer step on all rows; returns the loss under the weights before the step."""
         return engine.step(self.micro_batches(engine), HEAD, self.loss).loss
 
     def log_probs(self, engine: TrainEngine) -> Tensor:
+        """Returns the engine's log-probabilities of the rows' response tokens, as the function `log_probs`."""
         return log_probs(engine, self.micro_batches(engine), self.responses.lengths)
 
 
 def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.ndarray) -> Tensor:
-    """Of the response tokens, row after row, in host memory."""
+    """Returns an engine's log-probabilities of response tokens, row after row, [tokens], in host memory; `lengths`
+    has the response tokens per row, [rows] int64."""
     outputs = engine.infer(micro_batches, HEAD)
     values = [m.collect(o.log_probs_BR.cpu()) for m, o in zip(micro_batches, outputs, strict=True)]
     return assemble([m.rows for m in micro_batches], values, lengths).values
 
 
 def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor]) -> Generation:
-    """With the weights that the engine has now."""
+    """Loads the engine's current weights into `rollout`, and samples NUM_NEW_TOKENS tokens for each prompt."""
     rollout.load_weights(engine.rollout_weights())
     rows = [prompts.row(row).tolist() for row in range(prompts.rows)]
     options = SamplingOptions(max_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
@@ -140,14 +147,16 @@ def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor
 
 
 def same_bits(a: Snapshot, b: Snapshot) -> bool:
+    """Returns whether two snapshots have the same tensors, bit for bit; their numbers of steps are not compared."""
     return a.tensors.keys() == b.tensors.keys() and all(
         torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
     )
 
 
 def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Of the one step that an engine has taken: its first moments are that share of them. Read off a checkpoint, in
-    which every engine's tensors lie alike."""
+    """Returns the gradients of the one step that an engine has taken since its start, by the names in `expected`.
+    They are computed from the optimizer's first moments, which are 1 - beta1 of them, in a checkpoint that is saved
+    to `directory`: there, every engine's tensors have the same names and shapes."""
     engine.save(directory)
     moments = {
         f"exp_avg.{name}": WeightShard(torch.full_like(x, torch.nan), (0,) * x.ndim, tuple(x.shape))
@@ -160,15 +169,16 @@ def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path)
 
 @contextmanager
 def offloaded(engine: TrainEngine) -> Iterator[int]:
-    """A block with the engine in host memory; gives the bytes moved."""
+    """Context manager that offloads an engine with `take_off`, yields the bytes moved, and brings the engine back
+    after the block, if that raises nothing."""
     moved = take_off(engine)
     yield moved
     assert engine.onload() == moved
 
 
 def take_off(engine: TrainEngine) -> int:
-    """Moves an engine to host memory and returns the bytes moved. On CPU, where `offload` has nothing to do, the
-    tensors that it would move are parked all the same."""
+    """Moves an engine to host memory and returns the bytes moved. On a CPU, where `offload` moves nothing, calls the
+    `_leave_device` of a ShardedEngine instead, which releases the memory of its tensors as on a GPU."""
     if engine.device.type != "cpu":
         return engine.offload()
     assert engine.offload() == engine.onload() == 0
@@ -176,7 +186,8 @@ def take_off(engine: TrainEngine) -> int:
 
 
 def memory_meter(engine: TrainEngine) -> Callable[[], int]:
-    """Reads how much device memory is in use; on CPU, how much is behind the tensors that `offload` moves."""
+    """Returns a function that returns the bytes in use now: those allocated on the engine's GPU or, on a CPU, those
+    of the tensors that `offload` moves (0 unless the engine is a ShardedEngine)."""
     if engine.device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(engine.device)
     tensors = engine._resident() if isinstance(engine, ShardedEngine) else []
@@ -186,7 +197,9 @@ def memory_meter(engine: TrainEngine) -> Callable[[], int]:
 
 @contextmanager
 def memory_for(number: int, step: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory for so many allocations of `services.engines.offload` and no more."""
+    """Context manager in which the first `number` calls of the function `step` of `services.engines.offload` allocate
+    as usual, and later ones raise torch.OutOfMemoryError. `step` is "_allocate" (host memory) or "_grow" (device
+    memory)."""
     allocate, left = getattr(offload, step), iter(range(number))
 
     def limited(*arguments: Any) -> Any:
@@ -214,24 +227,26 @@ class EngineNumbers:
     @pytest.fixture(scope="class")
     @classmethod
     def device(cls) -> torch.device:
-        """Device that engines compute on."""
+        """Device that engines compute on. Default: CPU."""
         return torch.device("cpu")
 
     @pytest.fixture(scope="class")
     @classmethod
     def sizes(cls) -> dict[str, Any]:
-        """Sizes of the model."""
+        """Keyword arguments of LlamaConfig for the model. Default: TINY."""
         return TINY
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def process_group(cls, device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        """Makes this process the only rank of the default process group while the class's tests run."""
         with single_rank(device, tmp_path_factory.mktemp("process_group")):
             yield
 
     @pytest.fixture(scope="class")
     @classmethod
     def task(cls, sizes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Task:
+        """The task of all tests, with a random Llama model that is saved to a temporary directory."""
         torch.manual_seed(7)
         model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=128, eos_token_id=None))
         directory = tmp_path_factory.mktemp("llama")
@@ -239,12 +254,13 @@ class EngineNumbers:
         return Task(directory, int(sizes["vocab_size"]))
 
     def table(self, directory: Path) -> ActorTable:
-        """Table of an actor with the engine, and with the model of a directory."""
+        """Returns the table of an actor with the engine that `keys` choose and the model of `directory`."""
         keys = {"role": "actor", "address": "127.0.0.1:1", "model": directory, "dtype": "bfloat16"}
         return ActorTable.model_validate(keys | dict(self.keys))
 
     def make_engine(self, directory: Path, device: torch.device) -> TrainEngine:
-        """An engine that learns, on one rank, computing in bfloat16, as a service makes it."""
+        """Returns a new engine with an optimizer, on one rank, that computes in bfloat16, built as a service builds
+        it. Skips the test if the engine's package is not installed."""
         table = self.table(directory)
         package = table.engine_spec.package
         if package and importlib.util.find_spec(package) is None:
@@ -252,22 +268,23 @@ class EngineNumbers:
         return make_engine(table, EngineSetup(load_causal_lm, Mesh(), device, OPTIONS))
 
     def make_rollout(self, engine: TrainEngine, directory: Path, device: torch.device) -> RolloutEngine:
-        """A rollout engine as the actor makes it."""
+        """Returns a rollout engine for a training engine, built as the actor builds it; it has no weights yet."""
         return make_rollout(self.table(directory), engine, Mesh(), device)
 
     def can_offload(self, engine: TrainEngine) -> bool:
-        """Whether the engine has tensors that tests can move."""
+        """Returns whether tests can move the engine's tensors with `take_off`."""
         return self.offloads and (engine.device.type != "cpu" or isinstance(engine, ShardedEngine))
 
     def engine_that_offloads(self, task: Task, device: torch.device) -> TrainEngine:
-        """An engine as `make_engine`; skips the test if it does not offload."""
+        """Returns an engine as `make_engine`; skips the test unless `can_offload` of it is True."""
         engine = self.make_engine(task.directory, device)
         if not self.can_offload(engine):
             pytest.skip("the engine does not offload, or does on a GPU alone")
         return engine
 
     def sharded_engine(self, task: Task, device: torch.device) -> ShardedEngine:
-        """An engine as `make_engine`; skips the test, which is about steps of `ShardedEngine`, if it is another."""
+        """Returns an engine as `make_engine`; skips the test, which uses private methods of ShardedEngine, if it is
+        no ShardedEngine."""
         engine = self.make_engine(task.directory, device)
         if not isinstance(engine, ShardedEngine):
             pytest.skip("the engine is no ShardedEngine")

@@ -48,10 +48,12 @@ PARITY = 1e-4
 
 
 def rows(column: Jagged[Tensor]) -> list[list[Any]]:
+    """Returns the values of each row of a column as a list."""
     return [column.row(i).tolist() for i in range(column.rows)]
 
 
 def same(a: Generation, b: Generation) -> bool:
+    """Returns whether two generations have the same tokens, and the same log-probabilities bit for bit."""
     return torch.equal(a.responses.values, b.responses.values) and torch.equal(
         a.log_probs.values, b.log_probs.values
     )
@@ -59,21 +61,30 @@ def same(a: Generation, b: Generation) -> bool:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    """Of the positions that predict the response of one row, with nothing beside it and no cache."""
+    """Returns the logits of the positions that predict a response's tokens, [tokens, V], from one forward pass of
+    plain transformers over this row alone, without a cache."""
     return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
 
 
 def spell(rows: list[list[int]]) -> list[str]:
-    """A character for each token."""
+    """Returns a text per row, with one character per token id: "A" for 0. Decodes texts for stop strings."""
     return ["".join(chr(ord("A") + token) for token in row) for row in rows]
 
 
 def stopping_at(options: SamplingOptions, *texts: str) -> SamplingOptions:
+    """Returns a copy of the options with these stop strings, which `spell` decodes tokens for."""
     return replace(options, stop=StopStrings(texts, spell))
 
 
 class Trainer:
-    """A training engine, and PPO steps on what a rollout engine said, with random advantages."""
+    """A training engine on the CPU that takes PPO steps on generations of PROMPTS, with random advantages.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        learning_rate: Learning rate of AdamW.
+        temperature: Divisor of the logits.
+        adapters: Options of the LoRA adapters that are trained; None to train the weights.
+    """
 
     def __init__(
         self,
@@ -92,7 +103,7 @@ class Trainer:
         )
 
     def log_probs(self, generation: Generation) -> Tensor:
-        """Training log-probs of responses, concatenated."""
+        """Returns the training engine's log-probabilities of the responses' tokens, row after row, [tokens]."""
         micro_batches = self._micro_batches(generation)
         outputs = self.engine.infer(micro_batches, self.head)
         values = [m.collect(o.log_probs_BR) for m, o in zip(micro_batches, outputs, strict=True)]
@@ -100,6 +111,8 @@ class Trainer:
         return assemble(parts, values, generation.responses.lengths).values
 
     def update(self, generation: Generation) -> None:
+        """Takes one PPO step on a generation; its log-probabilities are the old ones. Advantages are the same at each
+        call."""
         generator = torch.Generator().manual_seed(3)
         old = generation.log_probs
         advantages = Jagged(torch.randn(len(old.values), generator=generator), old.lengths)
@@ -121,6 +134,7 @@ class Trainer:
 
     @staticmethod
     def _micro_batches(generation: Generation) -> list[MicroBatch]:
+        """Returns PROMPTS with the generated responses as micro-batches of at most 200 tokens."""
         lengths = np.array([len(prompt) for prompt in PROMPTS])
         prompts = Jagged(torch.tensor([token for prompt in PROMPTS for token in prompt]), lengths)
         return split(prompts, generation.responses, token_budget=200, pad_id=0)
@@ -165,18 +179,21 @@ class RolloutResponses:
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls, directory: Path) -> PreTrainedModel:
+        """The model of `directory` in plain transformers, in float32."""
         return load_causal_lm(directory)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def process_group(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        """Makes this process the only rank of the default process group while the class's tests run."""
         with single_rank(CPU, tmp_path_factory.mktemp("process_group")):
             yield
 
     @pytest.fixture(scope="class")
     @classmethod
     def started(cls, directory: Path, process_group: None) -> RolloutEngine:
-        """The engine as an actor makes it."""
+        """The rollout engine that `keys` choose, built once per class as an actor builds it, and without weights.
+        Skips the tests if its package is not installed."""
         keys = {"role": "actor", "address": "127.0.0.1:1", "model": directory}
         table = ActorTable.model_validate(keys | dict(cls.keys))
         package = table.rollout_spec.package
@@ -187,31 +204,33 @@ class RolloutResponses:
 
     @pytest.fixture
     def engine(self, started: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
-        """The engine with the weights of the directory, whatever tests before have put into it."""
+        """The engine of `started`, into which the weights of `model` are loaded before each test."""
         started.load_weights(model.state_dict().items())
         return started
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits in the distribution that log-probabilities are under."""
+        """Divisor of the logits in the distribution that the engine's log-probabilities are of: TEMPERATURE, or 1 if
+        the engine decodes greedily."""
         return TEMPERATURE if self.samples else 1.0
 
     @property
     def sampled(self) -> SamplingOptions:
-        """Options with which responses end at different times."""
+        """Options with which responses end at different times, at a token of EOS or after 12 tokens."""
         return self.options(max_new_tokens=12, eos_ids=EOS)
 
     @property
     def long(self) -> SamplingOptions:
-        """Options with which no response ends early."""
+        """Options with which every response has 40 tokens."""
         return self.options(max_new_tokens=40)
 
     def options(self, **options: Any) -> SamplingOptions:
-        """Sampling, or greedy decoding for an engine that does no other."""
+        """Returns sampling options with these fields: sampling at TEMPERATURE, or greedy decoding if not
+        `samples`."""
         return SamplingOptions(**options, greedy=not self.samples, temperature=TEMPERATURE)
 
     def needs_sampling(self) -> None:
-        """Skips a test of what is drawn for an engine that draws nothing."""
+        """Skips the running test if the engine does not sample (`samples` is False)."""
         if not self.samples:
             pytest.skip("the engine decodes greedily alone")
 

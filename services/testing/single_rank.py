@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 @contextmanager
 def single_rank(device: torch.device, directory: Path) -> Iterator[None]:
-    """Context manager in whose block this process is the only rank of the default process group, over gloo on a CPU
-    and NCCL on a GPU, and computes with one thread, as a rank does by default. `directory` holds the group's store."""
+    """Context manager in whose block this process is the only rank of the default process group (over gloo on a CPU,
+    NCCL on a GPU) and torch computes with one thread, as a rank does by default. The file of the group's store is
+    created in `directory`. The group ends with the block."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
