@@ -200,6 +200,8 @@ class ActorWorker(ModelWorker):
         return self.update(rows, request.schedule, call, PolicyHead(), loss_for)
 
     def start_over(self) -> None:
+        """Resets the worker as the base class does, and wakes the rollout engine, which loads weights at the next
+        generation."""
         self._rollout_version = _NO_WEIGHTS
         super().start_over()
         self.rollout.wake()
@@ -220,6 +222,8 @@ class ActorWorker(ModelWorker):
         return CallResult(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
     def load(self, directory: Path) -> None:
+        """Loads a checkpoint as the base class does; the rollout engine loads the new weights at the next
+        generation."""
         self._rollout_version = _NO_WEIGHTS
         super().load(directory)
 

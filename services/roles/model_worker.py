@@ -205,8 +205,9 @@ class ModelWorker(Worker):
         loss_for: Callable[[int, int], LossFn[Output]],
         term: LossTerm[Any] | None = None,
     ) -> CallResult:
-        """Makes one optimizer step per mini-batch, of which `mini_batches` holds this rank's parts, and increments the
-        policy version. Collective; otherwise as `update`."""
+        """Makes one optimizer step per mini-batch, of which `mini_batches` holds this rank's parts, increments the
+        policy version, and returns the metrics of the steps. If anything fails, weights and optimizer state are
+        restored on every rank. Collective. Other arguments as for `update`."""
         metrics = self._updater.run(
             mini_batches,
             UpdateLoss(head, loss_for, term),
@@ -226,14 +227,13 @@ class ModelWorker(Worker):
         if any rank fails, every rank keeps its weights and optimizer state.
 
         Raises:
-            ValueError: The directory can no longer be read (`PeerRankFailed` on ranks that could).
+            ValueError, FileNotFoundError: The directory can no longer be read (`PeerRankFailed` on ranks that could).
         """
         self.engine.start_over()
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
-        """Loads weights, optimizer and policy version of a sharded checkpoint, on every rank or on none.
-        Collective."""
+        """Loads weights, optimizer and policy version of a sharded checkpoint, on all ranks or none. Collective."""
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")

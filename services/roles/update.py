@@ -38,8 +38,9 @@ class Updater:
         verify: Callable[[], None],
         copy_weights: Callable[[], None] | None = None,
     ) -> Metrics:
-        """Makes one optimizer step per mini-batch. If anything fails, weights and optimizer state are as before on
-        every rank. Collective.
+        """Makes one optimizer step per mini-batch. If anything fails on a rank, if a mini-batch has no rows on any rank
+        (InvalidRequest), or if the call is stopped (CallCancelled), every rank raises, and weights and optimizer state
+        are as before. Collective.
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
         other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone

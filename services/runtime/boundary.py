@@ -90,6 +90,9 @@ class RpcBoundary:
         return to_status(error, {**self._where, "method": method, "call_id": call_id})
 
     def _unary(self, method: Method, handler: Handler) -> Handler:
+        """Returns gRPC's handler of a method with one response, or of Dispatch, whose handler reads and writes by its
+        context."""
+
         async def answer(request: Any, context: Any) -> Any:
             try:
                 request = request if method.takes_stream else method.parse(request)
@@ -100,6 +103,8 @@ class RpcBoundary:
         return answer
 
     def _stream(self, method: Method, handler: Handler) -> Handler:
+        """Returns gRPC's handler of a method with one request and a stream of responses."""
+
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
                 request = method.parse(request)

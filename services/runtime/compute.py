@@ -90,7 +90,7 @@ class ComputeThread:
     async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> bool:
         """Waits until the compute thread has run a call. At the call's deadline, asks it to stop. If it then makes no
         progress for `stuck_timeout_s`, it is stuck, which nothing in this process can end: the process exits, and its
-        launcher may restart the service.
+        launcher (rlhf-deploy or torchrun) may restart the service.
 
         Returns:
             Whether the call was still running at its deadline.

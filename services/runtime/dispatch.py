@@ -22,7 +22,7 @@ from services.runtime.worker import Registration
 DISPATCH = SERVICES["worker"]["Dispatch"]
 
 StatusOf = Callable[[Exception, str, str], status_pb2.Status]
-"""Returns the gRPC status of an error, given the error, the name of the method and the id of the call."""
+"""Function that returns the gRPC status of an error, given the error, the name of the method and the id of the call."""
 
 
 class DispatchStream:

@@ -18,7 +18,7 @@ from services.runtime.deadlines import time_to_agree
 from services.runtime.worker import CallContext, CallRows
 
 Fetch = Callable[[], CallRows]
-"""Fetches the rows of one call and returns them; blocks its thread."""
+"""Function that fetches the rows of one call and returns them; blocks its thread."""
 
 
 class FetchQueue:

@@ -250,6 +250,8 @@ def _model_mesh(table: ServiceTable) -> Mesh | None:
 
 
 async def _run(worker: Worker, name: str) -> None:
+    """Serves the worker's rank until SIGTERM or SIGINT; once it has drained, the process has LEAVE_WITHIN_S to
+    exit."""
     await RankServer(worker, name).serve(drained=leave_in_time)
 
 

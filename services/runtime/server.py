@@ -79,7 +79,8 @@ class RankServer:
             drained: Called after the last call has been answered and before the server stops. Default: no action.
 
         Raises:
-            ConfigError: The server cannot listen on the configured address.
+            ConfigError: The server cannot listen on the configured address, or another host cannot reach a rank.
+            OutOfStep: A rank of the service did not start in time.
         """
         self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)

@@ -99,7 +99,8 @@ class OneHost(_Backend):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Creates a new store, for each start or restart of the ranks, and passes its path to them in the
-        environment."""
+        environment. Returns what torchrun's own process needs: a store in its memory, and that it is the only
+        agent."""
         if self._local is not None:
             self._local.close()
         self._local = LocalRendezvous()
@@ -125,7 +126,7 @@ class SeveralHosts(_Backend):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Opens the store (on the first host) or connects to it, and passes its address to the ranks in the
-        environment.
+        environment. Returns the store, this host's number and the number of hosts for torchrun's own process.
 
         Raises:
             RendezvousClosedError: The ranks were started before; the other hosts would not take part in a restart.
@@ -139,6 +140,7 @@ class SeveralHosts(_Backend):
         return RendezvousInfo(store, self._rank, self._hosts, RendezvousStoreInfo(self._host, self._port))
 
     def _listen(self) -> TCPStore:
+        """Opens the store on `host` and `port`; raises OSError if this host cannot listen there."""
         # A TCPStore that binds by itself listens on every interface, whatever host it is given.
         family, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -154,6 +156,7 @@ class SeveralHosts(_Backend):
         )
 
     def _connect(self) -> TCPStore:
+        """Connects to the first host's store, for whose start it waits up to TIMEOUT_S."""
         return TCPStore(
             self._host,
             self._port,

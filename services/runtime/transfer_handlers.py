@@ -55,6 +55,8 @@ class TransferHandlers:
         return await self._fetcher.relays.take(request, timeout_s(context))
 
     async def _put(self, request: transfer_pb2.PutRequest, context: Any) -> transfer_pb2.PutResponse:
+        """Stores the request's rows and returns references to them; raises Refused for a session that is not the
+        current one."""
         if not request.session or request.session != self._session.name:
             raise Refused(f"session {request.session!r} is not the current one, so its rows are not kept")
         batch, lease = from_proto(request.batch), Lease(request.session, request.step)

@@ -138,9 +138,11 @@ class TurnOrder:
 
     @property
     def _runs(self) -> tuple[str, int] | None:
+        """Session and sequence number of the running call; None if no call runs."""
         return None if self._running is None else (self._running.session, self._running.number)
 
     def _check(self, session: str, number: int) -> None:
+        """Raises as `join` if an ordered call of this session and number may not join."""
         where = f"sequence {number} of session {session!r}"
         if session != self._session:
             raise Refused(f"{where}, but the current session is {self._session!r}")
@@ -152,11 +154,13 @@ class TurnOrder:
             raise Refused(f"{where} is another call's, which has not ended")
 
     def _leave(self, ticket: Ticket) -> None:
+        """Removes a call from those that wait; no effect if it does not wait."""
         self._unordered.pop(ticket, None)
         if self._waiting.get(ticket.number) is ticket:
             del self._waiting[ticket.number]
 
     def _skip_abandoned(self) -> None:
+        """Advances `next` past sequence numbers that are abandoned."""
         while self.next in self._abandoned:
             self._abandoned.remove(self.next)
             self.next += 1

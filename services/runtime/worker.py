@@ -39,7 +39,7 @@ class Registration:
         collective: Whether ranks meet in collectives while the method runs. If so, no rank starts it before all ranks
             are ready to. Its first collective, if it has any, must be an agreement (`Ranks.agree`, `together` or
             `total`), and it must change no state before that, so that a rank that fails earlier can tell its peers.
-        instant: Whether the method is so short that it runs on the event loop's thread.
+        instant: Whether the method is so short that it runs on the event loop's thread, when its turn comes.
     """
 
     protocol: str
@@ -82,6 +82,7 @@ class CallRows:
         return self.fetched.values[name]
 
     def __contains__(self, name: str) -> bool:
+        """Whether the call has this column."""
         return name in self.fetched.values
 
     def texts(self, name: str) -> list[str]:

@@ -104,7 +104,7 @@ def layouts_of(
     """Returns the layout of every tensor of a model, by its name in `model.state_dict()`; a tied tensor is under its
     first name alone.
 
-    Layers are cut by the model's own `base_model_tp_plan`, embedding and output layer by tokens.
+    Layers are cut by the model's own `base_model_tp_plan`, embedding and output layer by rows, one per token id.
 
     Args:
         model: The whole model; its weights may be on the meta device.

@@ -131,8 +131,8 @@ def _files(directory: Path) -> set[str]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two directories atomically; returns False if the system or file system does not support
-    it."""
+    """Exchanges the names of two directories atomically and returns True; returns False if the system or file system
+    does not support it. Raises OSError if it fails for another reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
