@@ -114,7 +114,7 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.ComputeLossRequest, call: CallContext
     ) -> CallResult:
         """Implements ComputeLoss: returns the mean next-token cross-entropy of each text, in nats, as column
-        "pretrain_loss"."""
+        "pretrain_loss"; 0 for a text of one token."""
         with self.ranks.together(call.peers_deadline):
             sequences = self._texts.pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)

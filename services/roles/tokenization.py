@@ -36,7 +36,8 @@ def tokenize_texts(
         tokenizer: Tokenizer of the model.
         texts: Texts to tokenize.
         call: The call, which may be stopped between two groups of texts.
-        max_tokens: Most tokens of a row that the model can read. Limits the characters of a text.
+        max_tokens: Most tokens of a row that the model can read. A text may have CHARACTERS_PER_TOKEN times as many
+            characters, or MAX_CHARACTERS if that is more.
         progressed: Called after each group of texts.
         options: Keyword arguments of the tokenizer's `__call__`.
 

@@ -116,6 +116,7 @@ class ComputeThread:
         """Runs a call on the compute thread, where it is called; returns its response message.
 
         Args:
+            failure: Error to raise instead of running the method; None to run it.
             storing: Called before the rows of the response are stored.
         """
         started, context = time.monotonic(), call.context

@@ -146,8 +146,8 @@ class CallQueue:
         return True
 
     async def drain(self) -> None:
-        """Shuts the queue down: refuses all calls but the running one, waits up to GRACE_S for that, and then closes
-        the worker and the threads."""
+        """Shuts the queue down: refuses all calls but the running one, waits up to GRACE_S for that, and then, again
+        up to GRACE_S, for the worker to close; ends the threads."""
         self.phase.set(worker_pb2.PHASE_DRAINING, self.phase.call)
         self._turns.wake()
         if to_come := self._responses.to_come:

@@ -52,7 +52,8 @@ class FetchQueue:
             self._start_next()
 
     def close(self) -> None:
-        """Cancels all fetches that have not started, and ends the thread after the running one."""
+        """Cancels all fetches that have not started; the running one ends in the background, and then its thread
+        ends."""
         for _, rows in self._waiting:
             rows.cancel()
         self._waiting.clear()

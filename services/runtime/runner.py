@@ -73,8 +73,8 @@ class CallRunner:
         self._fetches.close()
 
     def run_at_once(self, call: ActiveCall) -> asyncio.Future[Any]:
-        """Runs an instant call whose turn has begun, on this thread; returns a future that is already done, with its
-        response or its error."""
+        """Runs an instant call whose turn has begun, on this thread, and ends the turn; returns a future that is
+        already done, with its response or its error."""
         response = asyncio.get_running_loop().create_future()
         try:
             response.set_result(self._compute.run_at_once(call))

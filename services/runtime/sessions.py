@@ -37,7 +37,7 @@ class CurrentSession:
     Attributes:
         name: Name of the current session; empty where there is none.
         started_unix_ns: Start of the youngest session so far, in Unix nanoseconds; sessions that started earlier are
-            refused.
+            refused. 0 before the first session.
     """
 
     def __init__(self, ended: Callable[[str], None]) -> None:

@@ -200,7 +200,8 @@ class Worker:
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
-        """Returns whether a service with this table computes with torch, and so needs a process group."""
+        """Returns whether a service with this table computes with torch, and so needs a process group. Default:
+        False."""
         return False
 
     @classmethod
@@ -249,34 +250,35 @@ class Worker:
 
     @register("ONE_TO_ALL", collective=False)
     def begin_session(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Does nothing. Raises InvalidRequest if the request names directories to save weights to."""
+        """Default, for a role without weights: does nothing; raises InvalidRequest if the request names
+        directories."""
         if request.directories:
             raise InvalidRequest(f"{self.role} has no weights to save")
         return CallResult()
 
     @register("ONE_TO_ALL")
     def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Moves nothing to host memory, since there are no weights."""
+        """Default, for a role without weights: does nothing; the response says that 0 bytes were moved."""
         return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL")
     def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Moves nothing to the device, since there are no weights."""
+        """Default, for a role without weights: does nothing; the response says that 0 bytes were moved."""
         return CallResult(fields={"moved_bytes": 0})
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Raises InvalidRequest: the role computes without torch, whose profiler this would run."""
+        """Default, for a role that computes without torch, whose profiler this would run: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} computes without torch, so there is nothing to profile")
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Raises InvalidRequest: there are no weights."""
+        """Default, for a role without weights: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} has no weights to save")
 
     @register("ONE_TO_ALL")
     def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Raises InvalidRequest: there are no weights."""
+        """Default, for a role without weights: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} has no weights to load")
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:

@@ -126,7 +126,8 @@ class Task:
         return engine.step(self.micro_batches(engine), HEAD, self.loss).loss
 
     def log_probs(self, engine: TrainEngine) -> Tensor:
-        """Returns the engine's log-probabilities of the rows' response tokens, as the function `log_probs`."""
+        """Returns the engine's log-probabilities of the rows' response tokens, row after row, [tokens], in host
+        memory."""
         return log_probs(engine, self.micro_batches(engine), self.responses.lengths)
 
 
