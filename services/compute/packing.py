@@ -183,7 +183,8 @@ def attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' interface for attention functions.
+    """Computes attention, with transformers' interface for attention functions. In a packed row, each token attends to
+    itself and the earlier tokens of its own sequence.
 
     Args:
         module: attention module of the layer.

@@ -79,12 +79,13 @@ def split(
     rows: np.ndarray | None = None,
     packed: bool = False,
 ) -> list[MicroBatch]:
-    """Splits sequences into micro-batches.
+    """Splits sequences into micro-batches, on the device of the prompts, as `cut` assigns rows; an empty list if there
+    are no rows.
 
     Args:
         prompts, responses: token ids of all rows of this rank.
-        token_budget: most tokens of a micro-batch.
-        pad_id: token id of the padding.
+        token_budget: most tokens of a micro-batch, padding included.
+        pad_id: token id of the padding; not used if packed.
         rows: indices of the rows to take, [n] int64. Default: all.
         packed: whether micro-batches are packed instead of padded.
 

@@ -23,7 +23,8 @@ class OffloadedStorage:
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
-    """Copies the storages of tensors to host memory, shared ones once. The tensors keep their storage until `free`.
+    """Copies the storages of tensors to host memory; returns each storage with its copy, one that several tensors
+    share only once. The tensors keep their storage until `free`.
 
     Raises:
         RuntimeError: memory ran out.

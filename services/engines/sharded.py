@@ -72,27 +72,28 @@ class ShardedEngine(TrainEngine):
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
-        """Returns this rank's shard of a weight, or another tensor of its layout such as a moment, as a box of the
-        checkpoint's tensor."""
+        """Returns a `WeightShard` of `kept`, with its offset in the checkpoint's tensor `name`. `kept` is this rank's
+        shard of that weight, or a tensor with the same layout, such as a moment. Not a copy."""
 
     @abstractmethod
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
-        """Fills this rank's shards of weights, given by name, with the values of a newly built engine. Not
-        collective.
+        """Overwrites the tensors of `weights`, given by name, with the values that this rank's shards have in a newly
+        built engine. Not collective.
 
         Raises:
             ValueError: The model directory can no longer be read.
         """
 
     def _take_step(self, lr: float) -> None:
-        """Makes an AdamW step on the shards, with the gradients in their `.grad`, at learning rate `lr`."""
+        """Makes an AdamW step on this rank's shards, in place, with the gradients in their `.grad`, at learning rate
+        `lr`."""
         assert self._adamw is not None
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
 
     def _is_primary(self, name: str) -> bool:
-        """Returns whether this rank counts a shard in norms and writes it to checkpoints. True on one of the ranks
-        that have replicas of the shard."""
+        """Returns whether this rank counts its shard of a weight in norms and writes it to checkpoints: True on
+        exactly one of the ranks with replicas of the shard. Default: True, for shards without replicas."""
         return True
 
     def _weights_changed(self) -> None:

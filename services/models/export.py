@@ -51,7 +51,7 @@ def write_model(
     Args:
         model: model with the configuration and architecture; its own weights are not read.
         weights: whole tensors by their names in `model.state_dict()`, tied weights once.
-        directory: path of the directory.
+        directory: existing directory.
         tokenizer: tokenizer to write beside the model; None for none.
 
     Raises:

@@ -70,11 +70,11 @@ def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
-    """Fills boxes of a model's weights from a directory. A value head that the directory lacks is filled with zeros.
+    """Reads shards of a model's weights from a directory. A value head that the directory lacks is filled with zeros.
 
     Args:
         directory: Hugging Face directory.
-        shards: name in the model and box of each weight; the tensors of the boxes are overwritten.
+        shards: name in the model and `WeightShard` of each weight, whose tensor is overwritten.
 
     Raises:
         ValueError: the directory lacks a weight, or has it in a different shape.
@@ -88,14 +88,14 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> No
 def read_first_values(
     load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters with the values of a newly loaded model. They are read from the files,
+    """Fills shards of a model's parameters with the values of a newly loaded model. They are read from the files,
     except those of parameters that `load_on_meta` returns with values, such as a new head.
 
     Args:
         load: loads the model.
         directory: Hugging Face directory.
         dtype: type of the weights.
-        shards: name in the model and box of each parameter; the tensors of the boxes are overwritten.
+        shards: name in the model and `WeightShard` of each parameter, whose tensor is overwritten.
 
     Raises:
         FileNotFoundError, ValueError: raised by `load` or `read_parts`.

@@ -48,15 +48,17 @@ class Decoder(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights; see `RolloutEngine.load_weights`."""
+        """Replaces all weights of the model on this rank; see `RolloutEngine.load_weights`."""
 
     @abstractmethod
     def sleep(self) -> int:
-        """Frees device memory until `wake`; returns the bytes freed. See `RolloutEngine.sleep`."""
+        """Frees the device memory of the weights until `wake`, on a decoder that is awake; returns the bytes freed, 0
+        if there are none to free, as on a CPU."""
 
     @abstractmethod
     def wake(self) -> int:
-        """Allocates the memory that `sleep` freed; returns the bytes allocated. See `RolloutEngine.wake`."""
+        """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if `load_weights` brings the memory
+        or `sleep` freed none. The weights are as before if `keeps_weights`."""
 
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
@@ -66,8 +68,7 @@ class Decoder(ABC):
 
     def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function that returns True on all ranks of the model if `should_stop` returns True on any of
-        them.
-        Default: `should_stop` itself, for a model on one rank."""
+        them. Default: `should_stop` itself, for a model on one rank."""
         return should_stop
 
 

@@ -103,8 +103,8 @@ class HFRollout(RolloutEngine):
         row_seeds: np.ndarray,
         meter: Meter,
     ) -> _Responses:
-        """Generates the responses of R rows in one batch. Finished rows are removed from the batch from time to time,
-        so it holds B <= R rows: all unfinished ones and a few finished ones."""
+        """Generates the responses of R rows in one batch; see `generate` for the arguments. Finished rows are removed
+        from the batch from time to time, so it holds B <= R rows: all unfinished ones and a few finished ones."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
         uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
         eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
@@ -179,7 +179,7 @@ class _Context:
     num_pads_B: Tensor | None
 
     def select(self, rows: Tensor) -> None:
-        """Replaces the rows of the context by those of the given indices, of which some may be equal."""
+        """Replaces the rows of the context, in place, by copies of those of the given indices [B], which may repeat."""
         self.cache.batch_select_indices(rows)
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
@@ -212,7 +212,7 @@ class _Responses:
 
 
 def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> Generation:
-    """Joins the responses of several batches, in the order of the prompts.
+    """Joins the responses of several batches, without their padding, to one generation in the order of the prompts.
 
     Args:
         parts: row numbers of each batch.

@@ -107,8 +107,8 @@ class ShardedDecoder(Decoder):
         return agreed
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces this rank's shards of the weights. Tensors are not copied: each becomes the memory of its
-        parameter."""
+        """Replaces this rank's generation shards. Tensors are not copied: each becomes the memory of its parameter.
+        Raises ValueError if a name is not a parameter of this rank, or one is missing."""
         if not self.keeps_weights:
             self._drop_weights()
         came = set()
@@ -119,8 +119,8 @@ class ShardedDecoder(Decoder):
         check_names(came, self._stage.parameters.keys())
 
     def sleep(self) -> int:
-        """Frees the gathered weights and returns their bytes; does nothing if the weights are views of permanent
-        buffers, which belong to the training engine."""
+        """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of
+        permanent buffers, which belong to the training engine."""
         if self.keeps_weights:
             return 0
         held = self._held_bytes()

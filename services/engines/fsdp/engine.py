@@ -112,7 +112,8 @@ class FSDPEngine(DataParallelEngine):
         )
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
-        """Reads the values of this rank's tensors that have none yet, given as boxes by name, from the directory."""
+        """Reads the values of this rank's tensors that have none yet, given as `WeightShard`s by name, from the model
+        directory, which is None only if there are none."""
         if empty:
             assert directory is not None, "the weights of a model on the meta device are in files"
             read_parts(directory, empty.items())
@@ -186,8 +187,8 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """Returns the output layer of a model whose logits are a plain product of hidden states and weight; None for
-    other models, and for value models."""
+    """Returns the output layer of a model of one of the `FAMILIES` whose logits are a plain product of hidden states
+    and weight; None for any other model, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()

@@ -134,7 +134,8 @@ class ModelStage:
 
     @torch.no_grad()
     def load(self, shards: Mapping[str, WeightShard]) -> None:
-        """Reads boxes of weights, given by name, from the model directory.
+        """Overwrites the tensors of `shards`, given by name, with values from the model directory. A value head that
+        the directory lacks is filled with zeros.
 
         Raises:
             ValueError: The directory lacks some weights, or has them in different shapes.
@@ -161,13 +162,13 @@ class ModelStage:
         return DynamicCache(config=self._backbone.config)
 
     def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """Runs this stage's layers on further tokens and appends these to the KV cache; returns hidden states [B, T,
-        H].
+        """Runs this stage's layers on T further tokens of each row and appends their keys and values to the KV cache;
+        returns hidden states [B, T, H].
 
         Args:
             cache: KV cache of this stage's layers, which is changed.
             incoming: Token ids [B, T] on the first stage, hidden states of the previous stage on others.
-            padding: Attention mask and position ids of padded rows.
+            padding: Keyword arguments `attention_mask` and `position_ids` if rows are padded, otherwise empty.
         """
         hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
         output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
@@ -180,12 +181,13 @@ class ModelStage:
         return self._head.logits(hidden_BTH[:, -1])
 
     def shard(self, name: str, kept: Tensor, first_row: int = 0) -> WeightShard:
-        """Returns this rank's part of a tensor as a box of the checkpoint's tensor; see `Layout.shard`.
+        """Returns a `WeightShard` of `kept`, with its offset in the checkpoint's tensor, without padding and in the
+        orientation of the checkpoint; its tensor is a view of `kept`.
 
         Args:
-            name: Name of the weight whose layout the tensor has.
-            kept: This rank's part, or some rows of it.
-            first_row: Row of the part with which `kept` begins.
+            name: Name of the weight whose layout `kept` has.
+            kept: This rank's tensor-parallel shard of the weight, or consecutive rows of it.
+            first_row: Row of that shard with which `kept` begins.
         """
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
@@ -200,8 +202,8 @@ class ModelStage:
             self._generation_config.save_pretrained(directory)
 
     def is_replica(self, name: str) -> bool:
-        """Returns whether this rank's copy of a weight is a replica of that on a different rank with the same data
-        index, which counts as the primary one."""
+        """Returns whether this rank's shard of a weight is a replica, to be counted on a different rank with the same
+        data index. On the weight's own stage, True only for a weight that is not cut, on all tensor ranks but one."""
         layout, groups = self.layouts[name], self._groups
         return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 

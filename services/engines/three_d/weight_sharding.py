@@ -37,37 +37,41 @@ class WeightSharding(ABC):
 
     @abstractmethod
     def first_row(self, name: str) -> int:
-        """Returns the first row that this rank keeps of the stage's part of a weight."""
+        """Returns the row of this rank's tensor-parallel shard of a weight with which `kept[name]` begins; 0 if that
+        is the whole shard, the number of its rows if this rank keeps none."""
 
     @abstractmethod
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns a mapping from name to the stage's part of each tensor, gathered over data ranks. Each access to an
-        element is collective.
+        """Returns a mapping from name to this rank's whole tensor-parallel shard of each tensor: `kept` itself if data
+        ranks replicate it, otherwise gathered over data ranks at each access to an element, which is collective.
 
         Args:
             kept: Tensors with the layout of `self.kept`, by name.
-            dtype: Type of the parts if they are gathered; not finer than that of `kept`.
+            dtype: Type of the shards if they are gathered; not finer than that of `kept`.
         """
 
     @abstractmethod
     def padded_count(self, count: int) -> int:
-        """Returns how many micro-batches this rank must run, dummies included, if it has `count`. Collective."""
+        """Returns how many micro-batches this rank must run, dummies included, if it has `count`: the largest `count`
+        of all data ranks if weights are gathered for each micro-batch, otherwise `count`. Collective."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """Returns a context manager around forward and backward passes."""
+        """Returns a context manager for a block of forward and backward passes. Its end frees weights that were
+        gathered over data ranks."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
-        """Stores the gradients, summed over data ranks, in `.grad` of the tensors in `kept`. Collective."""
+        """Stores the gradients, summed over data ranks, in `.grad` of the tensors in `kept`; zeros for a tensor
+        without gradient. Collective."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drops the gradients of the stage's parameters."""
+        """Sets `.grad` of the stage's parameters to None where these are other tensors than those in `kept`."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Updates `weights` after the tensors in `kept` have changed."""
+        """Copies the tensors in `kept`, after they have changed, to those in `weights` that are other tensors."""
 
 
 class Replicated(WeightSharding):
@@ -215,7 +219,7 @@ class FullySharded(WeightSharding):
 
 
 class _Gathered(Mapping[str, Tensor]):
-    """Mapping whose tensors are gathered at each access."""
+    """Mapping from name to whole tensor, which each access gathers anew from local tensors. Collective."""
 
     def __init__(self, local: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor]) -> None:
         self._local, self._gather = local, gather

@@ -104,7 +104,8 @@ def release_weights(zero: Stage3Optimizer) -> None:
 
 
 def copy_partitions_to_model(zero: Stage3Optimizer) -> None:
-    """Copies the master weights of stage 3 to the partitions that the model computes with."""
+    """Copies the master weights of a stage 3 optimizer to this rank's partitions of the model's weights, from which
+    the model gathers what it computes with."""
     zero._reassign_or_swap_out_partitioned_parameters(0)
 
 

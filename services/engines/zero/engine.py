@@ -112,8 +112,8 @@ class ZeROEngine(DataParallelEngine):
         )
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
-        """Reads the values of this rank's parts of tensors that have none yet, by name, from the directory.
-        Collective."""
+        """Reads the values of those tensors of the model that have none yet, given by name, from the model directory:
+        this rank's partition, and whole tensors where the model has these on each rank. Collective."""
         has_all = self._partitions.has_all
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
