@@ -60,6 +60,8 @@ def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
 
 
 class _Product(torch.autograd.Function):
+    """Autograd function of the product x @ weight.T, computed by oneDNN."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

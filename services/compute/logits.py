@@ -84,6 +84,7 @@ class OutputLayer:
         return logits_NV
 
     def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduces a tensor over `group`, in place, if there are other shards; returns it."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, operation, group=self.group)
         return x

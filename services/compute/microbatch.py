@@ -213,5 +213,6 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
 
 
 def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:
+    """Raises ValueError if one of the given rows has an empty prompt."""
     if not prompts.lengths[rows].all():
         raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")

@@ -62,7 +62,8 @@ def cut(
 
 
 def _filled(lengths: np.ndarray, rows: np.ndarray, token_budget: int, padded: bool) -> Iterator[np.ndarray]:
-    """Yields consecutive runs of `rows`, each with as many rows as the token budget allows."""
+    """Yields consecutive runs of `rows`, each with as many rows as the token budget allows. If `padded`, `rows` must
+    begin with the longest, and a row counts as many tokens as the first of its run."""
     while len(rows):
         sizes = np.full(len(rows), lengths[rows[0]]) if padded else lengths[rows]
         num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))

@@ -64,8 +64,10 @@ def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
 
 
 def _allocate(num_bytes: int) -> torch.UntypedStorage:
+    """Returns a new storage in host memory, without values."""
     return torch.UntypedStorage(num_bytes)
 
 
 def _grow(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Allocates the memory of a freed storage again, without values."""
     storage.resize_(num_bytes)

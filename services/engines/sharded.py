@@ -192,6 +192,8 @@ class ShardedEngine(TrainEngine):
         return self._offloader.offload(self._resident())
 
     def _clip_gradients(self, max_norm: float) -> float:
+        """Scales the gradients in `.grad` of the trained shards, as `clip_gradients`; returns the norm before.
+        Collective."""
         gradients = {
             name: gradient for name in self._trained_names if (gradient := self._kept[name].grad) is not None
         }
@@ -199,10 +201,12 @@ class ShardedEngine(TrainEngine):
         return clip_gradients(gradients, primary, max_norm, self.device, self._num_steps)
 
     def _drop_gradients(self) -> None:
+        """Sets `.grad` of this rank's shards to None. Called after every step, also one that failed."""
         for x in self._kept.values():
             x.grad = None
 
     def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
+        """Returns the optimizer of this rank's trained shards, with zero moments."""
         return make_adamw([self._kept[name] for name in self._trained_names], options)
 
     def _state(self) -> dict[str, Tensor]:
@@ -221,16 +225,19 @@ class ShardedEngine(TrainEngine):
         return list(self._state().values())
 
     def _set_num_steps(self, num_steps: int) -> None:
+        """Sets the number of optimizer steps done, of the engine and in AdamW's state."""
         self._num_steps = num_steps
         if self._adamw is not None:
             for moments in self._adamw.state.values():
                 moments["step"].fill_(num_steps)
 
     def _shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
+        """Returns a `WeightShard` of each tensor, which are given by name as `_state` returns them; not copies."""
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
 
 
 def _weight_name(state_name: str) -> str:
+    """Returns the NAME of a name "weight.NAME", "exp_avg.NAME" or "exp_avg_sq.NAME"."""
     return state_name.partition(".")[2]
 
 

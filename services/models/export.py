@@ -110,6 +110,7 @@ def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -
 
 
 def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights whose names begin with `prefix`, by name without it, as contiguous tensors."""
     return {
         name.removeprefix(prefix): x.contiguous() for name, x in weights.items() if name.startswith(prefix)
     }

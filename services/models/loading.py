@@ -20,7 +20,8 @@ Model = PreTrainedModel | ValueModel
 
 
 class Load(Protocol):
-    """Type of a function that loads a model from a directory in a dtype, such as `families.load_causal_lm`."""
+    """Type of a function that loads a model from a directory in a dtype, on the meta device if `on_meta`, such as
+    `families.load_causal_lm`."""
 
     def __call__(self, directory: Path, dtype: torch.dtype, /, *, on_meta: bool = False) -> Model: ...
 
@@ -118,6 +119,7 @@ def repeated_names(model: nn.Module) -> set[str]:
 
 
 def _like(on_meta: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor like `on_meta` on `device`, without values; a parameter if `on_meta` is one."""
     empty = torch.empty_like(on_meta, device=device)
     if isinstance(on_meta, nn.Parameter):
         return nn.Parameter(empty, requires_grad=on_meta.requires_grad)

@@ -82,9 +82,11 @@ class WeightsReader:
         shard.tensor.copy_(stored[shard.box])
 
     def _stored(self, name: str) -> Any:
+        """Returns the safetensors slice of a tensor, given its name in the model; None if the files lack it."""
         return next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
 
     def _found(self) -> Iterator[tuple[str, Any]]:
+        """Opens all weight files; yields the name in the file and the safetensors slice of each tensor."""
         index = self._directory / INDEX_FILE
         files = {WHOLE_FILE}
         if index.is_file():
@@ -207,4 +209,5 @@ def _stored_names(name: str) -> tuple[str, ...]:
 
 
 def _file_key(name: str) -> str:
+    """Returns the name in a file of a tensor, given its name in the model."""
     return name.removeprefix(_BACKBONE).removeprefix(_VALUE_HEAD)

@@ -162,7 +162,8 @@ class HFRollout(RolloutEngine):
         return context, logits_UV[selected]
 
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
-        """Appends `ids_BT` to the context; returns the logits [B, V] of the next token."""
+        """Runs the model on `ids_BT` and appends their keys and values to the context, in place; returns the logits
+        of `Decoder.forward`."""
         return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
 
 

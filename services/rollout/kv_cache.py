@@ -68,9 +68,11 @@ class ReservedLayer(DynamicLayer):
         return memory
 
     def _memory_like(self, states: Tensor, num_rows: int) -> Tensor:
+        """Returns new memory for `num_rows` rows and all positions, without values, of the type of `states`."""
         _, num_heads, _, head_dim = states.shape
         return states.new_empty((num_rows, num_heads, self._num_positions, head_dim))
 
     def _hold(self, all_keys: Tensor, all_values: Tensor, num_read: int) -> None:
+        """Sets the layer's memory, of which `keys` and `values` become views of the first `num_read` positions."""
         self._all_keys, self._all_values = all_keys, all_values
         self.keys, self.values = all_keys[:, :, :num_read], all_values[:, :, :num_read]

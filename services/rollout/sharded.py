@@ -139,5 +139,6 @@ class ShardedDecoder(Decoder):
             parameter.data = memory(name)
 
     def _held_bytes(self) -> int:
+        """Returns the bytes of the storages of this rank's weights, shared ones counted once."""
         storages = [parameter.untyped_storage() for parameter in self._stage.parameters.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

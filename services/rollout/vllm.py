@@ -186,6 +186,7 @@ class VLLMRollout(RolloutEngine):
 
 
 def _zero_kv_cache(worker: Any) -> None:
+    """Fills the KV cache of a vLLM worker with zeros; run by vLLM's `collective_rpc`."""
     for cache in worker.model_runner.kv_caches:
         cache.zero_()
 

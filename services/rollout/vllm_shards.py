@@ -34,6 +34,7 @@ class _Module:
 
     @property
     def names(self) -> set[str]:
+        """Names of all weights of the checkpoint that the module's parameters consist of."""
         return {name for names in self.sources.values() for name in names}
 
 

@@ -166,6 +166,7 @@ class _ModelAndHead(nn.Module):
         return head(self._raw(micro_batch), micro_batch)
 
     def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
+        """Runs the model on a micro-batch; returns the raw output that heads take."""
         model: Any = self.model
         inputs = {"input_ids": micro_batch.input_ids_BT, "use_cache": False, **micro_batch.arguments()}
         layer = output_layer(model)
@@ -198,6 +199,7 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
+    """Returns the transformer blocks of a model, from the first to the last."""
     transformer = transformer_of(model)
     names = block_class_names(transformer)
     return [module for module in transformer.modules() if type(module).__name__ in names]

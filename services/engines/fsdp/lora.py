@@ -244,6 +244,7 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def _config(options: AdapterOptions) -> LoraConfig:
+    """Converts options of adapters to peft's configuration."""
     targets = options.target_modules
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,

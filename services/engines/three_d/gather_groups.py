@@ -67,6 +67,7 @@ def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
 
 
 def _model_group(mesh: Mesh, stages: range, parts: range, copies: range) -> GatherGroup:
+    """Returns the group of the ranks with these stages, tensor and data indices on the training mesh."""
     ranks = tuple(mesh.rank(p, t, d) for p in stages for t in parts for d in copies)
     return GatherGroup(stages, parts, len(copies), ranks)
 

@@ -208,6 +208,7 @@ class ModelStage:
         return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 
     def _keep_own_layers(self, backbone: Any, prefix: str) -> None:
+        """Reduces `backbone`, in place, to this stage's layers, cuts these, and adds their weights to `parameters`."""
         num_layers = len(backbone.layers) // self._groups.mesh.pipeline
         first = self._groups.stage * num_layers
         backbone.layers = backbone.layers[first : first + num_layers]
@@ -224,7 +225,8 @@ class ModelStage:
         backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
-        """Replaces each linear layer that the model's tensor-parallel plan cuts by its parallel form."""
+        """Replaces each linear layer in `layer` that the model's tensor-parallel plan cuts by its parallel form, and
+        passes the input of column-parallel ones through `fan_out`."""
         group, fanned_out = self._groups.tensor, set()
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
@@ -269,6 +271,7 @@ class ModelStage:
         return embedding, head
 
     def _keep_head(self, whole: Any, with_value_head: bool) -> nn.Module:
+        """Returns the value head, or this rank's shard of the output layer, and adds its weights to `parameters`."""
         if with_value_head:
             self._keep(whole.value_head, "value_head.")
             return whole.value_head
@@ -306,6 +309,7 @@ class _StageModule(nn.Module):
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
+    """Reads the generation configuration of a model directory; None if it has none."""
     if not (directory / GENERATION_CONFIG_NAME).is_file():
         return None
     return GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -153,6 +153,8 @@ class Transition:
     def _gather_bucket(
         self, bucket: list[Bundle], weights: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
+        """All-gathers one bucket: starts the collectives of all of its bundles, waits for them, and yields as `gather`.
+        Collective."""
         buffers = [
             self._buffers[bundle] if self._buffers is not None else self._empty(bundle) for bundle in bucket
         ]
@@ -173,9 +175,11 @@ class Transition:
         return stage // self._mesh.pipeline_ratio == self._generation_stage
 
     def _joined_for(self, layout: Layout) -> JoinedGroup:
+        """Returns this rank's gather group for a tensor of the given layout."""
         return self._joined_for_tied if layout.tied else self._joined
 
     def _empty(self, bundle: Bundle) -> Tensor:
+        """Returns a new gather buffer for a bundle, without values."""
         shape = bundle.buffer_shape(len(self._joined.ranks.parts))
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
@@ -228,6 +232,7 @@ class Transition:
         return shares
 
     def _count(self, bundle: Bundle, nbytes: int) -> None:
+        """Adds the bytes that this rank receives in gathering a bundle to `received`."""
         if bundle.layout.is_cut:
             self.received.cut += nbytes
         else:
@@ -240,5 +245,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _begun(work: dist.Work | None) -> list[dist.Work]:
+    """Returns the work of an asynchronous collective as a list."""
     assert work is not None, "asynchronous collectives return their work"
     return [work]

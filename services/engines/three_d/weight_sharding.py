@@ -121,7 +121,7 @@ class Replicated(WeightSharding):
             add_up([x.grad for x in self.kept.values() if x.grad is not None], self._group)
 
     def drop_gradients(self) -> None:
-        """Parameters have no gradients besides those of `kept`."""
+        """Does nothing: parameters have no gradients besides those of `kept`."""
 
     @torch.no_grad()
     def weights_changed(self) -> None:
@@ -203,13 +203,15 @@ class FullySharded(WeightSharding):
             parameter.grad = None
 
     def weights_changed(self) -> None:
-        """The weights are `kept` itself."""
+        """Does nothing: `weights` is `kept` itself."""
 
     def _rows_each(self, name: str) -> int:
-        """Returns the rows of a weight's part per data rank; the last ranks may have fewer, or none."""
+        """Returns the rows of a tensor-parallel shard that a data rank keeps; the last ranks may have fewer, or
+        none."""
         return -(-self._layouts[name].kept_shape[0] // self._group.size())
 
     def _gather(self, dtype: torch.dtype, name: str, local: Tensor) -> Tensor:
+        """Gathers a tensor-parallel shard in type `dtype` from the rows `local` of each data rank. Collective."""
         num_rows, *rest = self._layouts[name].kept_shape
         own = torch.zeros((self._rows_each(name), *rest), dtype=dtype, device=self._device)
         own[: len(local)] = local
@@ -236,6 +238,7 @@ class _Gathered(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def _load(stage: ModelStage, sharding: WeightSharding) -> None:
+    """Reads `kept` from the stage's model directory, with zeros in the padding, and updates `weights`."""
     for x in sharding.kept.values():
         x.zero_()
     stage.load({name: stage.shard(name, x, sharding.first_row(name)) for name, x in sharding.kept.items()})

@@ -156,6 +156,7 @@ def drop_stage3_gradients(
 
 
 def _leave_backward(zero: Any) -> None:
+    """Ends the backward pass of an optimizer if an error has interrupted it."""
     while zero._backward_active_depth:
         zero.exit_backward()
     zero.clear_backward_seen_flag()

@@ -186,6 +186,8 @@ class ZeROEngine(DataParallelEngine):
     def _partition(
         self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
     ) -> Partitions:
+        """Returns this rank's partitions of a model at a ZeRO stage. Freezes the model if `optimizer` is None;
+        otherwise DeepSpeed's optimizer takes hold of it, in host memory if `offloads`."""
         model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
             return FrozenStage3(model, self._pass) if stage == 3 else Replicas(model)
@@ -249,5 +251,6 @@ class ZeROEngine(DataParallelEngine):
 
     @property
     def _learning(self) -> TrainedPartitions:
+        """The partitions of an engine that has an optimizer."""
         assert isinstance(self._partitions, TrainedPartitions), "the engine has an optimizer"
         return self._partitions
