@@ -312,7 +312,7 @@ class TrainEngine(ABC):
         Raises:
             FileNotFoundError: there is no checkpoint in the directory.
             ValueError: the checkpoint is of a different model or incomplete (`agreement.PeerRankFailed` on ranks that
-                could read their part).
+                could read their shards).
         """
 
     @abstractmethod

@@ -102,6 +102,7 @@ class WholeDecoder(Decoder):
         check_names(names, own.keys())
 
     def sleep(self) -> int:
+        """Moves the weights to host memory until `wake`; returns the bytes moved, 0 if they are on a CPU."""
         return 0 if self.device.type == "cpu" else self._leave_device()
 
     def wake(self) -> int:

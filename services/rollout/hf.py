@@ -66,6 +66,8 @@ class HFRollout(RolloutEngine):
     def create(
         cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
     ) -> Self:
+        """Builds the engine on a `ShardedDecoder` if the training engine has a transition, otherwise on a whole model
+        from `table.model`. Collective in the former case."""
         dtype = compute_dtype(table)
         if isinstance(engine, ThreeDParallelEngine) and engine.transition is not None:
             decoder = ShardedDecoder(table.model, mesh, engine.transition, dtype=dtype, device=device)

@@ -84,6 +84,8 @@ class ShardedDecoder(Decoder):
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Chooses tokens, as `Decoder.choose`, on the last pipeline stage, which sends them to the others. Collective
+        over the pipeline; `logits_BV` is read on the last stage alone."""
         groups = self._groups
         if groups.mesh.pipeline == 1:
             return super().choose(logits_BV, sampling, uniforms_B)

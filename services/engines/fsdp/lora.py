@@ -137,9 +137,12 @@ class LoRAEngine(FSDPEngine):
                 layer.enable_adapters(True)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        """Writes a checkpoint as `TrainEngine.save`, with adapters and moments alone, and alpha as a further scalar."""
         super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
 
     def load(self, directory: Path) -> Scalars:
+        """Loads a checkpoint as `TrainEngine.load`. Also raises ValueError if it has no adapters, or their alpha is
+        another."""
         with all_or_none(f"reading {directory}", self.device):
             alpha = read_manifest(readable_path(directory))[1].get(ALPHA)
             if alpha != self._adapters.alpha:
@@ -183,6 +186,7 @@ class LoRAEngine(FSDPEngine):
         return {name: x for name, x in super()._state().items() if name not in frozen}
 
     def _resident(self) -> list[Tensor]:
+        """Returns the tensors that `offload` moves, which include the shards of frozen weights."""
         return [*super()._resident(), *(x.detach() for x in self._kept.values())]
 
     def _gather_companions(self) -> Callable[[Path], None]:

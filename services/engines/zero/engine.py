@@ -131,6 +131,8 @@ class ZeROEngine(DataParallelEngine):
         read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
 
     def restore(self, snapshot: Snapshot) -> None:
+        """Restores a snapshot on this rank alone; not collective. The weights that the model computes with follow in
+        the next collective method."""
         super().restore(snapshot)
         # Published later by all ranks together: a rank whose call failed alone restores alone, and must not wait.
         self._is_published = False

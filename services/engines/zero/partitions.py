@@ -26,7 +26,7 @@ class Partitions(ABC):
         pieces: interval of each weight's elements that this rank keeps, by name; a weight without any is absent.
         kept: these elements as flat tensors, by name.
         is_cut: whether ranks keep different elements. If not, each keeps all.
-        has_all: whether the model on each rank has all weights whole, besides the part that the rank keeps.
+        has_all: whether the model on each rank has all weights whole, besides the elements that the rank keeps.
     """
 
     model: Model
