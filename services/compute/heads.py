@@ -60,8 +60,8 @@ class PolicyHead:
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Head that returns the values [B, R] of the states in which response tokens were chosen, from the values [B, K]
-    of the last K positions."""
+    """Head that returns the values [B, R] of the states in which response tokens were chosen, at least float32, from
+    the values [B, K] of the last K positions. In the padding, values are arbitrary."""
     return micro_batch.read(at_least_float32(values_BK), micro_batch.predicting_BR)
 
 

@@ -14,7 +14,8 @@ from services.compute.matmul import onednn_product as _product
 
 
 def uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether `linear` computes the product of these tensors with oneDNN."""
+    """Returns whether `linear` computes the product of these tensors with oneDNN: if both are float32 on a CPU,
+    autocast is off and `matmul.backend()` is "onednn"."""
     is_float32 = is_cpu_float32(x) and is_cpu_float32(weight) and not torch.is_autocast_enabled("cpu")
     return is_float32 and matmul.backend() == "onednn"
 
@@ -45,7 +46,8 @@ class Linear(nn.Linear):
 
 
 def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
-    """Makes the linear layers of a model compute as `layer` does. Their weights, names and hooks are not changed.
+    """Makes a model's modules of exactly the classes `nn.Linear` and `Linear` compute as `layer` does, in place. Their
+    weights, names and hooks are not changed.
 
     The class of each module is assigned, since both classes have the same attributes and differ in `forward` alone. New
     modules would need the parameters, ties and hooks of the old ones, and a patch of torch's class would reach other
@@ -58,6 +60,8 @@ def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
 
 
 class _Product(torch.autograd.Function):
+    """Autograd function of the product x @ weight.T, computed by oneDNN."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -65,7 +65,8 @@ class OutputLayer:
         return _Scores.apply(hidden_NH, self.weight_VH, ids_N, self, temperature)  # type: ignore[return-value]
 
     def _operands(self, hidden_NH: Tensor, weight_VH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns both operands of the matrix product, converted to the type of the product."""
+        """Returns hidden states and weight, converted to the type of their product; without a weight, the hidden
+        states unchanged and None."""
         if weight_VH is None:
             return hidden_NH, None
         dtype = self.compute_dtype or weight_VH.dtype
@@ -83,6 +84,7 @@ class OutputLayer:
         return logits_NV
 
     def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduces a tensor over `group`, in place, if there are other shards; returns it."""
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, operation, group=self.group)
         return x

@@ -30,7 +30,7 @@ _in_use: list[Backend] = []
 
 
 def use(backend: Backend) -> None:
-    """Sets the library of this process.
+    """Sets the library with which this process multiplies float32 matrices on the CPU from now on (`linear`).
 
     Raises:
         ValueError: This build of torch has no oneDNN.

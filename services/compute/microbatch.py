@@ -113,7 +113,8 @@ class MicroBatch:
 
 
 def dummy_micro_batch() -> MicroBatch:
-    """Returns a micro-batch of one token without a response, for a rank that has fewer micro-batches than others."""
+    """Returns a micro-batch of one token without a response, on the CPU, whose `rows` are empty, for a rank that has
+    fewer micro-batches than others."""
     return MicroBatch(
         rows=np.empty(0, dtype=np.int64),
         response_lengths=np.zeros(1, dtype=np.int64),
@@ -212,5 +213,6 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
 
 
 def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:
+    """Raises ValueError if one of the given rows has an empty prompt."""
     if not prompts.lengths[rows].all():
         raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")

@@ -183,7 +183,8 @@ def attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' interface for attention functions.
+    """Computes attention, with transformers' interface for attention functions. In a packed row, each token attends to
+    itself and the earlier tokens of its own sequence.
 
     Args:
         module: attention module of the layer.
@@ -242,6 +243,7 @@ def _window_mask(positions_ST: Tensor, sliding_window: int | None) -> Tensor | N
 
 
 def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
+    """Yields slices of consecutive sequences whose lengths differ by at most a factor of `MAX_LENGTH_RATIO`."""
     first, shortest, longest = 0, np.inf, 0.0
     for number, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
@@ -252,6 +254,7 @@ def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
 
 
 def _group(places: Places, run: slice) -> SequenceGroup:
+    """Returns the group of the sequences `run`, padded to the longest or to whole tiles; on the CPU."""
     sequences_S1 = np.arange(run.start, run.stop)[:, None]
     longest = int(places.lengths[run].max())
     tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)

@@ -23,6 +23,8 @@ def recompute_in_backward(layers: Iterable[nn.Module]) -> None:
 
 
 def _recomputing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a function that computes as `forward`, with activation checkpointing while gradients are enabled."""
+
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

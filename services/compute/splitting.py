@@ -62,7 +62,8 @@ def cut(
 
 
 def _filled(lengths: np.ndarray, rows: np.ndarray, token_budget: int, padded: bool) -> Iterator[np.ndarray]:
-    """Yields consecutive runs of `rows`, each with as many rows as the token budget allows."""
+    """Yields consecutive runs of `rows`, each with as many rows as the token budget allows. If `padded`, `rows` must
+    begin with the longest, and a row counts as many tokens as the first of its run."""
     while len(rows):
         sizes = np.full(len(rows), lengths[rows[0]]) if padded else lengths[rows]
         num_rows = int(np.searchsorted(np.cumsum(sizes), token_budget, side="right"))
@@ -79,12 +80,13 @@ def split(
     rows: np.ndarray | None = None,
     packed: bool = False,
 ) -> list[MicroBatch]:
-    """Splits sequences into micro-batches.
+    """Splits sequences into micro-batches, on the device of the prompts, as `cut` assigns rows; an empty list if there
+    are no rows.
 
     Args:
         prompts, responses: token ids of all rows of this rank.
-        token_budget: most tokens of a micro-batch.
-        pad_id: token id of the padding.
+        token_budget: most tokens of a micro-batch, padding included.
+        pad_id: token id of the padding; not used if packed.
         rows: indices of the rows to take, [n] int64. Default: all.
         packed: whether micro-batches are packed instead of padded.
 

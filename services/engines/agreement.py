@@ -59,7 +59,7 @@ class RunToEnd(Iterator[T]):
         raise FailedAlone(f"{type(failure).__name__}: {failure}") from failure
 
     def finish(self) -> None:
-        """Runs the iterator to its end and drops the items."""
+        """Runs the iterator to its end and drops the items. Raises FailedAlone if it fails or has failed."""
         deque(self, maxlen=0)
 
 
@@ -77,10 +77,10 @@ def all_or_none(
         action: name of the block, for the message on ranks that did not fail.
         device: device of the all-reduce's tensor.
         collective: iterator that the block may run, and that is run to its end on every rank, even if the block
-            failed.
-            Default: none.
+            failed. Default: none.
 
     Raises:
+        Exception: the block failed on this rank; its own error, marked as known to all ranks.
         PeerRankFailed: the block failed on another rank only.
         FailedAlone: the iterator failed.
     """
@@ -100,8 +100,9 @@ def all_or_none(
 
 @contextmanager
 def takes_effect(action: str) -> Iterator[None]:
-    """Context manager of a block that changes this rank's state after all ranks have agreed to. A failure in it on
-    one rank cannot be undone on the others, so it becomes OutOfStep, upon which the rank exits.
+    """Context manager of a block that changes this rank's state after all ranks have agreed to. The other ranks
+    cannot undo their change if it fails here, so its error becomes OutOfStep, upon which the process of this rank
+    exits. Not collective.
 
     Args:
         action: name of the block, for the message.
@@ -138,7 +139,8 @@ def new_directory(
         collective: iterator that ranks run while they write, as for `all_or_none`.
 
     Raises:
-        ValueError: `directory` holds files other than those of an earlier checkpoint or model.
+        ValueError: `directory` holds files other than those of an earlier checkpoint or model. (This and any other
+            error on the rank where it occurred, PeerRankFailed on the others.)
     """
     is_rank_0 = dist.get_rank() == 0
     partial = partial_of(directory)

@@ -78,7 +78,7 @@ class OptimizerOptions:
         return self.lr * (self.min_ratio + (1 - self.min_ratio) * self._left(step))
 
     def _left(self, step: int) -> float:
-        """Returns where the learning rate of a step after warm-up is between the lowest (0) and the highest (1)."""
+        """Returns the schedule's factor for a step after warm-up: 1 at the highest learning rate, 0 at the lowest."""
         if self.schedule == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -125,7 +125,7 @@ class Snapshot:
 
     Attributes:
         num_steps: optimizer steps done.
-        tensors: shards by name.
+        tensors: this rank's shards, by name: "weight.NAME", "exp_avg.NAME" and "exp_avg_sq.NAME".
     """
 
     num_steps: int
@@ -181,10 +181,11 @@ class TrainEngine(ABC):
         """
 
     def token_budget_for(self, most: int, longest: int) -> int:
-        """Returns the token budget of micro-batches that is fastest on this engine.
+        """Returns the token budget of micro-batches that is fastest on this engine: `cached_tokens`, or `longest` if
+        that is more, but at most `most`; `most` itself if `cached_tokens` is None.
 
         Args:
-            most: configured token budget, which the result does not exceed.
+            most: configured token budget.
             longest: tokens of the longest row.
         """
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
@@ -205,7 +206,8 @@ class TrainEngine(ABC):
         Args:
             micro_batches: micro-batches of this rank.
             head: computes the output for a micro-batch.
-            should_stop: called before micro-batches; all ranks stop if it returns True on any.
+            should_stop: called before every micro-batch or every few of them; all ranks stop if it returns True on
+                any.
             progress: called with the number of micro-batches done so far.
 
         Returns:
@@ -229,7 +231,8 @@ class TrainEngine(ABC):
         Args:
             micro_batches: micro-batches of this rank.
             head: computes the output that the loss function takes.
-            loss_fn: loss function. Called once per micro-batch, in order.
+            loss_fn: loss function. Called once per micro-batch, in order. If it fails, its error is raised here
+                (`agreement.PeerRankFailed` on other ranks); weights and optimizer state are as before.
             confirm: called after the gradient is known to be finite on all ranks and before any weight changes. It
                 must raise on every rank or on none; if it raises, weights and optimizer state are as before.
 
@@ -240,7 +243,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Copies weights and optimizer state to host memory, for `restore`."""
+        """Returns a copy of this rank's shards of weights and optimizer state in host memory, for `restore`."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
@@ -256,9 +259,9 @@ class TrainEngine(ABC):
         """
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each weight that this rank generates with, one at a time: whole tensors
-        as `full_tensors`, or, with a generation mesh, this rank's shards. The iterator is collective, as that of
-        `full_tensors`."""
+        """Yields the name and the tensor of each weight that this rank generates with, one at a time: this rank's
+        generation shards if the engine has a generation mesh, otherwise whole tensors as `full_tensors` (the
+        default). The iterator is collective, as that of `full_tensors`."""
         return self.full_tensors()
 
     @abstractmethod
@@ -309,7 +312,7 @@ class TrainEngine(ABC):
         Raises:
             FileNotFoundError: there is no checkpoint in the directory.
             ValueError: the checkpoint is of a different model or incomplete (`agreement.PeerRankFailed` on ranks that
-                could read their part).
+                could read their shards).
         """
 
     @abstractmethod
@@ -328,7 +331,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self) -> int:
-        """Moves weights and optimizer state to host memory; returns the bytes moved, 0 if they are there already.
+        """Moves weights and optimizer state of this rank to host memory; returns the bytes moved, 0 if they are there
+        already. On a CPU does nothing, returns 0, and the engine does not count as offloaded.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still on
@@ -337,7 +341,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self) -> int:
-        """Moves weights and optimizer state back to the device; returns the bytes moved, 0 if they are there already.
+        """Moves what `offload` moved back to the device; returns the bytes moved, 0 if the engine is not offloaded.
 
         Raises:
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in

@@ -52,16 +52,16 @@ class DataParallelEngine(ShardedEngine):
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
-        """Returns a context manager around forward and backward passes, which compute with the current weights. Its
-        end frees gathered weights, so that no later pass computes with outdated ones. Collective."""
+        """Returns a context manager for a block of forward and backward passes. Its end frees the weights that these
+        gathered from other ranks, so that no later pass computes with outdated ones. Collective."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
         """Runs the forward pass of a micro-batch; returns the output of `head`. Collective."""
 
     def _run_dummy(self, micro_batch: MicroBatch) -> Tensor:
-        """Runs the forward pass of a dummy micro-batch, so that this rank takes part in its collectives; returns a
-        scalar whose graph includes the model."""
+        """Runs the forward pass of a dummy micro-batch, so that this rank takes part in the collectives of ranks that
+        run a real one; returns a scalar whose graph includes the model."""
         return self._read(micro_batch, dummy_head)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -141,12 +141,13 @@ class DataParallelEngine(ShardedEngine):
         return dict(sorted(self._model.state_dict(keep_vars=True).items()))
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor of which `tensor` is this rank's part."""
+        """Returns the shape of a whole tensor of the model, given its name and `tensor`, which may be this rank's
+        shard of it. Default: the shape of `tensor`."""
         return tuple(tensor.shape)
 
     def _gather_companions(self) -> Callable[[Path], None]:
-        """Gathers what an export contains besides the model; returns a function that writes it to a given directory.
-        Collective. Default: nothing."""
+        """Gathers further tensors for an export, such as LoRA adapters; returns a function that writes them to the
+        directory it is given. Collective. Default: gathers and writes nothing."""
         return lambda directory: None
 
     def _write(
@@ -164,7 +165,7 @@ class DataParallelEngine(ShardedEngine):
             tensors: the tensors that `gathered` yields, possibly partitioned, by name.
             gathered: name and whole tensor of each, in the same order.
             tokenizer: tokenizer to write; None for none.
-            dtype: type of the weights in the files. Default: their own.
+            dtype: type that `gathered` has cast floating-point tensors to, for the configuration; None if it has not.
         """
         if stored_as_computed(self._model):
             sizes = {
@@ -181,8 +182,8 @@ class DataParallelEngine(ShardedEngine):
         return sha256
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Moves micro-batches to the device and appends dummies, up to the largest number on any rank and at least 1.
-        Collective.
+        """Returns the micro-batches on the device, followed by dummies: in all as many as the rank with the most
+        has, and at least 1. Collective.
 
         Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run the
         same number of passes.

@@ -55,8 +55,8 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def box(local: Tensor, parameter: Tensor) -> WeightShard:
-    """Returns `local` as a box of a whole parameter. `local` is this rank's shard of the parameter, or a tensor with
-    the shard's shape, such as a moment."""
+    """Returns a `WeightShard` of the tensor `local`, with the shape of the whole `parameter` and the offset of this
+    rank's shard in it. `local` is that shard, or a tensor with its shape, such as a moment."""
     offsets: Sequence[int] = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         offsets = global_offset(parameter)

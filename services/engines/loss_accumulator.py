@@ -26,7 +26,8 @@ class LossAccumulator:
             self._stats[name] += value
 
     def total(self, *, is_primary: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """Returns the loss summed over all ranks, and the statistics of this rank alone. Collective.
+        """Returns the sum of the losses added on all ranks, and by name the sums of the statistics added on this
+        rank alone. Collective.
 
         Args:
             is_primary: whether this rank's loss is added to the sum. False if it replicates that of another rank.

@@ -23,7 +23,8 @@ class OffloadedStorage:
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
-    """Copies the storages of tensors to host memory, shared ones once. The tensors keep their storage until `free`.
+    """Copies the storages of tensors to host memory; returns each storage with its copy, one that several tensors
+    share only once. The tensors keep their storage until `free`.
 
     Raises:
         RuntimeError: memory ran out.
@@ -63,8 +64,10 @@ def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
 
 
 def _allocate(num_bytes: int) -> torch.UntypedStorage:
+    """Returns a new storage in host memory, without values."""
     return torch.UntypedStorage(num_bytes)
 
 
 def _grow(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Allocates the memory of a freed storage again, without values."""
     storage.resize_(num_bytes)

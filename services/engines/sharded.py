@@ -72,27 +72,28 @@ class ShardedEngine(TrainEngine):
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
-        """Returns this rank's shard of a weight, or another tensor of its layout such as a moment, as a box of the
-        checkpoint's tensor."""
+        """Returns a `WeightShard` of `kept`, with its offset in the checkpoint's tensor `name`. `kept` is this rank's
+        shard of that weight, or a tensor with the same layout, such as a moment. Not a copy."""
 
     @abstractmethod
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
-        """Fills this rank's shards of weights, given by name, with the values of a newly built engine. Not
-        collective.
+        """Overwrites the tensors of `weights`, given by name, with the values that this rank's shards have in a newly
+        built engine. Not collective.
 
         Raises:
             ValueError: The model directory can no longer be read.
         """
 
     def _take_step(self, lr: float) -> None:
-        """Makes an AdamW step on the shards, with the gradients in their `.grad`, at learning rate `lr`."""
+        """Makes an AdamW step on this rank's shards, in place, with the gradients in their `.grad`, at learning rate
+        `lr`."""
         assert self._adamw is not None
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
 
     def _is_primary(self, name: str) -> bool:
-        """Returns whether this rank counts a shard in norms and writes it to checkpoints. True on one of the ranks
-        that have replicas of the shard."""
+        """Returns whether this rank counts its shard of a weight in norms and writes it to checkpoints: True on
+        exactly one of the ranks with replicas of the shard. Default: True, for shards without replicas."""
         return True
 
     def _weights_changed(self) -> None:
@@ -191,6 +192,8 @@ class ShardedEngine(TrainEngine):
         return self._offloader.offload(self._resident())
 
     def _clip_gradients(self, max_norm: float) -> float:
+        """Scales the gradients in `.grad` of the trained shards, as `clip_gradients`; returns the norm before.
+        Collective."""
         gradients = {
             name: gradient for name in self._trained_names if (gradient := self._kept[name].grad) is not None
         }
@@ -198,10 +201,12 @@ class ShardedEngine(TrainEngine):
         return clip_gradients(gradients, primary, max_norm, self.device, self._num_steps)
 
     def _drop_gradients(self) -> None:
+        """Sets `.grad` of this rank's shards to None. Called after every step, also one that failed."""
         for x in self._kept.values():
             x.grad = None
 
     def _make_adamw(self, options: OptimizerOptions) -> torch.optim.AdamW:
+        """Returns the optimizer of this rank's trained shards, with zero moments."""
         return make_adamw([self._kept[name] for name in self._trained_names], options)
 
     def _state(self) -> dict[str, Tensor]:
@@ -220,16 +225,19 @@ class ShardedEngine(TrainEngine):
         return list(self._state().values())
 
     def _set_num_steps(self, num_steps: int) -> None:
+        """Sets the number of optimizer steps done, of the engine and in AdamW's state."""
         self._num_steps = num_steps
         if self._adamw is not None:
             for moments in self._adamw.state.values():
                 moments["step"].fill_(num_steps)
 
     def _shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
+        """Returns a `WeightShard` of each tensor, which are given by name as `_state` returns them; not copies."""
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
 
 
 def _weight_name(state_name: str) -> str:
+    """Returns the NAME of a name "weight.NAME", "exp_avg.NAME" or "exp_avg_sq.NAME"."""
     return state_name.partition(".")[2]
 
 

@@ -51,7 +51,7 @@ def write_model(
     Args:
         model: model with the configuration and architecture; its own weights are not read.
         weights: whole tensors by their names in `model.state_dict()`, tied weights once.
-        directory: path of the directory.
+        directory: existing directory.
         tokenizer: tokenizer to write beside the model; None for none.
 
     Raises:
@@ -110,6 +110,7 @@ def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -
 
 
 def _under(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights whose names begin with `prefix`, by name without it, as contiguous tensors."""
     return {
         name.removeprefix(prefix): x.contiguous() for name, x in weights.items() if name.startswith(prefix)
     }

@@ -39,7 +39,7 @@ Models of other types may, for example, scale the embedding's output, which ever
 def load_causal_lm(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> PreTrainedModel:
-    """Loads a causal language model.
+    """Loads a causal language model, in eval mode and, unless `on_meta`, on the CPU.
 
     Args:
         directory: Hugging Face directory.
@@ -56,7 +56,8 @@ def load_causal_lm(
 def load_value_model(
     directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> ValueModel:
-    """Loads a value model, or adds a new value head to the backbone of a causal language model.
+    """Loads a value model, or adds a new value head, of zeros, to the backbone of a causal language model; in eval
+    mode and, unless `on_meta`, on the CPU.
 
     Args:
         directory: Hugging Face directory of a value model that `write_model` wrote, or of a causal language model.
@@ -74,7 +75,7 @@ def load_value_model(
 
 
 def load_scoring_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Loads a sequence-classification model, all of whose weights must be in the directory.
+    """Loads a sequence-classification model, all of whose weights must be in the directory; in eval mode, on the CPU.
 
     Args:
         directory: Hugging Face directory.
@@ -128,7 +129,8 @@ def _load(
     """Loads a model with one of transformers' auto classes.
 
     Args:
-        new: names of weights that may be missing in the directory.
+        new: names of weights that may be missing in the directory, for which transformers draws values.
+        options: further arguments of `from_pretrained`, or of `model_on_meta`.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -157,6 +159,7 @@ def _load(
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a model's linear layers and norms fast, in place, and puts it into eval mode; returns the model."""
     speed_up(model)
     speed_up_norms(model)
     return model.eval()

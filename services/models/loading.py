@@ -20,7 +20,8 @@ Model = PreTrainedModel | ValueModel
 
 
 class Load(Protocol):
-    """Type of a function that loads a model from a directory in a dtype, such as `families.load_causal_lm`."""
+    """Type of a function that loads a model from a directory in a dtype, on the meta device if `on_meta`, such as
+    `families.load_causal_lm`."""
 
     def __call__(self, directory: Path, dtype: torch.dtype, /, *, on_meta: bool = False) -> Model: ...
 
@@ -70,11 +71,11 @@ def materialize(model: nn.Module, device: torch.device) -> Iterator[tuple[str, T
 
 
 def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> None:
-    """Fills boxes of a model's weights from a directory. A value head that the directory lacks is filled with zeros.
+    """Reads shards of a model's weights from a directory. A value head that the directory lacks is filled with zeros.
 
     Args:
         directory: Hugging Face directory.
-        shards: name in the model and box of each weight; the tensors of the boxes are overwritten.
+        shards: name in the model and `WeightShard` of each weight, whose tensor is overwritten.
 
     Raises:
         ValueError: the directory lacks a weight, or has it in a different shape.
@@ -88,14 +89,14 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> No
 def read_first_values(
     load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills boxes of a model's parameters with the values of a newly loaded model. They are read from the files,
+    """Fills shards of a model's parameters with the values of a newly loaded model. They are read from the files,
     except those of parameters that `load_on_meta` returns with values, such as a new head.
 
     Args:
         load: loads the model.
         directory: Hugging Face directory.
         dtype: type of the weights.
-        shards: name in the model and box of each parameter; the tensors of the boxes are overwritten.
+        shards: name in the model and `WeightShard` of each parameter, whose tensor is overwritten.
 
     Raises:
         FileNotFoundError, ValueError: raised by `load` or `read_parts`.
@@ -118,6 +119,7 @@ def repeated_names(model: nn.Module) -> set[str]:
 
 
 def _like(on_meta: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor like `on_meta` on `device`, without values; a parameter if `on_meta` is one."""
     empty = torch.empty_like(on_meta, device=device)
     if isinstance(on_meta, nn.Parameter):
         return nn.Parameter(empty, requires_grad=on_meta.requires_grad)

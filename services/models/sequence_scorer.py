@@ -60,10 +60,11 @@ class SequenceScorer:
         nn.Module.to(self.model, device)
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies weights, so that `load_weights` can later replace the model's without failing; returns the copies.
+        """Copies weights, so that `load_weights` can later replace the model's without failing; returns the copies by
+        name, in the dtype and on the device of the model, which is not changed.
 
         Args:
-            weights: name in the checkpoint and whole tensor of each weight.
+            weights: name in `model.state_dict()` and whole tensor of each weight; weights that are missing stay.
 
         Raises:
             RuntimeError: memory ran out.
@@ -74,7 +75,7 @@ class SequenceScorer:
 
     @torch.no_grad()
     def load_weights(self, staged: Mapping[str, Tensor]) -> None:
-        """Replaces the weights by those that `stage_weights` copied."""
+        """Replaces the model's weights by those that `stage_weights` returned; others stay as they are."""
         own = self.model.state_dict()
         for name, tensor in staged.items():
             own[name].copy_(tensor)
@@ -91,7 +92,7 @@ class SequenceScorer:
                 the computation.
 
         Raises:
-            ValueError: a row is longer than the token budget.
+            ValueError: a row is longer than the token budget. Callers check the model's positions (`max_tokens`).
         """
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         scores = torch.empty(len(rows), dtype=torch.float32, device=self.model.device)

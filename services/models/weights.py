@@ -29,8 +29,7 @@ class WeightsReader:
     in the model.
 
     A value model can be read from the directory of a value model or of a causal language model; in the latter case
-    its
-    value head is zero.
+    its value head is zero.
 
     Raises:
         ValueError: On entry: there are no safetensors files, or they are damaged.
@@ -54,13 +53,14 @@ class WeightsReader:
         self._open_files.close()
 
     def holds(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Returns whether the directory has a tensor of this name and shape."""
+        """Returns whether the directory has a tensor of this name (in the model) and shape."""
         stored = self._stored(name)
         return stored is not None and tuple(stored.get_shape()) == shape
 
     @torch.no_grad()
     def fill(self, name: str, shard: WeightShard) -> None:
-        """Reads a box of a tensor into `shard.tensor`, converted to the type of that.
+        """Reads a box of a tensor into `shard.tensor`, converted to the type of that. A value head that the directory
+        lacks is filled with zeros.
 
         Args:
             name: Name of the tensor in the model.
@@ -82,9 +82,11 @@ class WeightsReader:
         shard.tensor.copy_(stored[shard.box])
 
     def _stored(self, name: str) -> Any:
+        """Returns the safetensors slice of a tensor, given its name in the model; None if the files lack it."""
         return next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
 
     def _found(self) -> Iterator[tuple[str, Any]]:
+        """Opens all weight files; yields the name in the file and the safetensors slice of each tensor."""
         index = self._directory / INDEX_FILE
         files = {WHOLE_FILE}
         if index.is_file():
@@ -123,7 +125,7 @@ class WeightsWriter:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor, and writes its file if all tensors of the file have been added.
+        """Copies a tensor to host memory, and writes its file if all tensors of the file have been added.
 
         Raises:
             OSError: The file could not be written.
@@ -152,8 +154,7 @@ class WeightsWriter:
 
 def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
     """Writes whole tensors as the safetensors files of a Hugging Face directory; returns one sha256 (hex) over all,
-    as
-    `services.models.export.tensors_sha256`.
+    as `services.models.export.tensors_sha256`.
 
     Args:
         directory: Existing directory.
@@ -199,7 +200,8 @@ def _file_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, str]:
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """Returns the names that a tensor of the model may have in a file."""
+    """Returns the names that a tensor of the model may have in a file: that of the backbone of a value model alone
+    also that in a causal language model."""
     if not name.startswith(_BACKBONE):
         return (name,)
     path = name.removeprefix(_BACKBONE)
@@ -207,4 +209,5 @@ def _stored_names(name: str) -> tuple[str, ...]:
 
 
 def _file_key(name: str) -> str:
+    """Returns the name in a file of a tensor, given its name in the model."""
     return name.removeprefix(_BACKBONE).removeprefix(_VALUE_HEAD)

@@ -69,7 +69,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """Generated responses in the order of the prompts. Tensors are on the engine's device.
+    """Generated responses in the order of the prompts. Tensors are on the engine's device, those of vLLM on the CPU.
 
     Args:
         responses: all token ids that were sampled, int64. A response with finish reason "stop" ends with its
@@ -123,11 +123,12 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights.
+        """Replaces all weights that this rank generates with.
 
         Args:
-            weights: name in the checkpoint and tensor of each weight, in the form of `TrainEngine.rollout_weights`.
-                The iterable may be collective, so engines of several ranks run it to its end even if they fail.
+            weights: name in the checkpoint and tensor of each weight, from `TrainEngine.rollout_weights`: whole, or
+                this rank's generation shard. The iterable may be collective, so it is run to its end; engines of
+                several ranks should do so even if loading fails.
 
         Raises:
             ValueError: a name is not one of the model's, or a weight of the model is missing.
@@ -181,7 +182,8 @@ class RolloutEngine(ABC):
         """Raises ValueError if the engine does not support one of the options. Default: supports all."""
 
     def check_awake(self) -> None:
-        """Raises EngineOffloaded if the engine is asleep, and so can neither generate nor load weights."""
+        """Raises EngineOffloaded if the engine is asleep, and so can neither generate nor load weights. `generate`
+        calls it; callers of `load_weights` must."""
         if self._is_asleep:
             raise EngineOffloaded("the rollout engine is asleep; wake it first")
 
@@ -202,7 +204,8 @@ class RolloutEngine(ABC):
         on any of them. Its calls are collective over these ranks."""
 
     def sleep(self) -> int:
-        """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already."""
+        """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already or has
+        none to free, as on a CPU. It is asleep afterwards in each case."""
         if self._is_asleep:
             return 0
         freed = self._free_memory()
@@ -242,10 +245,10 @@ class Meter:
         self._tokens = 0
 
     def advance(self, rows: int, tokens: int) -> None:
-        """Adds numbers of finished rows and of new tokens, and reports the progress.
+        """Adds `rows` finished rows and `tokens` new tokens to the counts, and calls `progress` with the sums.
 
         Raises:
-            GenerationStopped: `should_stop` returned True.
+            GenerationStopped: `should_stop` returned True; `progress` is not called.
         """
         self._rows += rows
         self._tokens += tokens

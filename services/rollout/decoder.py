@@ -48,15 +48,17 @@ class Decoder(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights; see `RolloutEngine.load_weights`."""
+        """Replaces all weights of the model on this rank; see `RolloutEngine.load_weights`."""
 
     @abstractmethod
     def sleep(self) -> int:
-        """Frees device memory until `wake`; returns the bytes freed. See `RolloutEngine.sleep`."""
+        """Frees the device memory of the weights until `wake`, on a decoder that is awake; returns the bytes freed, 0
+        if there are none to free, as on a CPU."""
 
     @abstractmethod
     def wake(self) -> int:
-        """Allocates the memory that `sleep` freed; returns the bytes allocated. See `RolloutEngine.wake`."""
+        """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if `load_weights` brings the memory
+        or `sleep` freed none. The weights are as before if `keeps_weights`."""
 
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
@@ -66,8 +68,7 @@ class Decoder(ABC):
 
     def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function that returns True on all ranks of the model if `should_stop` returns True on any of
-        them.
-        Default: `should_stop` itself, for a model on one rank."""
+        them. Default: `should_stop` itself, for a model on one rank."""
         return should_stop
 
 
@@ -101,6 +102,7 @@ class WholeDecoder(Decoder):
         check_names(names, own.keys())
 
     def sleep(self) -> int:
+        """Moves the weights to host memory until `wake`; returns the bytes moved, 0 if they are on a CPU."""
         return 0 if self.device.type == "cpu" else self._leave_device()
 
     def wake(self) -> int:

@@ -66,6 +66,8 @@ class HFRollout(RolloutEngine):
     def create(
         cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
     ) -> Self:
+        """Builds the engine on a `ShardedDecoder` if the training engine has a transition, otherwise on a whole model
+        from `table.model`. Collective in the former case."""
         dtype = compute_dtype(table)
         if isinstance(engine, ThreeDParallelEngine) and engine.transition is not None:
             decoder = ShardedDecoder(table.model, mesh, engine.transition, dtype=dtype, device=device)
@@ -103,8 +105,8 @@ class HFRollout(RolloutEngine):
         row_seeds: np.ndarray,
         meter: Meter,
     ) -> _Responses:
-        """Generates the responses of R rows in one batch. Finished rows are removed from the batch from time to time,
-        so it holds B <= R rows: all unfinished ones and a few finished ones."""
+        """Generates the responses of R rows in one batch; see `generate` for the arguments. Finished rows are removed
+        from the batch from time to time, so it holds B <= R rows: all unfinished ones and a few finished ones."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
         uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
         eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
@@ -162,7 +164,8 @@ class HFRollout(RolloutEngine):
         return context, logits_UV[selected]
 
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
-        """Appends `ids_BT` to the context; returns the logits [B, V] of the next token."""
+        """Runs the model on `ids_BT` and appends their keys and values to the context, in place; returns the logits
+        of `Decoder.forward`."""
         return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
 
 
@@ -179,7 +182,7 @@ class _Context:
     num_pads_B: Tensor | None
 
     def select(self, rows: Tensor) -> None:
-        """Replaces the rows of the context by those of the given indices, of which some may be equal."""
+        """Replaces the rows of the context, in place, by copies of those of the given indices [B], which may repeat."""
         self.cache.batch_select_indices(rows)
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
@@ -212,7 +215,7 @@ class _Responses:
 
 
 def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> Generation:
-    """Joins the responses of several batches, in the order of the prompts.
+    """Joins the responses of several batches, without their padding, to one generation in the order of the prompts.
 
     Args:
         parts: row numbers of each batch.

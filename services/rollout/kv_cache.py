@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
-    """Gives an empty cache memory for `num_positions` tokens per row, and returns it. New tokens are then written in
-    place, while transformers' own layers copy all earlier tokens at each step.
+    """Replaces layers of an empty cache, in place, by `ReservedLayer`s for `num_positions` tokens per row; returns the
+    cache. New tokens are then written in place, while transformers' own layers copy all earlier tokens at each step.
 
     Layers that do not keep all tokens, such as those with a sliding window, are left as they are.
     """
@@ -24,8 +24,8 @@ def reserve(cache: DynamicCache, num_positions: int) -> DynamicCache:
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values of one layer, each [B, heads, n, head_dim] for the n tokens so far, as views of memory that is
-    allocated for all tokens at the first update.
+    """Layer of a KV cache: its keys and values, each [B, heads, n, head_dim] for the n tokens so far, are views of
+    memory that is allocated for `num_positions` tokens at the first update.
 
     Args:
         num_positions: tokens per row that the memory has room for.
@@ -68,9 +68,11 @@ class ReservedLayer(DynamicLayer):
         return memory
 
     def _memory_like(self, states: Tensor, num_rows: int) -> Tensor:
+        """Returns new memory for `num_rows` rows and all positions, without values, of the type of `states`."""
         _, num_heads, _, head_dim = states.shape
         return states.new_empty((num_rows, num_heads, self._num_positions, head_dim))
 
     def _hold(self, all_keys: Tensor, all_values: Tensor, num_read: int) -> None:
+        """Sets the layer's memory, of which `keys` and `values` become views of the first `num_read` positions."""
         self._all_keys, self._all_values = all_keys, all_values
         self.keys, self.values = all_keys[:, :, :num_read], all_values[:, :, :num_read]

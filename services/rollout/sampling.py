@@ -102,6 +102,7 @@ def choose(logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor) -> 
 
 
 def _keep(log_probs_BV: Tensor, kept_BV: Tensor) -> Tensor:
+    """Returns the log-probabilities with -inf where `kept_BV` is False, normalized again."""
     return log_probs_BV.masked_fill(~kept_BV, -torch.inf).log_softmax(dim=-1)
 
 

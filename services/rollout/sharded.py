@@ -84,6 +84,8 @@ class ShardedDecoder(Decoder):
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Chooses tokens, as `Decoder.choose`, on the last pipeline stage, which sends them to the others. Collective
+        over the pipeline; `logits_BV` is read on the last stage alone."""
         groups = self._groups
         if groups.mesh.pipeline == 1:
             return super().choose(logits_BV, sampling, uniforms_B)
@@ -107,8 +109,8 @@ class ShardedDecoder(Decoder):
         return agreed
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces this rank's shards of the weights. Tensors are not copied: each becomes the memory of its
-        parameter."""
+        """Replaces this rank's generation shards. Tensors are not copied: each becomes the memory of its parameter.
+        Raises ValueError if a name is not a parameter of this rank, or one is missing."""
         if not self.keeps_weights:
             self._drop_weights()
         came = set()
@@ -119,8 +121,8 @@ class ShardedDecoder(Decoder):
         check_names(came, self._stage.parameters.keys())
 
     def sleep(self) -> int:
-        """Frees the gathered weights and returns their bytes; does nothing if the weights are views of permanent
-        buffers, which belong to the training engine."""
+        """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of
+        permanent buffers, which belong to the training engine."""
         if self.keeps_weights:
             return 0
         held = self._held_bytes()
@@ -139,5 +141,6 @@ class ShardedDecoder(Decoder):
             parameter.data = memory(name)
 
     def _held_bytes(self) -> int:
+        """Returns the bytes of the storages of this rank's weights, shared ones counted once."""
         storages = [parameter.untyped_storage() for parameter in self._stage.parameters.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

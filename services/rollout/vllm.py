@@ -128,7 +128,7 @@ class VLLMRollout(RolloutEngine):
 
     def _run(self, num_rows: int, watch: StopMatcher | None, meter: Meter) -> list[Any]:
         """Steps vLLM until every row is complete; returns its completions (`CompletionOutput`) in the order of the
-        rows. Aborts the remaining requests if this fails."""
+        rows. The requests, named by row number, must have been added; those that remain are aborted if this fails."""
         completions: dict[int, Any] = {}
         try:
             while len(completions) < num_rows:
@@ -177,7 +177,7 @@ class VLLMRollout(RolloutEngine):
 
     def _changed(self, change: Callable[[], object]) -> int:
         """Calls `change`; returns the bytes of device memory that it freed or allocated. On a CPU, where vLLM cannot
-        sleep, does nothing and returns 0."""
+        sleep, does not call it and returns 0."""
         if not self._on_gpu:
             return 0
         free, _ = torch.cuda.mem_get_info()
@@ -186,6 +186,7 @@ class VLLMRollout(RolloutEngine):
 
 
 def _zero_kv_cache(worker: Any) -> None:
+    """Fills the KV cache of a vLLM worker with zeros; run by vLLM's `collective_rpc`."""
     for cache in worker.model_runner.kv_caches:
         cache.zero_()
 

@@ -1,8 +1,7 @@
 """Starts vLLM's engine in this process, as one of the ranks of torch.distributed.
 
 No other module imports vLLM, since this one first sets the environment variables that its import reads. vLLM starts
-no
-processes: each rank builds its own engine (vLLM's "external launcher" mode).
+no processes: each rank builds its own engine (vLLM's "external launcher" mode).
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from settings.engines import VLLM_TEMPERATURES
 
 
 def check_temperature(sampling: SamplingOptions) -> None:
-    """Raises ValueError if the temperature is one that vLLM would silently replace by a different one."""
+    """Raises ValueError if `sampling` is not greedy and its temperature is outside `VLLM_TEMPERATURES`, where vLLM
+    would silently use a different one."""
     lowest, highest = VLLM_TEMPERATURES
     if not (sampling.greedy or lowest <= sampling.temperature <= highest):
         raise ValueError(
@@ -24,7 +25,8 @@ def check_temperature(sampling: SamplingOptions) -> None:
 
 
 def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """Returns vLLM's sampling parameters for one row with the given seed."""
+    """Returns vLLM's sampling parameters for one row with the given seed. Stop strings are not passed on: if
+    there are any, vLLM is to return each row's tokens so far at every step, for the caller to match."""
     greedy: dict[str, Any] = {"temperature": 0.0}
     drawn: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -47,7 +49,7 @@ def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
 
 
 def generation_of(completions: Sequence[Any]) -> Generation:
-    """Converts vLLM's completions, one per row, to a generation in the same order.
+    """Converts vLLM's completions, one per row, to a generation in the same order, with tensors on the CPU.
 
     Raises:
         FloatingPointError: a log-probability is not finite.

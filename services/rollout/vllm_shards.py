@@ -34,12 +34,13 @@ class _Module:
 
     @property
     def names(self) -> set[str]:
+        """Names of all weights of the checkpoint that the module's parameters consist of."""
         return {name for names in self.sources.values() for name in names}
 
 
 @torch.no_grad()
 def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[tuple[str, Tensor]]) -> None:
-    """Replaces all weights of this rank's vLLM model.
+    """Replaces all weights of this rank's vLLM model by its generation shards, which are copied.
 
     Args:
         model: vLLM's model.
@@ -88,7 +89,8 @@ def _sources(path: str, module: nn.Module, layouts: Mapping[str, Layout]) -> dic
 
 
 def _fill(module: _Module, parts: Mapping[str, Tensor]) -> None:
-    """Sets a module's parameters to the concatenation of their shards, and lets vLLM repack them."""
+    """Sets a module's parameters to the concatenation of their shards, given by the checkpoint's names, and lets vLLM
+    repack them."""
     for kind, names in module.sources.items():
         fused = torch.cat([parts[name] for name in names])
         parameter = getattr(module.module, kind)

@@ -112,7 +112,8 @@ class FSDPEngine(DataParallelEngine):
         )
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
-        """Reads the values of this rank's tensors that have none yet, given as boxes by name, from the directory."""
+        """Reads the values of this rank's tensors that have none yet, given as `WeightShard`s by name, from the model
+        directory, which is None only if there are none."""
         if empty:
             assert directory is not None, "the weights of a model on the meta device are in files"
             read_parts(directory, empty.items())
@@ -165,6 +166,7 @@ class _ModelAndHead(nn.Module):
         return head(self._raw(micro_batch), micro_batch)
 
     def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
+        """Runs the model on a micro-batch; returns the raw output that heads take."""
         model: Any = self.model
         inputs = {"input_ids": micro_batch.input_ids_BT, "use_cache": False, **micro_batch.arguments()}
         layer = output_layer(model)
@@ -186,8 +188,8 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """Returns the output layer of a model whose logits are a plain product of hidden states and weight; None for
-    other models, and for value models."""
+    """Returns the output layer of a model of one of the `FAMILIES` whose logits are a plain product of hidden states
+    and weight; None for any other model, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None
     layer = model.get_output_embeddings()
@@ -197,6 +199,7 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
+    """Returns the transformer blocks of a model, from the first to the last."""
     transformer = transformer_of(model)
     names = block_class_names(transformer)
     return [module for module in transformer.modules() if type(module).__name__ in names]

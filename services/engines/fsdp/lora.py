@@ -137,9 +137,12 @@ class LoRAEngine(FSDPEngine):
                 layer.enable_adapters(True)
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
+        """Writes a checkpoint as `TrainEngine.save`, with adapters and moments alone, and alpha as a further scalar."""
         super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
 
     def load(self, directory: Path) -> Scalars:
+        """Loads a checkpoint as `TrainEngine.load`. Also raises ValueError if it has no adapters, or their alpha is
+        another."""
         with all_or_none(f"reading {directory}", self.device):
             alpha = read_manifest(readable_path(directory))[1].get(ALPHA)
             if alpha != self._adapters.alpha:
@@ -177,11 +180,13 @@ class LoRAEngine(FSDPEngine):
             yield name, cast(weight, dtype) if layer is None else _merged(weight, layer, dtype)
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns the shards of adapters and moments, without the frozen weights."""
+        """Returns this rank's shards of adapters and moments, by name as in `ShardedEngine`, without those of frozen
+        weights."""
         frozen = {f"weight.{name}" for name in self._kept.keys() - set(self._trained_names)}
         return {name: x for name, x in super()._state().items() if name not in frozen}
 
     def _resident(self) -> list[Tensor]:
+        """Returns the tensors that `offload` moves, which include the shards of frozen weights."""
         return [*super()._resident(), *(x.detach() for x in self._kept.values())]
 
     def _gather_companions(self) -> Callable[[Path], None]:
@@ -195,8 +200,8 @@ class LoRAEngine(FSDPEngine):
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, Linear]:
-    """Adds adapters to a model, without values yet, and freezes its weights; returns the layers that have an adapter,
-    by name.
+    """Adds adapters to a model in place, on the meta device, freezes the model's own weights, and puts it into eval
+    mode; returns the layers that have an adapter, by name.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -221,7 +226,8 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
 
 @torch.no_grad()
 def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the initial values of each adapter's tensors; the same numbers as peft draws."""
+    """Yields the name and the initial values, on the CPU, of both tensors of each adapter; the same numbers as peft
+    draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         for name, layer in layers.items():
@@ -242,6 +248,7 @@ def _tied_names(model: nn.Module) -> set[str]:
 
 
 def _config(options: AdapterOptions) -> LoraConfig:
+    """Converts options of adapters to peft's configuration."""
     targets = options.target_modules
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,

@@ -29,7 +29,8 @@ class Bundle:
     stages: tuple[int, ...]
 
     def buffer_shape(self, num_parts: int) -> tuple[int, ...]:
-        """Returns the shape of a buffer for `num_parts` tensor-parallel parts of each tensor in the bundle."""
+        """Returns the shape [tensors of the bundle, rows, ...] of a buffer for `num_parts` tensor-parallel shards of
+        each tensor; of a tensor that is not cut, for the whole tensor once."""
         rows, *rest = self.layout.kept_shape
         return (len(self.names), rows * (num_parts if self.layout.is_cut else 1), *rest)
 

@@ -290,13 +290,16 @@ class ThreeDParallelEngine(ShardedEngine):
 
 
 def _transition(table: ModelTable) -> Kind | None:
-    """Returns how generation weights are gathered; None where nothing is generated, or with whole weights."""
+    """Returns the key `transition` of an actor's table if its rollout engine takes generation shards; None for a
+    rollout engine that takes whole weights, and for every other service."""
     if isinstance(table, ActorTable) and table.rollout_spec.takes_shards:
         return table.transition
     return None
 
 
 def _generates_in_place(table: ModelTable) -> bool:
+    """Returns whether the rollout engine of a table generates with memory of which training weights are views. False
+    if the table is not an actor's."""
     return (
         isinstance(table, ActorTable)
         and table.rollout_spec.in_training_memory

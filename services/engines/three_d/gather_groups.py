@@ -32,7 +32,7 @@ class GatherGroup:
     ranks: tuple[int, ...]
 
     def member(self, stage: int, part: int, copy: int) -> int:
-        """Returns the rank within the group of a member.
+        """Returns the index in `ranks` of a member.
 
         Args:
             stage: Pipeline stage of the member in training.
@@ -48,7 +48,8 @@ class GatherGroup:
 
 
 def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
-    """Returns all gather groups of a kind of transition; each rank of the mesh is in exactly one."""
+    """Returns all gather groups of a mesh; each of its ranks is in exactly one. For "hybridflow" each micro-DP group
+    is one, for "hybridflow_v" the ranks of each data index, and for "gather_all" all ranks are one."""
     stages, parts = mesh.pipeline_ratio, mesh.tensor_ratio
     if kind == "hybridflow":
         return [
@@ -66,14 +67,15 @@ def gather_groups(mesh: Mesh, kind: Kind) -> list[GatherGroup]:
 
 
 def _model_group(mesh: Mesh, stages: range, parts: range, copies: range) -> GatherGroup:
+    """Returns the group of the ranks with these stages, tensor and data indices on the training mesh."""
     ranks = tuple(mesh.rank(p, t, d) for p in stages for t in parts for d in copies)
     return GatherGroup(stages, parts, len(copies), ranks)
 
 
 def gather_groups_of_tied(mesh: Mesh, groups: Sequence[GatherGroup]) -> list[GatherGroup]:
-    """Returns the gather groups for a tied tensor, which the first and the last stage have. A group of `groups` that
-    contains both stages is split in two, of which one is the last stage, so that this does not receive what it
-    has."""
+    """Returns the gather groups for a tied tensor, which the first and the last stage have. A group of `groups` with
+    both stages is split in two, the ranks of the last stage and the others, so that the former do not receive a
+    tensor that they have. With one stage, or no such group, returns groups equal to `groups`."""
     ends, found = {0, mesh.pipeline - 1}, []
     for group in groups:
         if mesh.pipeline > 1 and ends <= set(group.stages):

@@ -126,5 +126,6 @@ class _StageBetweenWires(nn.Module):
 
 
 def _unpacked(wire_NH: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Returns the hidden states [B, T, H] of a micro-batch, a view of `wire_NH` without its padding."""
     shape_BT = micro_batch.input_ids_BT.shape
     return wire_NH[: shape_BT.numel()].unflatten(0, shape_BT)

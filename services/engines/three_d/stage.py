@@ -134,7 +134,8 @@ class ModelStage:
 
     @torch.no_grad()
     def load(self, shards: Mapping[str, WeightShard]) -> None:
-        """Reads boxes of weights, given by name, from the model directory.
+        """Overwrites the tensors of `shards`, given by name, with values from the model directory. A value head that
+        the directory lacks is filled with zeros.
 
         Raises:
             ValueError: The directory lacks some weights, or has them in different shapes.
@@ -161,13 +162,13 @@ class ModelStage:
         return DynamicCache(config=self._backbone.config)
 
     def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        """Runs this stage's layers on further tokens and appends these to the KV cache; returns hidden states [B, T,
-        H].
+        """Runs this stage's layers on T further tokens of each row and appends their keys and values to the KV cache;
+        returns hidden states [B, T, H].
 
         Args:
             cache: KV cache of this stage's layers, which is changed.
             incoming: Token ids [B, T] on the first stage, hidden states of the previous stage on others.
-            padding: Attention mask and position ids of padded rows.
+            padding: Keyword arguments `attention_mask` and `position_ids` if rows are padded, otherwise empty.
         """
         hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
         output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
@@ -180,12 +181,13 @@ class ModelStage:
         return self._head.logits(hidden_BTH[:, -1])
 
     def shard(self, name: str, kept: Tensor, first_row: int = 0) -> WeightShard:
-        """Returns this rank's part of a tensor as a box of the checkpoint's tensor; see `Layout.shard`.
+        """Returns a `WeightShard` of `kept`, with its offset in the checkpoint's tensor, without padding and in the
+        orientation of the checkpoint; its tensor is a view of `kept`.
 
         Args:
-            name: Name of the weight whose layout the tensor has.
-            kept: This rank's part, or some rows of it.
-            first_row: Row of the part with which `kept` begins.
+            name: Name of the weight whose layout `kept` has.
+            kept: This rank's tensor-parallel shard of the weight, or consecutive rows of it.
+            first_row: Row of that shard with which `kept` begins.
         """
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
@@ -200,12 +202,13 @@ class ModelStage:
             self._generation_config.save_pretrained(directory)
 
     def is_replica(self, name: str) -> bool:
-        """Returns whether this rank's copy of a weight is a replica of that on a different rank with the same data
-        index, which counts as the primary one."""
+        """Returns whether this rank's shard of a weight is a replica, to be counted on a different rank with the same
+        data index. On the weight's own stage, True only for a weight that is not cut, on all tensor ranks but one."""
         layout, groups = self.layouts[name], self._groups
         return layout.stage != groups.stage or (not layout.is_cut and groups.tensor_index > 0)
 
     def _keep_own_layers(self, backbone: Any, prefix: str) -> None:
+        """Reduces `backbone`, in place, to this stage's layers, cuts these, and adds their weights to `parameters`."""
         num_layers = len(backbone.layers) // self._groups.mesh.pipeline
         first = self._groups.stage * num_layers
         backbone.layers = backbone.layers[first : first + num_layers]
@@ -222,7 +225,8 @@ class ModelStage:
         backbone.rotary_emb = type(backbone.rotary_emb)(config=self.config).to(self.device)
 
     def _cut(self, layer: nn.Module, backbone: Any) -> None:
-        """Replaces each linear layer that the model's tensor-parallel plan cuts by its parallel form."""
+        """Replaces each linear layer in `layer` that the model's tensor-parallel plan cuts by its parallel form, and
+        passes the input of column-parallel ones through `fan_out`."""
         group, fanned_out = self._groups.tensor, set()
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
@@ -267,6 +271,7 @@ class ModelStage:
         return embedding, head
 
     def _keep_head(self, whole: Any, with_value_head: bool) -> nn.Module:
+        """Returns the value head, or this rank's shard of the output layer, and adds its weights to `parameters`."""
         if with_value_head:
             self._keep(whole.value_head, "value_head.")
             return whole.value_head
@@ -304,6 +309,7 @@ class _StageModule(nn.Module):
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
+    """Reads the generation configuration of a model directory; None if it has none."""
     if not (directory / GENERATION_CONFIG_NAME).is_file():
         return None
     return GenerationConfig.from_pretrained(directory, local_files_only=True)

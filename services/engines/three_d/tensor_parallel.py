@@ -135,10 +135,13 @@ class VocabularyParallelHead(nn.Module):
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    """Returns a parameter on the meta device of the given shape and the type of `like`."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
 class _SumForward(torch.autograd.Function):
+    """Autograd function of `sum_over`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         total = x.contiguous().clone()
@@ -151,6 +154,8 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
+    """Autograd function of `fan_out`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

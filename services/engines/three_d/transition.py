@@ -106,8 +106,8 @@ class Transition:
         self.received = ReceivedBytes()
 
     def training_memory(self) -> Memory:
-        """Returns a function that maps the name of a training weight to its memory, a view of a gather buffer. Only
-        with `in_place`."""
+        """Returns a function that maps the name of a training weight to the memory of this rank's training shard, a
+        view of a permanent buffer. Only with `in_place`."""
         buffers = self._buffers
         assert buffers is not None, "only with in_place are training weights views of the buffers"
 
@@ -118,8 +118,9 @@ class Transition:
         return memory
 
     def generation_memory(self) -> Memory:
-        """Returns a function that maps the name of a generation weight to its memory: a view of a gather buffer, or,
-        without `in_place`, a placeholder of the weight's shape that takes no memory."""
+        """Returns a function that maps the name of a generation weight to the memory of this rank's generation shard:
+        a view of a permanent buffer, or, without `in_place`, a placeholder of the shard's shape that takes no
+        memory and must not be written."""
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]
@@ -136,15 +137,15 @@ class Transition:
 
     @torch.no_grad()
     def gather(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All-gathers this rank's generation weights, one layer of each stage at a time. The iterator is collective:
+        """All-gathers this rank's generation shards, one layer of each stage at a time. The iterator is collective:
         run it to its end on every rank.
 
         Args:
-            weights: This rank's training weights, by name.
+            weights: This rank's training shards, by name; not read with `in_place`, since the buffers contain them.
 
         Yields:
-            Name and tensor of each weight: a view of a permanent buffer, or, without `in_place`, of a new one, which
-            is freed with the tensor.
+            Name and generation shard of each weight: a view of a permanent buffer, or, without `in_place`, of a new
+            one, which is freed with the tensor.
         """
         for bucket in self._buckets:
             yield from self._gather_bucket(bucket, weights)
@@ -152,6 +153,8 @@ class Transition:
     def _gather_bucket(
         self, bucket: list[Bundle], weights: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
+        """All-gathers one bucket: starts the collectives of all of its bundles, waits for them, and yields as `gather`.
+        Collective."""
         buffers = [
             self._buffers[bundle] if self._buffers is not None else self._empty(bundle) for bundle in bucket
         ]
@@ -172,9 +175,11 @@ class Transition:
         return stage // self._mesh.pipeline_ratio == self._generation_stage
 
     def _joined_for(self, layout: Layout) -> JoinedGroup:
+        """Returns this rank's gather group for a tensor of the given layout."""
         return self._joined_for_tied if layout.tied else self._joined
 
     def _empty(self, bundle: Bundle) -> Tensor:
+        """Returns a new gather buffer for a bundle, without values."""
         shape = bundle.buffer_shape(len(self._joined.ranks.parts))
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
@@ -194,7 +199,8 @@ class Transition:
         return buffer[number].narrow(0, first * rows, self._mesh.tensor_ratio * rows)
 
     def _start(self, bundle: Bundle, buffer: Tensor, weights: Mapping[str, Tensor]) -> list[dist.Work]:
-        """Starts the collectives that fill a bundle's buffer; returns their works, to wait for."""
+        """Starts the collectives that fill a bundle's buffer, and counts the bytes they bring; returns their works,
+        to wait for, or an empty list if this rank has all of it already."""
         if self._buffers is None and self._stage in bundle.stages:
             number = bundle.stages.index(self._stage)
             self._trained(bundle, buffer, number).copy_(weights[bundle.names[number]])
@@ -226,6 +232,7 @@ class Transition:
         return shares
 
     def _count(self, bundle: Bundle, nbytes: int) -> None:
+        """Adds the bytes that this rank receives in gathering a bundle to `received`."""
         if bundle.layout.is_cut:
             self.received.cut += nbytes
         else:
@@ -238,5 +245,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _begun(work: dist.Work | None) -> list[dist.Work]:
+    """Returns the work of an asynchronous collective as a list."""
     assert work is not None, "asynchronous collectives return their work"
     return [work]

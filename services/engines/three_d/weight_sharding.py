@@ -37,37 +37,41 @@ class WeightSharding(ABC):
 
     @abstractmethod
     def first_row(self, name: str) -> int:
-        """Returns the first row that this rank keeps of the stage's part of a weight."""
+        """Returns the row of this rank's tensor-parallel shard of a weight with which `kept[name]` begins; 0 if that
+        is the whole shard, the number of its rows if this rank keeps none."""
 
     @abstractmethod
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns a mapping from name to the stage's part of each tensor, gathered over data ranks. Each access to an
-        element is collective.
+        """Returns a mapping from name to this rank's whole tensor-parallel shard of each tensor: `kept` itself if data
+        ranks replicate it, otherwise gathered over data ranks at each access to an element, which is collective.
 
         Args:
             kept: Tensors with the layout of `self.kept`, by name.
-            dtype: Type of the parts if they are gathered; not finer than that of `kept`.
+            dtype: Type of the shards if they are gathered; not finer than that of `kept`.
         """
 
     @abstractmethod
     def padded_count(self, count: int) -> int:
-        """Returns how many micro-batches this rank must run, dummies included, if it has `count`. Collective."""
+        """Returns how many micro-batches this rank must run, dummies included, if it has `count`: the largest `count`
+        of all data ranks if weights are gathered for each micro-batch, otherwise `count`. Collective."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """Returns a context manager around forward and backward passes."""
+        """Returns a context manager for a block of forward and backward passes. Its end frees weights that were
+        gathered over data ranks."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
-        """Stores the gradients, summed over data ranks, in `.grad` of the tensors in `kept`. Collective."""
+        """Stores the gradients, summed over data ranks, in `.grad` of the tensors in `kept`; zeros for a tensor
+        without gradient. Collective."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drops the gradients of the stage's parameters."""
+        """Sets `.grad` of the stage's parameters to None where these are other tensors than those in `kept`."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Updates `weights` after the tensors in `kept` have changed."""
+        """Copies the tensors in `kept`, after they have changed, to those in `weights` that are other tensors."""
 
 
 class Replicated(WeightSharding):
@@ -117,7 +121,7 @@ class Replicated(WeightSharding):
             add_up([x.grad for x in self.kept.values() if x.grad is not None], self._group)
 
     def drop_gradients(self) -> None:
-        """Parameters have no gradients besides those of `kept`."""
+        """Does nothing: parameters have no gradients besides those of `kept`."""
 
     @torch.no_grad()
     def weights_changed(self) -> None:
@@ -199,13 +203,15 @@ class FullySharded(WeightSharding):
             parameter.grad = None
 
     def weights_changed(self) -> None:
-        """The weights are `kept` itself."""
+        """Does nothing: `weights` is `kept` itself."""
 
     def _rows_each(self, name: str) -> int:
-        """Returns the rows of a weight's part per data rank; the last ranks may have fewer, or none."""
+        """Returns the rows of a tensor-parallel shard that a data rank keeps; the last ranks may have fewer, or
+        none."""
         return -(-self._layouts[name].kept_shape[0] // self._group.size())
 
     def _gather(self, dtype: torch.dtype, name: str, local: Tensor) -> Tensor:
+        """Gathers a tensor-parallel shard in type `dtype` from the rows `local` of each data rank. Collective."""
         num_rows, *rest = self._layouts[name].kept_shape
         own = torch.zeros((self._rows_each(name), *rest), dtype=dtype, device=self._device)
         own[: len(local)] = local
@@ -215,7 +221,7 @@ class FullySharded(WeightSharding):
 
 
 class _Gathered(Mapping[str, Tensor]):
-    """Mapping whose tensors are gathered at each access."""
+    """Mapping from name to whole tensor, which each access gathers anew from local tensors. Collective."""
 
     def __init__(self, local: Mapping[str, Tensor], gather: Callable[[str, Tensor], Tensor]) -> None:
         self._local, self._gather = local, gather
@@ -232,6 +238,7 @@ class _Gathered(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def _load(stage: ModelStage, sharding: WeightSharding) -> None:
+    """Reads `kept` from the stage's model directory, with zeros in the padding, and updates `weights`."""
     for x in sharding.kept.values():
         x.zero_()
     stage.load({name: stage.shard(name, x, sharding.first_row(name)) for name, x in sharding.kept.items()})

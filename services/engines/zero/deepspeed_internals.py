@@ -104,7 +104,8 @@ def release_weights(zero: Stage3Optimizer) -> None:
 
 
 def copy_partitions_to_model(zero: Stage3Optimizer) -> None:
-    """Copies the master weights of stage 3 to the partitions that the model computes with."""
+    """Copies the master weights of a stage 3 optimizer to this rank's partitions of the model's weights, from which
+    the model gathers what it computes with."""
     zero._reassign_or_swap_out_partitioned_parameters(0)
 
 
@@ -155,6 +156,7 @@ def drop_stage3_gradients(
 
 
 def _leave_backward(zero: Any) -> None:
+    """Ends the backward pass of an optimizer if an error has interrupted it."""
     while zero._backward_active_depth:
         zero.exit_backward()
     zero.clear_backward_seen_flag()

@@ -112,8 +112,8 @@ class ZeROEngine(DataParallelEngine):
         )
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
-        """Reads the values of this rank's parts of tensors that have none yet, by name, from the directory.
-        Collective."""
+        """Reads the values of those tensors of the model that have none yet, given by name, from the model directory:
+        this rank's partition, and whole tensors where the model has these on each rank. Collective."""
         has_all = self._partitions.has_all
         kept = ((self._boxes[key][0], self._shard(key, x)) for key, x in self._kept.items())
         parts = [(name, part) for name, part in kept if name in empty and self._partitions.is_cut]
@@ -131,6 +131,8 @@ class ZeROEngine(DataParallelEngine):
         read_first_values(self._load, self._directory, self._dtype, boxes_by_name)
 
     def restore(self, snapshot: Snapshot) -> None:
+        """Restores a snapshot on this rank alone; not collective. The weights that the model computes with follow in
+        the next collective method."""
         super().restore(snapshot)
         # Published later by all ranks together: a rank whose call failed alone restores alone, and must not wait.
         self._is_published = False
@@ -186,6 +188,8 @@ class ZeROEngine(DataParallelEngine):
     def _partition(
         self, model: Model, stage: int, optimizer: OptimizerOptions | None, offloads: bool
     ) -> Partitions:
+        """Returns this rank's partitions of a model at a ZeRO stage. Freezes the model if `optimizer` is None;
+        otherwise DeepSpeed's optimizer takes hold of it, in host memory if `offloads`."""
         model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
             return FrozenStage3(model, self._pass) if stage == 3 else Replicas(model)
@@ -249,5 +253,6 @@ class ZeROEngine(DataParallelEngine):
 
     @property
     def _learning(self) -> TrainedPartitions:
+        """The partitions of an engine that has an optimizer."""
         assert isinstance(self._partitions, TrainedPartitions), "the engine has an optimizer"
         return self._partitions

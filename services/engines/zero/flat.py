@@ -84,7 +84,8 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
 
 
 def _within(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
-    """Yields the boxes of an interval whose elements all have the given index in the first dimension."""
+    """Yields the boxes of the interval `first` to `last`, as `boxes`, where all of its elements have the given index
+    in the first dimension."""
     begin = index * math.prod(shape[1:])
     for offsets, sizes in boxes(shape[1:], first - begin, last - begin):
         yield (index, *offsets), (1, *sizes)

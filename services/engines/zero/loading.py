@@ -17,8 +17,9 @@ from services.models.loading import Load, Model, load_on_meta, materialize
 def load_for_stage(
     load_model: Load, directory: Path, stage: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Model, dict[str, Tensor]]:
-    """Loads the model of a Hugging Face directory without the values of its weights. At stages 1 and 2 this rank has
-    memory for all weights, at stage 3 for its parts and, while loading, for one whole weight. Collective at stage 3.
+    """Loads the model of a Hugging Face directory, without the values of its weights if they can be read part by part.
+    At stages 1 and 2 this rank has memory for all weights, at stage 3 for its partition and, while loading, for one
+    whole weight. Collective at stage 3.
 
     Args:
         load_model: loads the model from a directory.

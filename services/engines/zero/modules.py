@@ -54,9 +54,9 @@ def dummy_loss(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
 
 
 class _Scorer(nn.Module):
-    """Module that computes the output layer's scores chunk by chunk. Its output is a single tensor, so that the
-    backward
-    pass gathers the weight exactly once, whichever scores the loss uses: all ranks must gather in the same order."""
+    """Module that computes the output layer's scores chunk by chunk: log-probabilities and entropies, stacked [2, N].
+    Its output is a single tensor, so that the backward pass gathers the weight exactly once, whichever scores the
+    loss uses: all ranks must gather in the same order."""
 
     def __init__(self, weight_VH: Any, compute_dtype: torch.dtype | None) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class Partitions(ABC):
         pieces: interval of each weight's elements that this rank keeps, by name; a weight without any is absent.
         kept: these elements as flat tensors, by name.
         is_cut: whether ranks keep different elements. If not, each keeps all.
-        has_all: whether the model on each rank has all weights whole, besides the part that the rank keeps.
+        has_all: whether the model on each rank has all weights whole, besides the elements that the rank keeps.
     """
 
     model: Model
@@ -37,7 +37,8 @@ class Partitions(ABC):
     has_all = True
 
     def resident(self) -> Iterable[Tensor]:
-        """Returns the tensors that stay on the device between calls, besides those in `kept`. Default: none."""
+        """Returns the tensors that this rank holds between calls, besides those in `kept` and the optimizer state.
+        Default: none."""
         return ()
 
     def release(self) -> None:  # noqa: B027 - for stage 3 alone
@@ -130,7 +131,7 @@ def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def bucket_numel(model: Model) -> int:
-    """Returns the number of elements of the buckets that are reduced or gathered: `BUCKET_NUMEL`, or, for a smaller
-    model, the number of its elements rounded up to an even number."""
+    """Returns the number of elements for DeepSpeed's buckets of gradients and weights: `BUCKET_NUMEL`, or, for a
+    smaller model, the number of its elements rounded up to an even number."""
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return min(BUCKET_NUMEL, numel + numel % 2)
