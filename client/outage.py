@@ -50,6 +50,7 @@ class Outage:
         now: Time at which the outage began.
 
     Attributes:
+        first: The first gRPC error of the outage; None before there is one.
         ends: Time at which the rank counts as lost if it cannot be reached until then.
     """
 
@@ -59,7 +60,8 @@ class Outage:
         self._refused_since: float | None = None
 
     def note(self, error: grpc.RpcError | None, now: float) -> None:
-        """Records an attempt to reach the rank that failed with `error` at time `now`."""
+        """Records an attempt to reach the rank that failed at time `now`, with `error`, or with None where the rank
+        ended a stream without one."""
         self.first = self.first or error
         call: Any = error
         if call is None or "refused" not in (call.details() or ""):

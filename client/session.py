@@ -67,7 +67,7 @@ class StepContext:
             self.noted[name] = self.noted.get(name, 0.0) + count
 
     def made(self, call: Future[Any]) -> None:
-        """Records a call made in this step, so that `wait` waits for it."""
+        """Records a call made in this step by its future, so that `wait` waits for it; forgets it when it is done."""
         with self._lock:
             self._calls.add(call)
         call.add_done_callback(self._forget)
@@ -123,7 +123,7 @@ class Session:
         self.claimed_unix_ns = self.started_unix_ns
 
     def claim_after(self, known: Iterable[int]) -> None:
-        """Moves `claimed_unix_ns` behind all of `known`, since the clocks of hosts may differ.
+        """Makes `claimed_unix_ns` later than all of `known` if it is not, since the clocks of hosts may differ.
 
         Args:
             known: Start times of the sessions that services know, Unix time in nanoseconds.
@@ -154,8 +154,8 @@ class Session:
         return self.newest if step is None or step.has_ended else step
 
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
-        """Makes the header of the next call of a service's method in a step, without sequence number and epoch, which
-        `FanOut.address` sets."""
+        """Returns the header of the next call of a service's method in a step, with a new call id and the step's next
+        ordinal. Its sequence number and epoch are set by `FanOut.address`."""
         return common_pb2.Call(
             call_id=f"{self.name}_{next(self._call_numbers)}",
             session=self.name,

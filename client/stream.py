@@ -92,7 +92,8 @@ class CallStream:
         self._keeper = asyncio.create_task(self._keep())
 
     def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
-        """Starts a call and returns the future of its response, which raises the errors of `RankClient.call`.
+        """Starts a call and returns the future of its response. The future raises an RlhfError: that of the rank,
+        DeadlineExceeded where the rank did not respond, or ServiceLost where it counts as lost.
 
         Args:
             method: A method that the rank serves over Dispatch.
@@ -109,7 +110,8 @@ class CallStream:
         return call.answer
 
     async def close(self) -> None:
-        """Closes the stream. Calls that are under way fail with ServiceLost."""
+        """Closes the stream after its queued messages are written, at most `CLOSE_S` later. Calls without a response
+        fail with ServiceLost, or with DeadlineExceeded where they are past their deadline."""
         with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
             async with asyncio.timeout(CLOSE_S):
                 self._is_closing = True

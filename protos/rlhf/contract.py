@@ -140,8 +140,9 @@ def role_methods(role: str) -> Mapping[str, Method]:
         role: Name of the role, as `rlhf.roles.find_role` takes it.
 
     Raises:
-        PluginError: There is no such role, or its service cannot be called on a group of ranks: a method streams, does
-            not declare the option (rlhf.v1.method), or lacks a field that every call has.
+        PluginError: There is no such role, its service cannot be imported, or a method of it cannot be called on a
+            group of ranks: it streams, has the name of a method of WorkerService, does not declare the option
+            (rlhf.v1.method), or lacks the field `call` of its request or `outcome` of its response.
     """
     methods = _service_methods(find_role(role).service)
     for method in methods.values():
@@ -180,7 +181,7 @@ def group_methods(role: str) -> dict[str, Method]:
     methods of the role's service, and those of WorkerService that declare a transfer protocol.
 
     Raises:
-        PluginError: As of `role_methods`.
+        PluginError: `role_methods` raised it.
     """
     both = [*role_methods(role).values(), *SERVICES["worker"].values()]
     return {method.snake_name: method for method in both if method.spec is not None}
