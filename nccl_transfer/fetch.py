@@ -63,8 +63,9 @@ class Fetcher:
         *,
         writable: bool = False,
     ) -> FetchedRows:
-        """Reads the rows of a batch. A column whose rows are contiguous in one shard on this host is not copied;
-        columns that refer to the same bytes may share memory.
+        """Reads the rows of a batch; blocks until all are read. A column whose rows are contiguous in one shard on this
+        host is not copied; columns that refer to the same bytes may share memory. Where the fetch fails, ranks that
+        wait for bytes that this rank was to relay get its error.
 
         Args:
             batch: Rows by reference, by value or mixed.
@@ -78,7 +79,8 @@ class Fetcher:
             TransferError: No transport reaches a rank (the message gives the reason of each transport), or bytes do
                 not match their checksums (the message names source, shard and column; every later read of the shard
                 fails).
-            DeadlineExceeded, ServiceLost, Refused: As raised by `Transport.read`.
+            DeadlineExceeded, ServiceLost, Refused: The deadline passed, a rank that holds rows cannot be reached, or a
+                shard was released.
         """
         try:
             wanted = needed(batch)
@@ -98,13 +100,13 @@ class Fetcher:
         return self._board
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes taken from other
-        readers."""
+        """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
+        host read and this rank mapped. Reads of this rank's own shards are not counted."""
         with self._lock:
             return dict(self._traffic)
 
     def close(self) -> None:
-        """Closes the transports. Rows that were fetched stay valid."""
+        """Closes the transports and cancels reads that have not begun. Rows that were fetched stay valid."""
         for transport in self._transports:
             transport.close()
         self._taker.close()

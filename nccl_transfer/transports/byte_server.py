@@ -136,7 +136,7 @@ class ByteServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and disconnects all readers."""
+        """Stops listening, disconnects all readers, and waits until the threads that answer have ended."""
         self._stopping = True
         self._wake.send(b"x")
         self._thread.join()
@@ -206,7 +206,8 @@ class ByteServer:
         self._selector.unregister(reader.connection)
 
     def _read_header(self, reader: _Reader) -> None:
-        """Receives part of a header; passes a complete header with the right key to the pool."""
+        """Receives part of a header. Passes a connection whose header is complete and has the right key to the pool of
+        threads; closes one that ended or sent another header."""
         try:
             received = reader.connection.recv(REQUEST.size - len(reader.header), socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -50,7 +50,7 @@ class Sink:
 
     def room(self, nbytes: int) -> Pieces:
         """Returns memory for the next `nbytes` bytes of the stream, in pieces; less memory after MAX_PIECES pieces or
-        at the end of the last range, and none after it.
+        at the end of the last range, and none after it. `advance` then moves the position in the stream.
 
         Raises:
             OutOfSpace: This process has no memory for a range.

@@ -86,14 +86,17 @@ class Method:
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
+        """Names of the batch columns that a request must contain; empty without a MethodSpec."""
         return tuple(self.spec.inputs) if self.spec else ()
 
     @functools.cached_property
     def optional_inputs(self) -> tuple[str, ...]:
+        """Names of the batch columns that a request may contain; empty without a MethodSpec."""
         return tuple(self.spec.optional_inputs) if self.spec else ()
 
     @functools.cached_property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the batch columns of a response; empty without a MethodSpec."""
         return tuple(self.spec.outputs) if self.spec else ()
 
 

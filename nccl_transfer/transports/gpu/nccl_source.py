@@ -88,7 +88,7 @@ class NcclSession:
 
         Raises:
             Refused: The session has ended.
-            TransferError: The communicator failed, or was aborted.
+            TransferError: The communicator failed, or was aborted. Other errors of `work` are passed on.
         """
         if self.ended.is_set():
             raise Refused(f"{self.transaction}: the communicator has ended")
@@ -98,7 +98,8 @@ class NcclSession:
             raise TransferError(f"{self.transaction}: {error}") from error
 
     def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread."""
+        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread. Raises OutOfSpace,
+        CommunicatorError, or an error of `TensorStore.copy`."""
         self._joined.result()
         offsets, total = layout(item.range.nbytes for item in items)
         self._buffer = buffer = DeviceBuffer(self._cuda, total)
@@ -153,7 +154,8 @@ class NcclSource:
         self._sessions: dict[str, NcclSession] = {}
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
-        """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends.
+        """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends. Ends an
+        earlier communicator with this reader. Its one message is sent before the communicator is complete.
 
         Raises:
             Refused: The request is for another epoch of the service, the reader's NCCL version differs, or its

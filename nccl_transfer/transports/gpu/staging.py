@@ -92,6 +92,7 @@ class StagingSource:
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
         """Handles the OpenStaging RPC: allocates staging memory for the reader, and frees it when the stream ends.
+        Frees earlier staging memory of this reader.
 
         Raises:
             Refused: The request is for another epoch of the service, or the reader is on another GPU.

@@ -54,7 +54,8 @@ class Transaction:
     reason: str = ""
 
     def prepare(self) -> None:
-        """Records that the source has accepted the manifest and that this side's buffer is allocated."""
+        """Records that the source has accepted the manifest and that this side's buffer is allocated. Raises Refused
+        unless the transfer is IDLE."""
         self._advance(Phase.PREPARED)
 
     def commit(self, plan: str, communicator_epoch: int) -> None:
@@ -70,11 +71,12 @@ class Transaction:
         self._advance(Phase.COMMITTED)
 
     def finish(self) -> None:
-        """Records that this side has received, or sent, every byte."""
+        """Records that this side has received, or sent, every byte. Raises Refused unless it is COMMITTED."""
         self._advance(Phase.DONE)
 
     def abort(self, reason: str) -> None:
-        """Records that the transfer was aborted; keeps the first reason if called again."""
+        """Records that the transfer was aborted; keeps the first reason if called again. Raises Refused if it is
+        DONE."""
         self._advance(Phase.ABORTED)
         self.reason = self.reason or reason
 
