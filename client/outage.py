@@ -30,7 +30,8 @@ _BREAKS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCo
 
 
 def is_break(error: grpc.RpcError) -> bool:
-    """Whether a call failed because its connection broke, rather than with an error that the rank reported."""
+    """Whether a call failed because its connection broke: with code UNAVAILABLE, CANCELLED or INTERNAL and without the
+    details of an error that the rank reported."""
     call: Any = error  # the exception is the call too, which grpc's types do not declare
     says = any(key == STATUS_KEY for key, _ in call.trailing_metadata() or ())
     return not says and call.code() in _BREAKS

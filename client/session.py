@@ -73,8 +73,8 @@ class StepContext:
         call.add_done_callback(self._forget)
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until no call of the step is under way. Does not raise the errors of the calls, which are raised
-        where their results are read.
+        """Blocks until the calls that `made` has recorded so far are done. Does not raise the errors of the calls,
+        which are raised where their results are read.
 
         Raises:
             DeadlineExceeded: A call is still under way after `timeout_s` seconds.
@@ -133,8 +133,8 @@ class Session:
             self.claimed_unix_ns = min(youngest + NEXT_START_NS, MAX_UINT64)
 
     def time_of(self, method: str) -> float:
-        """Returns the timeout of calls of a method, in seconds. `method` is its Python name, such as
-        save_checkpoint."""
+        """Returns the timeout of calls of a method, in seconds: `save_timeout_s` for those in MOVE_A_MODEL, else
+        `timeout_s`. `method` is its Python name, such as save_checkpoint."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
     def begin_step(self, number: int) -> StepContext:

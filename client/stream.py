@@ -234,6 +234,7 @@ class CallStream:
                 await self._more
 
     def _take(self, message: worker_pb2.DispatchResponse) -> None:
+        """Sets the result or the error of a response on its call's future; ignores one for an unknown number."""
         call = self._calls.get(message.number)
         if call is None:
             return
@@ -254,6 +255,7 @@ class CallStream:
             call.answer.set_exception(error)
 
     def _fail_all(self, why: Why) -> None:
+        """Fails all calls with errors that `why` makes, or with DeadlineExceeded where they are past their deadline."""
         for number, call in list(self._calls.items()):
             late = self._unanswered(call) if call.is_late else None
             self._fail(number, late or why(f"{self._who} {call.method.name}"))
@@ -268,6 +270,7 @@ class CallStream:
         self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
     def _quiet(self) -> None:
+        """Cancels the timer that all calls share, if it is set."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm, self._alarm_at = None, math.inf

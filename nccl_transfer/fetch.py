@@ -148,6 +148,7 @@ class Fetcher:
         }
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs jobs in parallel and returns their results in order. Raises the first error; jobs that have not begun do not run."""
         if len(jobs) <= 1:
             return [job() for job in jobs]
         futures = [self._pool.submit(job) for job in jobs]
@@ -198,6 +199,7 @@ class Fetcher:
             self.relays.fail(relay, error, relay_request.call_id)
 
     def _transport_to(self, source: Endpoint) -> Transport:
+        """Returns the first transport that reaches the source. Raises TransferError with all reasons if none does."""
         reasons = []
         for transport in self._transports:
             reason = transport.why_not(source, self._host_id)

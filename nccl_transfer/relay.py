@@ -176,6 +176,7 @@ class RelayBoard:
                 self._forget()
 
     def _forget(self) -> None:
+        """Forgets the oldest calls without waiting ranks, beyond REMEMBERED_CALLS. The caller holds the lock."""
         idle = [
             call_id
             for call_id, reads in self._calls.items()

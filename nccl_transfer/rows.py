@@ -102,6 +102,7 @@ def assemble(
 
 
 def _dtypes(batch: Batch) -> dict[str, str]:
+    """Returns the name of the element type of each column that is not text, by column name."""
     dtypes = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):

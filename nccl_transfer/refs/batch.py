@@ -49,6 +49,7 @@ class LocalColumn:
         return array.nbytes
 
     def take(self, rows: np.ndarray | slice) -> LocalColumn:
+        """Returns a column of the selected rows, in the order given: views for a slice, copies for row numbers."""
         if isinstance(self.values, list):
             return LocalColumn(
                 self.values[rows] if isinstance(rows, slice) else [self.values[row] for row in rows.tolist()]
@@ -104,6 +105,7 @@ def concat_columns(columns: Sequence[Column]) -> Column:
 
 
 def _kind(column: Column) -> tuple[object, ...]:
+    """Returns a key that is equal for columns that can be concatenated."""
     if isinstance(column, RemoteColumn):
         return ("remote", column.dtype, column.row_shape, column.lengths is not None)
     if isinstance(column.values, list):

@@ -66,8 +66,8 @@ def position(r: ByteRange | ShardRun) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Assignment of a read across hosts: rank `reader` reads all bytes of a part that rank `source` holds, and keeps
-    them for the other ranks of its own host."""
+    """Assignment of a read across hosts: of one part of a call's rows, rank `reader` reads all bytes that rank `source`
+    on another host holds, and keeps them for the other ranks of its own host."""
 
     source: Endpoint
     reader: Endpoint
@@ -205,4 +205,5 @@ def plan_slices(
 
 
 def _distance(source: int, destination: int, hosts: Mapping[int, str] | None) -> tuple[bool, bool]:
+    """Sort key of sources, nearest first: the destination itself, ranks on its host, others."""
     return source != destination, hosts is not None and hosts[source] != hosts[destination]

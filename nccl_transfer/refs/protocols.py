@@ -91,7 +91,7 @@ class WholeGroups(TransferProtocol):
     the rows of one call.
 
     Args:
-        inner: Distributes the groups; its result is one batch.
+        inner: Distributes the groups; its `splits` must be true.
         sizes: Number of rows of each group, in the order of the rows [groups] int64.
     """
 

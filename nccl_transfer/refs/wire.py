@@ -169,6 +169,7 @@ def relays_from_proto(message: pb.Batch) -> list[Relay]:
 
 
 def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
+    """Decodes the endpoints and the shards of a batch. Raises InvalidRequest where they are inconsistent."""
     endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints]
     shards = []
     for shard in message.shards:

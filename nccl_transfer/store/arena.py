@@ -227,6 +227,7 @@ class Arena:
 
 
 def _reserve(nbytes: int) -> int:
+    """Creates a memfd of `nbytes` bytes of reserved memory and returns its descriptor. Raises OutOfSpace."""
     available = _available_bytes()
     if nbytes > available:
         raise OutOfSpace(

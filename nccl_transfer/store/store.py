@@ -287,6 +287,7 @@ class TensorStore:
         self._used -= size
 
     def _shard(self, shard_id: int) -> Shard:
+        """Returns a shard by its id. Raises Refused if it was released, TransferError if it was marked corrupt."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:

@@ -168,6 +168,7 @@ class ByteServer:
                 self._drop(reader)
 
     def _next_due_s(self) -> float | None:
+        """Returns the seconds until the first `due` of the waiting connections; None if none has one."""
         due = min((reader.due for reader in self._waiting.values() if reader.due is not None), default=None)
         return None if due is None else max(due - time.monotonic(), 0)
 
@@ -193,6 +194,7 @@ class ByteServer:
         self._selector.register(reader.connection, selectors.EVENT_READ, reader)
 
     def _drop_late(self) -> None:
+        """Closes the connections whose header was not complete by its time."""
         now = time.monotonic()
         for reader in [each for each in self._waiting.values() if each.due is not None and each.due <= now]:
             self._drop(reader)

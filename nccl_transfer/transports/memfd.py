@@ -204,6 +204,7 @@ class MemfdTransport(Transport):
             watch.close()
 
     def _connection(self, source: Endpoint, deadline: float) -> _Connection:
+        """Returns the connection to the source, a new one at the first read. Raises ServiceLost if it has ended."""
         with self._lock:
             known = self._connections.get(source.memfd_socket)
         if known is None:

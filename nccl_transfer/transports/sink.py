@@ -83,6 +83,7 @@ class Sink:
         self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:
+        """Moves the position from the end of a range to the start of the next range that is not empty."""
         while self._range < len(self._ranges) and self._filled == self._ranges[self._range].nbytes:
             self._range, self._filled = self._range + 1, 0
 

@@ -69,7 +69,7 @@ class Method:
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
 
     def parse(self, request: bytes) -> Any:
-        """Parses a serialized request of this method.
+        """Parses a serialized request of this method and returns the message.
 
         Raises:
             InvalidRequest: The bytes cannot be parsed.

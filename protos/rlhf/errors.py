@@ -93,7 +93,8 @@ class OutOfStep(PeerFailed):
 
 
 class UpdateRejected(RlhfError):
-    """An update was not finite and was rolled back: every rank has the weights of the previous policy version."""
+    """A gradient of an update was not finite, so the update was rolled back: every rank has the weights of the previous
+    policy version."""
 
     code = grpc.StatusCode.DATA_LOSS
 
@@ -109,7 +110,7 @@ class TransferError(RlhfError):
 
 
 class OutOfSpace(TransferError):
-    """An arena or a GPU has too little free memory; the message gives the size that was asked for."""
+    """An arena, a GPU or the host has too little free memory; the message gives the size that was asked for."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -178,12 +179,13 @@ def drop_frames(error: BaseException) -> None:
 
 
 def _kept_tracebacks(error: BaseException) -> str:
+    """Returns the traceback that `drop_frames` kept; empty if it was not called with `error`."""
     return error.__dict__.get("kept_traceback", "")
 
 
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     """Converts the error of a failed gRPC call to an RlhfError, and returns it. Its class is the one that the server's
-    status details name, or else the one of the status code, or else RlhfError. It has the server's traceback.
+    status details name, or else the one of the status code, or else RlhfError. Sets `remote_traceback` and `service`.
 
     Args:
         error: Error of the call.
@@ -209,8 +211,8 @@ def from_status(status: status_pb2.Status, where: str) -> RlhfError:
 
 @dataclass(frozen=True)
 class _Details:
-    """Details that servers of the cluster add to a status: name of the error's class, name of the service,
-    traceback."""
+    """Details that servers of the cluster add to a status: name of the error's class, name of the service, traceback.
+    Each is empty where the status lacks it."""
 
     reason: str = ""
     service: str = ""

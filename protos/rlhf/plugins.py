@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 class PluginError(ConfigError, ValueError):
     """A plug-in does not exist, cannot be imported, or is of a wrong type. Also a ValueError, so that a validator of a
-    table may raise it."""
+    table of the configuration may raise it."""
 
 
 def plugin_names(group: str, built_in: Iterable[str] = ()) -> list[str]:

@@ -62,6 +62,7 @@ class NcclReaderSession:
 
     @property
     def communicator(self) -> Communicator:
+        """The communicator that `join` has created."""
         assert self._joined is not None
         return self._joined.result()
 
@@ -129,6 +130,7 @@ class NcclClient(PeerConnection):
         self._session = None
 
     def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        """Returns the session with the source, a new one where there is none or its stream has ended."""
         if self._session is not None and not self._session.liveness.is_alive:
             self.end()
         if self._session is None:

@@ -80,6 +80,7 @@ class NcclSession:
             self._worker.submit(self._free)
 
     def _expire(self) -> None:
+        """Ends the session: its transaction was not finished by its deadline."""
         logging.warning("%s was not done by its deadline, and is aborted", self.transaction)
         self.end("it was not done by its deadline")
 
@@ -246,6 +247,7 @@ class NcclSource:
             session.end("the source is shutting down")
 
     def _session_of(self, request: pb.PrepareRequest | pb.CommitRequest) -> NcclSession:
+        """Returns the session of the request's reader. Raises Refused if it is of another communicator epoch."""
         session = self._sessions.get(request.reader)
         if session is None or session.epoch != request.communicator_epoch:
             current = session.epoch if session is not None else "none"

@@ -48,6 +48,7 @@ class _StagingMemory:
         self._newest[request.slot] = request.generation
 
     async def fill(self, store: TensorStore, request: pb.StageRequest) -> None:
+        """Enqueues, in the thread, the copies of the request's ranges into its slot. Raises as `TensorStore.copy`."""
         await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
 
     def end(self) -> None:

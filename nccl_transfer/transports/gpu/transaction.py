@@ -23,6 +23,7 @@ class Phase(enum.Enum):
 
     @property
     def over(self) -> bool:
+        """Whether the transfer is DONE or ABORTED."""
         return self in (Phase.DONE, Phase.ABORTED)
 
 
@@ -84,6 +85,7 @@ class Transaction:
         return f"plan {self.plan} of communicator {self.communicator_epoch}"
 
     def _advance(self, phase: Phase) -> None:
+        """Sets the state. Raises Refused where `phase` cannot follow the current one."""
         if phase not in _NEXT[self.phase]:
             cause = f": {self.reason}" if self.reason else ""
             raise Refused(
