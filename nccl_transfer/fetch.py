@@ -148,7 +148,8 @@ class Fetcher:
         }
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs jobs in parallel and returns their results in order. Raises the first error; jobs that have not begun do not run."""
+        """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the
+        other jobs; those that have not begun do not run."""
         if len(jobs) <= 1:
             return [job() for job in jobs]
         futures = [self._pool.submit(job) for job in jobs]

@@ -33,7 +33,7 @@ call, so it misses them only if the reader is more than REMEMBERED_CALLS calls a
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """The relays of a call.
+    """The relays of a call, as one rank passes them to `Fetcher.fetch`.
 
     Attributes:
         call_id: Id of the call, equal on all of its ranks.

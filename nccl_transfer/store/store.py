@@ -232,7 +232,7 @@ class TensorStore:
 
     def end(self, session: str) -> None:
         """Releases all shards of a session. Later calls that create shards for it raise Refused, since outputs of its
-        last calls have no reader; forgotten after REMEMBERED_SESSIONS more sessions have ended."""
+        last calls have no reader, until REMEMBERED_SESSIONS more sessions have ended."""
         with self._lock:
             self._ended[session] = None
             while len(self._ended) > REMEMBERED_SESSIONS:
