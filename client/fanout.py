@@ -62,8 +62,9 @@ class FanOut:
             was_sent: Called once, after all requests have been handed to gRPC.
 
         Raises:
-            RlhfError: A rank failed, and the other ranks were asked to cancel the call. Of several errors the one
-                closest to the cause is raised; see `_blame`.
+            RlhfError: A rank failed, and every rank was asked to cancel the call, as also where this coroutine is
+                cancelled. Of several ranks' errors, ServiceLost comes first, then a rank's own failure,
+                DeadlineExceeded, and last PeerFailed and CallCancelled.
         """
         now = asyncio.get_running_loop().time()
         timeout_s += max([now, *self._due.values()]) - now
@@ -93,8 +94,8 @@ class FanOut:
         raise error
 
     async def cancel(self, call_id: str) -> list[RankClient]:
-        """Asks every rank to cancel a call. Returns the clients of the ranks that did not respond to the request
-        within `SETTLE_S`."""
+        """Asks every rank to cancel a call. Returns the clients of the silent ranks, none where all respond: those
+        that did not respond within `SETTLE_S` or answered no HTTP/2 ping. Other errors are ignored."""
         request = worker_pb2.CancelRequest(call_id=call_id)
         cancels = (client.call(WORKER["Cancel"], request, SETTLE_S) for client in self.clients)
         answers = await asyncio.gather(*cancels, return_exceptions=True)
@@ -102,15 +103,15 @@ class FanOut:
         return [client for client, answer in answered if _is_silent(answer)]
 
     async def reach_all(self, method: Method, request: Any, timeout_s: float) -> None:
-        """Makes an idempotent unary call to every rank, and retries it where a connection breaks. Raises the errors
-        of `RankClient.reach`."""
+        """Makes an idempotent unary call to every rank with `RankClient.reach`, which retries it where a connection
+        breaks, and drops the responses. Raises the first RlhfError of a rank."""
         await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
 
     async def _settled(
         self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float
     ) -> _Failure | None:
-        """Waits for the responses of all ranks; after the first failure, cancels the call and waits `SETTLE_S` for
-        the others. Returns None where every rank succeeded."""
+        """Waits for the responses of all ranks; after the first failure or the deadline, cancels the call and waits
+        for the others, `SETTLE_S` after a failure. Returns None where every rank succeeded."""
         silent: list[RankClient] = []
         done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if pending and not any(call.exception() for call in done):
@@ -126,7 +127,7 @@ class FanOut:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A call that failed on some rank.
+    """The failure of a call on some rank: further facts for the choice of the error to raise.
 
     Attributes:
         silent: Clients of the ranks that did not respond to Cancel either.
@@ -138,7 +139,7 @@ class _Failure:
 
 
 def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]]) -> BaseException:
-    """Returns the error closest to the cause (see `_blame`). Ties go to calls that are not in `late`, then to the
+    """Returns the error of the calls with the lowest `_blame`. Ties go to calls that are not in `late`, then to the
     lowest rank."""
     in_order = sorted(calls, key=lambda call: call in late)
     ended = [call for call in in_order if call.done() and not call.cancelled()]
@@ -146,8 +147,8 @@ def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]
 
 
 def _blame(error: BaseException) -> int:
-    """Returns how far an error is from the root cause: 0 a lost rank, 1 a rank's own failure, 2 an exceeded deadline,
-    3 a failed peer or a cancelled call, 4 anything else."""
+    """Sort key that chooses which of several ranks' errors is raised, lowest first: 0 ServiceLost, 1 another RlhfError,
+    2 DeadlineExceeded, 3 PeerFailed or CallCancelled, 4 no RlhfError."""
     if isinstance(error, ServiceLost):
         return 0
     if isinstance(error, PeerFailed | CallCancelled):

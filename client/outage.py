@@ -30,7 +30,8 @@ _BREAKS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCo
 
 
 def is_break(error: grpc.RpcError) -> bool:
-    """Whether a call failed because its connection broke, rather than with an error that the rank reported."""
+    """Whether a call failed because its connection broke: with code UNAVAILABLE, CANCELLED or INTERNAL and without the
+    details of an error that the rank reported."""
     call: Any = error  # the exception is the call too, which grpc's types do not declare
     says = any(key == STATUS_KEY for key, _ in call.trailing_metadata() or ())
     return not says and call.code() in _BREAKS
@@ -50,6 +51,7 @@ class Outage:
         now: Time at which the outage began.
 
     Attributes:
+        first: The first gRPC error of the outage; None before there is one.
         ends: Time at which the rank counts as lost if it cannot be reached until then.
     """
 
@@ -59,7 +61,8 @@ class Outage:
         self._refused_since: float | None = None
 
     def note(self, error: grpc.RpcError | None, now: float) -> None:
-        """Records an attempt to reach the rank that failed with `error` at time `now`."""
+        """Records an attempt to reach the rank that failed at time `now`, with `error`, or with None where the rank
+        ended a stream without one."""
         self.first = self.first or error
         call: Any = error
         if call is None or "refused" not in (call.details() or ""):

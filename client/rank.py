@@ -55,8 +55,9 @@ class RankClient:
         return f"{self.service} rank {self.rank} ({self.address})"
 
     def start(self, method: Method, request: Any, timeout_s: float) -> asyncio.Future[Any]:
-        """Starts a call and returns the future of its response, which raises the errors of `call`. Cancelling the
-        future drops the response and does not cancel the call on the rank.
+        """Starts a call over the session's stream, or as a unary call with `reach` where there is no session or the
+        method has no transfer protocol. Returns the future of its response, which raises the errors of `call`.
+        Cancelling the future drops the response; over the stream, the rank still executes the call.
 
         Args:
             request: The request message, or its serialized bytes.
@@ -72,8 +73,8 @@ class RankClient:
         return self._stream.start(method, _serialized(request), timeout_s)
 
     async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
-        """Makes an idempotent unary call, retries it where the connection breaks, and returns the response. Raises
-        the errors of `call`."""
+        """Makes an idempotent unary call and returns the response. Retries it where the connection breaks, until the
+        rank counts as lost (see `Outage`) or `timeout_s` seconds have passed. Raises the errors of `call`."""
         loop = asyncio.get_running_loop()
         due, outage = loop.time() + timeout_s, None
         while True:
@@ -90,7 +91,8 @@ class RankClient:
             await asyncio.sleep(RETRY_S)
 
     async def put(self, request: transfer_pb2.PutRequest, timeout_s: float) -> transfer_pb2.PutResponse:
-        """Stores rows in the rank's arena with the Put RPC. Raises the errors of `call`."""
+        """Stores rows in the rank's arena with the Put RPC, retried as by `reach`, and returns the response. Raises
+        the errors of `call`."""
         return await self.reach(PUT, request, timeout_s)
 
     async def call(self, method: Method, request: Any, timeout_s: float) -> Any:
@@ -106,8 +108,8 @@ class RankClient:
             raise self._explain(error, method, timeout_s) from error
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
-        """Makes a server-streaming call and yields its responses, until the server ends the stream or the caller
-        stops iterating."""
+        """Makes a server-streaming call, without a timeout, and yields its responses until the server ends the stream
+        or the caller stops iterating. Raises an RlhfError where the call fails."""
         try:
             async for response in self._callable(method)(request):
                 yield response
@@ -115,7 +117,7 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
-        """Closes the stream of calls and the channel."""
+        """Closes the stream of calls, whose pending calls fail with ServiceLost, and the channel."""
         if self._stream is not None:
             await self._stream.close()
         await self._channel.close()

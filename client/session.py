@@ -67,14 +67,14 @@ class StepContext:
             self.noted[name] = self.noted.get(name, 0.0) + count
 
     def made(self, call: Future[Any]) -> None:
-        """Records a call made in this step, so that `wait` waits for it."""
+        """Records a call made in this step by its future, so that `wait` waits for it; forgets it when it is done."""
         with self._lock:
             self._calls.add(call)
         call.add_done_callback(self._forget)
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until no call of the step is under way. Does not raise the errors of the calls, which are raised
-        where their results are read.
+        """Blocks until the calls that `made` has recorded so far are done. Does not raise the errors of the calls,
+        which are raised where their results are read.
 
         Raises:
             DeadlineExceeded: A call is still under way after `timeout_s` seconds.
@@ -123,7 +123,7 @@ class Session:
         self.claimed_unix_ns = self.started_unix_ns
 
     def claim_after(self, known: Iterable[int]) -> None:
-        """Moves `claimed_unix_ns` behind all of `known`, since the clocks of hosts may differ.
+        """Makes `claimed_unix_ns` later than all of `known` if it is not, since the clocks of hosts may differ.
 
         Args:
             known: Start times of the sessions that services know, Unix time in nanoseconds.
@@ -133,8 +133,8 @@ class Session:
             self.claimed_unix_ns = min(youngest + NEXT_START_NS, MAX_UINT64)
 
     def time_of(self, method: str) -> float:
-        """Returns the timeout of calls of a method, in seconds. `method` is its Python name, such as
-        save_checkpoint."""
+        """Returns the timeout of calls of a method, in seconds: `save_timeout_s` for those in MOVE_A_MODEL, else
+        `timeout_s`. `method` is its Python name, such as save_checkpoint."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
     def begin_step(self, number: int) -> StepContext:
@@ -154,8 +154,8 @@ class Session:
         return self.newest if step is None or step.has_ended else step
 
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
-        """Makes the header of the next call of a service's method in a step, without sequence number and epoch, which
-        `FanOut.address` sets."""
+        """Returns the header of the next call of a service's method in a step, with a new call id and the step's next
+        ordinal. Its sequence number and epoch are set by `FanOut.address`."""
         return common_pb2.Call(
             call_id=f"{self.name}_{next(self._call_numbers)}",
             session=self.name,

@@ -92,7 +92,8 @@ class CallStream:
         self._keeper = asyncio.create_task(self._keep())
 
     def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
-        """Starts a call and returns the future of its response, which raises the errors of `RankClient.call`.
+        """Starts a call and returns the future of its response. The future raises an RlhfError: that of the rank,
+        DeadlineExceeded where the rank did not respond, or ServiceLost where it counts as lost.
 
         Args:
             method: A method that the rank serves over Dispatch.
@@ -109,7 +110,8 @@ class CallStream:
         return call.answer
 
     async def close(self) -> None:
-        """Closes the stream. Calls that are under way fail with ServiceLost."""
+        """Closes the stream after its queued messages are written, at most `CLOSE_S` later. Calls without a response
+        fail with ServiceLost, or with DeadlineExceeded where they are past their deadline."""
         with contextlib.suppress(TimeoutError, *_WRITE_ERRORS):
             async with asyncio.timeout(CLOSE_S):
                 self._is_closing = True
@@ -232,6 +234,7 @@ class CallStream:
                 await self._more
 
     def _take(self, message: worker_pb2.DispatchResponse) -> None:
+        """Sets the result or the error of a response on its call's future; ignores one for an unknown number."""
         call = self._calls.get(message.number)
         if call is None:
             return
@@ -252,6 +255,7 @@ class CallStream:
             call.answer.set_exception(error)
 
     def _fail_all(self, why: Why) -> None:
+        """Fails all calls with errors that `why` makes, or with DeadlineExceeded where they are past their deadline."""
         for number, call in list(self._calls.items()):
             late = self._unanswered(call) if call.is_late else None
             self._fail(number, late or why(f"{self._who} {call.method.name}"))
@@ -266,6 +270,7 @@ class CallStream:
         self._alarm, self._alarm_at = asyncio.get_running_loop().call_at(due, self._expire), due
 
     def _quiet(self) -> None:
+        """Cancels the timer that all calls share, if it is set."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm, self._alarm_at = None, math.inf

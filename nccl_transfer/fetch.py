@@ -63,8 +63,9 @@ class Fetcher:
         *,
         writable: bool = False,
     ) -> FetchedRows:
-        """Reads the rows of a batch. A column whose rows are contiguous in one shard on this host is not copied;
-        columns that refer to the same bytes may share memory.
+        """Reads the rows of a batch; blocks until all are read. A column whose rows are contiguous in one shard on this
+        host is not copied; columns that refer to the same bytes may share memory. Where the fetch fails, ranks that
+        wait for bytes that this rank was to relay get its error.
 
         Args:
             batch: Rows by reference, by value or mixed.
@@ -78,7 +79,8 @@ class Fetcher:
             TransferError: No transport reaches a rank (the message gives the reason of each transport), or bytes do
                 not match their checksums (the message names source, shard and column; every later read of the shard
                 fails).
-            DeadlineExceeded, ServiceLost, Refused: As raised by `Transport.read`.
+            DeadlineExceeded, ServiceLost, Refused: The deadline passed, a rank that holds rows cannot be reached, or a
+                shard was released.
         """
         try:
             wanted = needed(batch)
@@ -98,13 +100,13 @@ class Fetcher:
         return self._board
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes taken from other
-        readers."""
+        """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
+        host read and this rank mapped. Reads of this rank's own shards are not counted."""
         with self._lock:
             return dict(self._traffic)
 
     def close(self) -> None:
-        """Closes the transports. Rows that were fetched stay valid."""
+        """Closes the transports and cancels reads that have not begun. Rows that were fetched stay valid."""
         for transport in self._transports:
             transport.close()
         self._taker.close()
@@ -146,6 +148,8 @@ class Fetcher:
         }
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the
+        other jobs; those that have not begun do not run."""
         if len(jobs) <= 1:
             return [job() for job in jobs]
         futures = [self._pool.submit(job) for job in jobs]
@@ -196,6 +200,7 @@ class Fetcher:
             self.relays.fail(relay, error, relay_request.call_id)
 
     def _transport_to(self, source: Endpoint) -> Transport:
+        """Returns the first transport that reaches the source. Raises TransferError with all reasons if none does."""
         reasons = []
         for transport in self._transports:
             reason = transport.why_not(source, self._host_id)

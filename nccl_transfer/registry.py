@@ -83,7 +83,8 @@ def _load_plug_ins() -> None:
 
 
 def _load(entry_point: EntryPoint) -> None:
-    """Registers the transport of an entry point. If it cannot be loaded, `unavailable` gives the cause."""
+    """Registers the transport of an entry point. Raises nothing: if it cannot be loaded, `unavailable` gives the
+    cause."""
     try:
         transport = entry_point.load()
         if not (isinstance(transport, type) and issubclass(transport, Transport)):

@@ -33,7 +33,7 @@ call, so it misses them only if the reader is more than REMEMBERED_CALLS calls a
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """The relays of a call.
+    """The relays of a call, as one rank passes them to `Fetcher.fetch`.
 
     Attributes:
         call_id: Id of the call, equal on all of its ranks.
@@ -46,7 +46,7 @@ class RelayRequest:
     relays: Sequence[Relay] = ()
 
     def kept_by(self, rank: Endpoint | None) -> dict[Endpoint, Relay]:
-        """Returns the relays whose reader is `rank`, by source."""
+        """Returns the relays whose reader is `rank`, by source; empty for None, a process without a store."""
         return {relay.source: relay for relay in self.relays if relay.reader == rank}
 
     def taken_by(self, rank: Endpoint | None, host_id: str) -> dict[Endpoint, Relay]:
@@ -100,7 +100,7 @@ class RelayBoard:
 
         Raises:
             OutOfSpace: The bytes do not fit into the store; the caller passes the error to waiting ranks by `fail`.
-            Refused: As raised by `TensorStore.fill`.
+            Refused: The lease was released during the copy, or its session has ended.
         """
 
         def write(memory: memoryview) -> None:
@@ -119,7 +119,8 @@ class RelayBoard:
         self._settle(relay_request.call_id, relay.source, lambda future: future.set_result(kept))
 
     def fail(self, relay: Relay, error: BaseException, call_id: str) -> None:
-        """Passes the error of a failed read to the waiting ranks; a read that has succeeded stays available."""
+        """Passes the error of a failed read to the ranks that wait for its bytes now or later; a read that has
+        succeeded stays available. Drops the frames of `error`."""
         drop_frames(error)
         self._settle(call_id, relay.source, lambda future: future.set_exception(error))
 
@@ -148,7 +149,7 @@ class RelayBoard:
         return pb.TakeRelayedResponse(shard=shard.id, offset=shard.offset, nbytes=shard.nbytes, ranges=ranges)
 
     def _settle(self, call_id: str, source: Endpoint, settle: Callable[[Future[RelayedShard]], None]) -> None:
-        """Settles the future of a read unless it is done, and makes the call the most recent one."""
+        """Calls `settle` with the future of a read unless it is done, and makes the call the last to be forgotten."""
         with self._lock:
             reads = self._calls[call_id] = self._calls.pop(call_id, {})
             read = reads.setdefault(source.address, _Read())
@@ -158,7 +159,8 @@ class RelayBoard:
 
     @contextlib.contextmanager
     def _waiting(self, call_id: str, source: str) -> Iterator[Future[RelayedShard]]:
-        """Context manager that yields the future of a read and counts one waiting rank within the block."""
+        """Context manager that yields the future of a read and counts one waiting rank within the block. After it, a
+        future that is not done and for which no rank waits is forgotten."""
         with self._lock:
             read = self._calls.setdefault(call_id, {}).setdefault(source, _Read())
             read.waiters += 1
@@ -174,6 +176,7 @@ class RelayBoard:
                 self._forget()
 
     def _forget(self) -> None:
+        """Forgets the oldest calls without waiting ranks, beyond REMEMBERED_CALLS. The caller holds the lock."""
         idle = [
             call_id
             for call_id, reads in self._calls.items()
@@ -197,7 +200,7 @@ class RelayTaker:
         self._lock = threading.Lock()
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:
-        """Waits until the relay's reader has the bytes, and maps them.
+        """Blocks until the relay's reader, another rank of this host, has the bytes, and maps them.
 
         Args:
             relay: The source of the bytes, and the rank that reads them.
@@ -209,7 +212,8 @@ class RelayTaker:
             The bytes, one view per range.
 
         Raises:
-            DeadlineExceeded, ServiceLost, Refused: The reader did not get the bytes, or has ended.
+            RlhfError: The reader's read failed, with this error; or DeadlineExceeded, ServiceLost or Refused: the
+                reader did not get the bytes in time, cannot be reached, or was restarted.
             TransferError: The reader has kept ranges that differ from `ranges`.
         """
         request = pb.TakeRelayedRequest(

@@ -23,7 +23,7 @@ Values = np.ndarray | Jagged[np.ndarray] | list[str]
 
 @dataclass(frozen=True, eq=False)
 class FetchedRows:
-    """A batch by value.
+    """The result of a fetch: a batch by value.
 
     Attributes:
         rows: Number of rows.
@@ -64,7 +64,7 @@ class ReadRanges:
     reading: Reading
 
     def view(self, run: ShardRun) -> memoryview:
-        """Returns the bytes of a run of rows, which must lie within one of the ranges."""
+        """Returns the bytes of a run of rows, without a copy. The run must lie within one of the ranges."""
         number = bisect.bisect(self.ranges, position(run), key=position) - 1
         first = run.start - self.ranges[number].start
         return self.reading.views[number][first : first + run.nbytes]
@@ -77,7 +77,8 @@ class ReadRanges:
 def assemble(
     batch: Batch, read: Mapping[Endpoint, ReadRanges], own: Endpoint | None, writable: bool
 ) -> FetchedRows:
-    """Builds the batch by value from the bytes that were read.
+    """Builds the batch by value from the bytes that were read; columns by value are passed on unchanged. The result has
+    no `traffic`.
 
     Args:
         batch: Rows by reference, by value or mixed.
@@ -101,6 +102,7 @@ def assemble(
 
 
 def _dtypes(batch: Batch) -> dict[str, str]:
+    """Returns the name of the element type of each column that is not text, by column name."""
     dtypes = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
@@ -114,7 +116,8 @@ def _dtypes(batch: Batch) -> dict[str, str]:
 
 
 def _column(column: RemoteColumn, views: Sequence[memoryview], writable: bool) -> Values:
-    """Builds a column from the bytes of its runs: a view if there is one run, a copy if there are several."""
+    """Builds a column from the bytes of its runs: a list of strings for text; else a view if there is one run, unless
+    it must be writable and is not, or a copy if there are several."""
     if column.dtype == TEXT:
         try:
             return decode_texts(Jagged(np.frombuffer(b"".join(views), np.uint8), column.elements))

@@ -55,6 +55,7 @@ class ChecksumVerifier:
                     raise TransferError(f"{source}: {reason}")
 
     def _mark(self, shard: Shard, reason: str) -> None:
+        """Remembers a corrupt shard, and marks it in this rank's store or, by RPC, at the rank that holds it."""
         self._corrupt.add((shard.endpoint, shard.id))
         if self._store is not None and shard.endpoint == self._store.endpoint:
             self._store.mark_corrupt(shard.id)

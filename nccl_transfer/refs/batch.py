@@ -49,6 +49,7 @@ class LocalColumn:
         return array.nbytes
 
     def take(self, rows: np.ndarray | slice) -> LocalColumn:
+        """Returns a column of the selected rows, in the order given: views for a slice, copies for row numbers."""
         if isinstance(self.values, list):
             return LocalColumn(
                 self.values[rows] if isinstance(rows, slice) else [self.values[row] for row in rows.tolist()]
@@ -62,14 +63,15 @@ Column = RemoteColumn | LocalColumn
 
 
 def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
-    """Converts consecutive row numbers to a slice, which numpy indexes without a copy."""
+    """Converts consecutive row numbers to a slice, which numpy indexes without a copy; returns others as they are."""
     if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (rows[1:] - rows[:-1] != 1).any():
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[np.ndarray]:
-    """Selects rows of a jagged array by number or by a slice without a step, in the order given."""
+    """Returns a jagged array of the selected rows, in the order given: a copy if `rows` are numbers, a view if they are
+    a slice, which must have no step."""
     lengths = jagged.lengths[rows]
     if isinstance(rows, slice):
         first = int(jagged.lengths[: rows.start].sum())
@@ -79,10 +81,10 @@ def take_jagged(jagged: Jagged[np.ndarray], rows: np.ndarray | slice) -> Jagged[
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Concatenates the rows of at least one column.
+    """Concatenates the rows of one or more columns. Local rows are copied, unless there is one column.
 
     Raises:
-        InvalidRequest: The columns differ in kind (local or remote), dtype, row shape or jaggedness.
+        InvalidRequest: The columns differ in kind (remote, local numbers or text), dtype, row shape or jaggedness.
     """
     if len(columns) == 1:
         return columns[0]
@@ -103,6 +105,7 @@ def concat_columns(columns: Sequence[Column]) -> Column:
 
 
 def _kind(column: Column) -> tuple[object, ...]:
+    """Returns a key that is equal for columns that can be concatenated."""
     if isinstance(column, RemoteColumn):
         return ("remote", column.dtype, column.row_shape, column.lengths is not None)
     if isinstance(column.values, list):
@@ -128,7 +131,8 @@ def _concat_remote(columns: list[RemoteColumn]) -> RemoteColumn:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows x named columns. Immutable; every operation returns a new batch that shares the columns' bytes.
+    """Rows x named columns. Immutable; every operation returns a new batch, reads no remote bytes, and copies rows of
+    local columns only where they are not consecutive or are concatenated.
 
     Attributes:
         rows: Number of rows.
@@ -158,7 +162,8 @@ class Batch:
         return self.columns[name]
 
     def __or__(self, other: Batch) -> Batch:
-        """Returns a batch with the columns of both; where names are equal, with the right batch's column."""
+        """Returns a batch with the columns of both; where names are equal, with `other`'s column. Raises
+        InvalidRequest where the batches differ in their number of rows."""
         if other.rows != self.rows:
             raise InvalidRequest(f"batches of {self.rows} and {other.rows} rows cannot be joined")
         return Batch(self.rows, {**self.columns, **other.columns})
@@ -193,12 +198,14 @@ class Batch:
         return self.take(np.repeat(np.arange(self.rows), times))
 
     def split(self, parts: int) -> list[Batch]:
-        """Splits the batch into `parts` batches of consecutive rows, whose numbers of rows differ by at most one."""
+        """Splits the batch into `parts` batches of consecutive rows, whose numbers of rows differ by at most one, the
+        larger ones first."""
         return [self.take(rows) for rows in np.array_split(np.arange(self.rows), parts)]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Concatenates the rows of at least one batch; keeps only the columns that all batches have."""
+        """Concatenates the rows of one or more batches; drops columns that are not in all of them. Raises
+        InvalidRequest as `concat_columns` does."""
         names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
         columns = {name: concat_columns([batch[name] for batch in batches]) for name in names}
         return Batch(sum(batch.rows for batch in batches), columns)

@@ -18,7 +18,8 @@ class Mesh:
 
     Args:
         pipeline, tensor, data: Sizes p, t and d of the training mesh. Default: 1.
-        generation_pipeline, generation_tensor: Sizes pg and tg of the generation mesh. Default 0: as p and t.
+        generation_pipeline, generation_tensor: Sizes pg and tg of the generation mesh. 0, the default, is replaced
+            by p or t, respectively.
         usual_order: Numbers the training ranks in the usual order whatever the generation mesh is, so that shards
             do not nest (HybridFlow-V, section 5.4). `micro_data_group` is undefined then.
 

@@ -25,8 +25,8 @@ Ranges = Mapping[Endpoint, Sequence[ByteRange]]
 
 
 def needed(batch: Batch) -> dict[Endpoint, list[ByteRange]]:
-    """Returns the byte ranges of the rows of a batch by the rank that holds them, disjoint and in order. Ranges of
-    shards with checksums are widened to whole blocks."""
+    """Returns the byte ranges of the rows of a batch's remote columns by the rank that holds them, disjoint and ordered
+    by shard and position. Ranges of shards with checksums are widened to whole blocks."""
     wanted: dict[Endpoint, list[ByteRange]] = {}
     for name, column in batch.columns.items():
         if isinstance(column, RemoteColumn):
@@ -66,8 +66,8 @@ def position(r: ByteRange | ShardRun) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Assignment of a read across hosts: rank `reader` reads all bytes of a part that rank `source` holds, and keeps
-    them for the other ranks of its own host."""
+    """Assignment of a read across hosts: of one part of a call's rows, rank `reader` reads all bytes that rank `source`
+    on another host holds, and keeps them for the other ranks of its own host."""
 
     source: Endpoint
     reader: Endpoint
@@ -135,7 +135,7 @@ class Slice:
         return Slice(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
 
     def without(self, other: Slice) -> list[Slice]:
-        """Returns the elements of this slice that are not in `other`, as disjoint slices."""
+        """Returns the elements of this slice that are not in `other`, as disjoint slices; empty if there are none."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -151,8 +151,8 @@ class Slice:
         return rest
 
     def within(self, outer: Slice) -> tuple[slice, ...]:
-        """Returns the index of this slice in an array that contains the slice `outer`, as a tuple of Python
-        slices."""
+        """Returns the index of this slice in an array of the elements of `outer`, which contains this slice, as one
+        Python slice per axis."""
         return tuple(
             slice(a - base, b - base)
             for a, b, base in zip(self.starts, self.stops, outer.starts, strict=True)
@@ -173,7 +173,7 @@ def plan_slices(
 ) -> list[SliceMove]:
     """Plans the transfers that give every rank its slice of one tensor. The source of an element is the destination
     itself if it holds it, else a rank on its host, else any rank; among equals the one with the fewest elements to
-    send.
+    send so far. Moves of a rank to itself are returned too.
 
     Args:
         held: Slice of the tensor that each rank holds; ranks may hold equal slices (replicas).
@@ -205,4 +205,5 @@ def plan_slices(
 
 
 def _distance(source: int, destination: int, hosts: Mapping[int, str] | None) -> tuple[bool, bool]:
+    """Sort key of sources, nearest first: the destination itself, ranks on its host, others."""
     return source != destination, hosts is not None and hosts[source] != hosts[destination]

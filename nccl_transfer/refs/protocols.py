@@ -63,7 +63,7 @@ class TransferProtocol(ABC):
 
     def restore(self, outputs: Batch, rows: int, mesh: Mesh) -> Batch:
         """Returns the outputs in the order of the call's rows, each row once: reverts any reordering or padding of
-        `distribute`.
+        `distribute`. Where it did neither, returns `outputs` itself, of any number of rows.
 
         Args:
             outputs: Concatenated outputs of the collected ranks.
@@ -91,7 +91,7 @@ class WholeGroups(TransferProtocol):
     the rows of one call.
 
     Args:
-        inner: Distributes the groups; its result is one batch.
+        inner: Distributes the groups; its `splits` must be true.
         sizes: Number of rows of each group, in the order of the rows [groups] int64.
     """
 
@@ -221,7 +221,7 @@ class ThreeDPPAsDP(TransferProtocol):
 
 class AllToAll(DataParallel):
     """Splits rows that the caller has stacked in rank order, equally many per rank; returns one result per rank. For
-    debugging."""
+    debugging. `distribute` raises ConfigError where the number of rows is no multiple of that of the ranks."""
 
     name, splits = "ALL_TO_ALL", False
 
@@ -255,11 +255,11 @@ for _protocol in (
 
 
 def get_protocol(name: str) -> TransferProtocol:
-    """Returns the protocol of a name: a built-in or registered one, or one of an installed package.
+    """Returns the protocol of a name: a built-in or registered one, or one of an installed package, which it registers.
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known names), or the package that provides it cannot
-            be imported.
+        ConfigError: The name is unknown (the message lists the known names), or the entry point that declares it
+            cannot be imported or is no protocol of this name.
     """
     if name not in _REGISTRY:
         for entry in entry_points(group=ENTRY_POINTS, name=name):

@@ -29,6 +29,7 @@ class JaggedSpan(NamedTuple):
 
     @staticmethod
     def of(lengths: np.ndarray, start: int, stop: int) -> JaggedSpan:
+        """Returns the span of rows `start` to `stop`, exclusive, of a column with `lengths`."""
         taken = lengths[start:stop]
         return JaggedSpan(taken, int(lengths[:start].sum()), int(taken.sum()))
 
@@ -56,6 +57,7 @@ class RemoteColumn:
 
     @property
     def element_bytes(self) -> int:
+        """Size in bytes of an element: a row if fixed, an entry if jagged."""
         return ELEMENT_BYTES[self.dtype] * math.prod(self.row_shape)
 
     @property
@@ -100,6 +102,7 @@ class RemoteColumn:
         )
 
     def _between(self, run: ShardRun, start: int, stop: int, span: JaggedSpan | None) -> RemoteColumn:
+        """Returns the column of rows `start` to `stop`, exclusive, of a column whose place is `run`."""
         lengths, before, elements = None, start, stop - start
         if self.lengths is not None:
             lengths, before, elements = span or JaggedSpan.of(self.lengths, start, stop)

@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a rank, with the fields by which transports read its memory. The fields are those of the message
-    rlhf.v1.Endpoint."""
+    """Address of a rank, host:port, with the fields by which transports read its memory, empty or 0 where the rank does
+    not serve a transport. The comments of the message rlhf.v1.Endpoint describe the fields."""
 
     address: str
     host_id: str = field(default="", hash=False)

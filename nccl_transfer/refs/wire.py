@@ -39,7 +39,8 @@ _known_endpoint = functools.lru_cache(maxsize=1024)(endpoint_to_proto)
 
 
 def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequence[Relay] = ()) -> pb.Batch:
-    """Encodes a batch. The message lists only shards that contain rows of the batch.
+    """Encodes a batch. The message lists only shards that contain rows of the batch. Raises InvalidRequest where a
+    local column has a dtype that is not in ELEMENT_TYPES.
 
     Args:
         batch: The rows of one part of a call.
@@ -80,7 +81,8 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
 
 
 def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
-    """Encodes a column without its lengths; returns the lengths if it is jagged, else None."""
+    """Encodes a column without its lengths into `message`, and adds its shards to `shards`, which numbers them. Returns
+    the lengths if the column is jagged, else None."""
     if isinstance(column, RemoteColumn):
         message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)
@@ -111,8 +113,8 @@ def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.
 def _encode_lengths(
     message: pb.Column, number: int, lengths: np.ndarray, known: dict[int, np.ndarray]
 ) -> None:
-    """Encodes the lengths of a jagged column, or a reference to an earlier column with equal lengths, as most
-    have."""
+    """Encodes the lengths of jagged column `number` into `message`: as a reference to the earlier column in `known`
+    with equal lengths, as most have, or else in full, and then adds them to `known`."""
     for other, theirs in known.items():
         if theirs is lengths or (theirs == lengths).all():
             message.lengths_of = other
@@ -167,6 +169,7 @@ def relays_from_proto(message: pb.Batch) -> list[Relay]:
 
 
 def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
+    """Decodes the endpoints and the shards of a batch. Raises InvalidRequest where they are inconsistent."""
     endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints]
     shards = []
     for shard in message.shards:
@@ -186,7 +189,8 @@ def row_numbers(message: pb.Batch) -> np.ndarray:
     """Returns the number of each row in the whole batch of the call, [rows] int64; 0, 1, ... if the message has none.
 
     Raises:
-        InvalidRequest: There are more or fewer row numbers than rows, or a row number is MAX_ROWS or more.
+        InvalidRequest: There are more or fewer row numbers than rows, a range of them stops before it starts, or a
+            row number is MAX_ROWS or more.
     """
     if not message.row_numbers:
         return np.arange(message.rows, dtype=np.int64)

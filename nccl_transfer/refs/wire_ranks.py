@@ -50,7 +50,8 @@ def mesh_to_proto(mesh: Mesh) -> worker_pb2.MeshShape:
 
 
 def mesh_from_proto(shape: worker_pb2.MeshShape) -> Mesh:
-    """Decodes a mesh. Unset sizes of the training mesh are 1, those of the generation mesh are the training ones."""
+    """Decodes a mesh. Unset sizes of the training mesh are 1, those of the generation mesh are the training ones.
+    Raises ConfigError where the training sizes are not divisible by the generation sizes."""
     return Mesh(
         shape.pipeline or 1,
         shape.tensor or 1,

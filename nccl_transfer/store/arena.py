@@ -117,8 +117,8 @@ class ArenaReader:
         return ArenaReader(fd, nbytes, nonce)
 
     def close(self) -> None:
-        """Closes the descriptor and the mapping. Views that were returned stay valid, but `check` can no longer be
-        called."""
+        """Closes the descriptor and the mapping. Views that were returned stay valid; later calls of `check` and
+        `views` raise Refused."""
         self._close_fd()
         self.__dict__.pop("_memory", None)
 
@@ -227,6 +227,7 @@ class Arena:
 
 
 def _reserve(nbytes: int) -> int:
+    """Creates a memfd of `nbytes` bytes of reserved memory and returns its descriptor. Raises OutOfSpace."""
     available = _available_bytes()
     if nbytes > available:
         raise OutOfSpace(

@@ -116,8 +116,8 @@ class TensorStore:
         return self.fill(array.nbytes, lease, write)
 
     def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
-        """Creates a shard of `nbytes` bytes, whose writable memory is passed to `write`. If `write` raises, the shard
-        is freed.
+        """Creates a shard of `nbytes` bytes and returns it after `write`, which is called with its writable memory. If
+        `write` raises, the shard is freed and the error passed on.
 
         Raises:
             OutOfSpace: No gap of the arena is large enough; the store is unchanged.
@@ -156,7 +156,8 @@ class TensorStore:
         return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
 
     def put_batch(self, batch: Batch, lease: Lease) -> Batch:
-        """Copies the local columns of a batch into shards; returns the batch by reference. Raises as `put` does."""
+        """Copies the local columns of a batch into shards; returns the batch by reference, remote columns as they were.
+        Raises as `put` does; columns copied before the error stay until their lease is released."""
         columns: dict[str, Column] = {}
         for name, column in batch.columns.items():
             if isinstance(column, RemoteColumn):
@@ -179,7 +180,8 @@ class TensorStore:
         return self.copy(shard_id, start, nbytes, bytes)
 
     def copy(self, shard_id: int, start: int, nbytes: int, copy: Callable[[memoryview], T]) -> T:
-        """Returns `copy(view)`, with a view of bytes of a shard; otherwise as `read_bytes`."""
+        """Returns `copy(view)`, where `view` is of `nbytes` bytes of a shard from byte `start` on, and checks
+        afterwards that the shard was not released meanwhile. Raises as `read_bytes` does."""
         wanted = ByteRange(self._shard(shard_id), start, nbytes)
         copied = copy(self._memory(wanted.shard)[start : start + nbytes])
         self._shard(shard_id)
@@ -206,8 +208,8 @@ class TensorStore:
         ByteRange(self._shard(shard_id), start, nbytes)
 
     def mark_corrupt(self, shard_id: int) -> bool:
-        """Marks a shard corrupt, so that every later read of it fails, in every process. Returns False if the shard
-        was released before."""
+        """Marks a shard corrupt, so that every later read of it raises TransferError, in every process. Returns True,
+        or False if the shard was released before."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:
@@ -218,11 +220,8 @@ class TensorStore:
             return True
 
     def release(self, session: str, steps: Collection[int] | None = None) -> int:
-        """Releases the shards of a session: those of `steps`, by default those of all its steps.
-
-        Returns:
-            Number of bytes freed, headers and padding included; shards that are being written are freed later.
-        """
+        """Releases the shards of a session: those of `steps`, by default those of all its steps. Returns the number of
+        bytes freed, headers and padding included; shards that are being written are freed later."""
         with self._lock:
             before = self._used
             for allocation in list(self._allocations.values()):
@@ -232,8 +231,8 @@ class TensorStore:
             return before - self._used
 
     def end(self, session: str) -> None:
-        """Releases all shards of a session. Later attempts to create shards for it raise Refused, since outputs of
-        its last calls have no reader."""
+        """Releases all shards of a session. Later calls that create shards for it raise Refused, since outputs of its
+        last calls have no reader, until REMEMBERED_SESSIONS more sessions have ended."""
         with self._lock:
             self._ended[session] = None
             while len(self._ended) > REMEMBERED_SESSIONS:
@@ -288,6 +287,7 @@ class TensorStore:
         self._used -= size
 
     def _shard(self, shard_id: int) -> Shard:
+        """Returns a shard by its id. Raises Refused if it was released, TransferError if it was marked corrupt."""
         with self._lock:
             allocation = self._allocations.get(shard_id)
             if allocation is None:

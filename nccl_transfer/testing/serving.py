@@ -16,8 +16,8 @@ Handler = Callable[[Any, Any], Any]
 
 
 def add_transfer_service(server: grpc.aio.Server, handlers: Mapping[str, Handler]) -> None:
-    """Adds handlers of TransferService, by method name, to a server. An RlhfError that they raise becomes a gRPC
-    status."""
+    """Adds async handlers of TransferService, functions of (request, context) by method name such as "Fetch", to a
+    server. An RlhfError that they raise becomes the gRPC status of the call, which has its class in its details."""
     methods, table = SERVICES["transfer"], {}
     for name, handler in handlers.items():
         method = methods[name]

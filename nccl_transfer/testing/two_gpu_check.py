@@ -109,6 +109,7 @@ class Check:
         self._fails("a source that is killed", ServiceLost, self._batch.select([largest]))
 
     def _arrives(self, name: str) -> None:
+        """Fetches column `name` and prints its time. Raises CheckFailed unless its values are `expected`."""
         start = time.perf_counter()
         got = self._fetch(self._batch.select([name]), TIMEOUT_S)
         seconds, row = time.perf_counter() - start, expected(name)
@@ -117,6 +118,7 @@ class Check:
         say(f"{name}: {row.nbytes:,} bytes in {seconds * 1e3:.2f} ms, {row.nbytes / seconds / 1e9:.2f} GB/s")
 
     def _recovers(self, what: str, name: str, spoil: Callable[[], None], mend: Callable[[], None]) -> None:
+        """Checks that a fetch fails at its deadline after `spoil` and succeeds, by a new communicator, after `mend`."""
         before = self._nccl.joined
         spoil()
         self._fails(what, DeadlineExceeded, self._batch.select([name]))
@@ -126,6 +128,7 @@ class Check:
             raise CheckFailed(f"{what}: communicator {self._nccl.joined} came after {before}")
 
     def _fails(self, what: str, kind: type[RlhfError], batch: Batch) -> None:
+        """Raises CheckFailed unless a fetch of `batch` raises `kind` at most LATE_S after its deadline, FAILING_S."""
         start = time.monotonic()
         try:
             self._fetch(batch, FAILING_S)
@@ -157,6 +160,7 @@ class Check:
         os.kill(self._source, signal.SIGCONT)
 
     def _kill(self) -> bool:
+        """Kills the source; returns True, so that this side enqueues its NCCL group."""
         os.kill(self._source, signal.SIGKILL)
         return True
 
@@ -170,7 +174,7 @@ def of_epoch(batch: Batch, epoch: int) -> Batch:
 
 
 def receive(source: BaseProcess, connection: Connection) -> Batch:
-    """Waits until the source serves; returns its batch, by reference.
+    """Blocks until the source serves; returns its batch, by reference.
 
     Raises:
         CheckFailed: The source died, or did not serve within TIMEOUT_S.
@@ -189,7 +193,7 @@ def say(line: str) -> None:
 
 
 def main(devices: Devices = gpus, sizes: Sequence[int] = SIZES) -> int:
-    """Starts the source and runs all checks.
+    """Starts the source process, runs all checks, prints a line for each, and kills the source. Raises no errors.
 
     Args:
         devices: Returns NCCL and a GPU by number. Default: those of this machine.

@@ -33,7 +33,7 @@ Devices = Callable[[int], tuple[Nccl, Cuda]]
 
 
 def names(sizes: Sequence[int]) -> list[str]:
-    """Returns the names of the columns: one column of bytes per size, and one per element type."""
+    """Returns the names of the columns: each size in decimal, for a column of bytes, and each element type."""
     return [*map(str, sizes), *ITEM_BYTES]
 
 
@@ -53,8 +53,8 @@ def dtype_of(name: str) -> str:
 
 
 def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
-    """Serves one row on GPU 1 until `reader` is closed or this process is killed. Sends the batch, serialized, to
-    `reader`."""
+    """Serves one row on GPU 1 until the other end of `reader` is closed, then exits this process with code 0. Sends the
+    batch, by reference and serialized, over `reader` once it serves."""
     asyncio.run(_serve(*devices(1), sizes, reader))
     os._exit(0)  # does not wait for NCCL's threads
 

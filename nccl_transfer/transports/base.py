@@ -32,7 +32,8 @@ class Reading:
         views: The bytes of each range, which must not be modified: they may be memory of the rank that holds the
             rows.
         verify: To be called after the last use of the views. Raises Refused if a shard was released since the read,
-            so that its bytes may have been overwritten. Default: does nothing, for copied bytes.
+            so that its bytes may have been overwritten, and TransferError if one was marked corrupt. Default: does
+            nothing, for copied bytes.
         remap: Returns writable, private views of the same bytes. Default None: `views` are private already.
     """
 
@@ -95,7 +96,7 @@ class Transport(ABC):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """Returns the reason why this process cannot use the transport at all, or None if it can."""
+        """Returns the reason why this process cannot use the transport at all, or None if it can. Default: None."""
         return None
 
     @abstractmethod
@@ -105,7 +106,7 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
-        """Reads bytes of shards of one rank.
+        """Reads bytes of shards of one rank; blocks until they are read.
 
         Args:
             source: Endpoint of the rank that holds the shards.

@@ -136,7 +136,7 @@ class ByteServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening and disconnects all readers."""
+        """Stops listening, disconnects all readers, and waits until the threads that answer have ended."""
         self._stopping = True
         self._wake.send(b"x")
         self._thread.join()
@@ -168,6 +168,7 @@ class ByteServer:
                 self._drop(reader)
 
     def _next_due_s(self) -> float | None:
+        """Returns the seconds until the first `due` of the waiting connections; None if none has one."""
         due = min((reader.due for reader in self._waiting.values() if reader.due is not None), default=None)
         return None if due is None else max(due - time.monotonic(), 0)
 
@@ -193,6 +194,7 @@ class ByteServer:
         self._selector.register(reader.connection, selectors.EVENT_READ, reader)
 
     def _drop_late(self) -> None:
+        """Closes the connections whose header was not complete by its time."""
         now = time.monotonic()
         for reader in [each for each in self._waiting.values() if each.due is not None and each.due <= now]:
             self._drop(reader)
@@ -206,7 +208,8 @@ class ByteServer:
         self._selector.unregister(reader.connection)
 
     def _read_header(self, reader: _Reader) -> None:
-        """Receives part of a header; passes a complete header with the right key to the pool."""
+        """Receives part of a header. Passes a connection whose header is complete and has the right key to the pool of
+        threads; closes one that ended or sent another header."""
         try:
             received = reader.connection.recv(REQUEST.size - len(reader.header), socket.MSG_DONTWAIT)
         except BlockingIOError:

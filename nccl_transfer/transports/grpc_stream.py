@@ -50,8 +50,8 @@ def stream_channel(address: str) -> grpc.Channel:
 
 
 def mark_corrupt(shard: Shard, reason: str) -> None:
-    """Reports a corrupt shard to the rank that holds it. Logs a failure of the call instead of raising it: the caller
-    also remembers the shard itself."""
+    """Reports a corrupt shard to the rank that holds it, and waits for its response, at most MARK_CORRUPT_S seconds.
+    Logs a failure of the call instead of raising it: the caller also remembers the shard itself."""
     with stream_channel(shard.endpoint.address) as channel:
         request = pb.MarkCorruptRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
         try:
@@ -153,7 +153,8 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
 
 
 def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) -> pb.MarkCorruptResponse:
-    """Handles the MarkCorrupt RPC: marks a shard of the store, and logs the reader's reason.
+    """Handles the MarkCorrupt RPC: marks a shard of the store, and logs the reader's reason. `found` of the response is
+    False if the shard was released before.
 
     Raises:
         Refused: The request is for another epoch of the service.

@@ -204,6 +204,7 @@ class MemfdTransport(Transport):
             watch.close()
 
     def _connection(self, source: Endpoint, deadline: float) -> _Connection:
+        """Returns the connection to the source, a new one at the first read. Raises ServiceLost if it has ended."""
         with self._lock:
             known = self._connections.get(source.memfd_socket)
         if known is None:
@@ -215,8 +216,8 @@ class MemfdTransport(Transport):
         return known
 
     def _add(self, source: Endpoint, fresh: _Connection) -> _Connection:
-        """Adds and watches a connection. If another thread has added one to the source, closes `fresh` and returns
-        that."""
+        """Adds and watches a connection and returns it. If another thread has added one to the source, closes `fresh`
+        and returns that one. Raises Refused where the transport is closed. The caller holds the lock."""
         with ExitStack() as unless_kept:
             unless_kept.enter_context(fresh.socket)
             if self._closed:
@@ -267,7 +268,8 @@ def _connect(source: Endpoint, deadline: float) -> _Connection:
 
 
 def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:
-    """Receives the descriptor of the source's arena; returns a reader of it, and the epoch of the source."""
+    """Receives the descriptor of the source's arena; returns a reader of it, and the epoch of the source. Raises
+    ServiceLost if the source has ended, and TransferError if it sent no arena that is safe to map."""
     hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not hello:
         raise ServiceLost(f"{source}: ended before it handed out its arena")

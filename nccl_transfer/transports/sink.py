@@ -50,7 +50,7 @@ class Sink:
 
     def room(self, nbytes: int) -> Pieces:
         """Returns memory for the next `nbytes` bytes of the stream, in pieces; less memory after MAX_PIECES pieces or
-        at the end of the last range, and none after it.
+        at the end of the last range, and none after it. `advance` then moves the position in the stream.
 
         Raises:
             OutOfSpace: This process has no memory for a range.
@@ -83,6 +83,7 @@ class Sink:
         self._range, self._filled = self._confirmed
 
     def _skip_full(self) -> None:
+        """Moves the position from the end of a range to the start of the next range that is not empty."""
         while self._range < len(self._ranges) and self._filled == self._ranges[self._range].nbytes:
             self._range, self._filled = self._range + 1, 0
 

@@ -32,7 +32,8 @@ def check_host(host: str) -> None:
     """Checks that a text is a host without a port.
 
     Raises:
-        ValueError: The text is not a name, an IPv4 address or an IPv6 address in brackets.
+        ValueError: The text is not a name, an IPv4 address or an IPv6 address in brackets, or it is one of
+            TARGET_KINDS.
     """
     if host.startswith("[") and host.endswith("]"):
         try:

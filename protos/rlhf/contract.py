@@ -69,7 +69,7 @@ class Method:
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name).lstrip("_")
 
     def parse(self, request: bytes) -> Any:
-        """Parses a serialized request of this method.
+        """Parses a serialized request of this method and returns the message.
 
         Raises:
             InvalidRequest: The bytes cannot be parsed.
@@ -86,14 +86,17 @@ class Method:
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
+        """Names of the batch columns that a request must contain; empty without a MethodSpec."""
         return tuple(self.spec.inputs) if self.spec else ()
 
     @functools.cached_property
     def optional_inputs(self) -> tuple[str, ...]:
+        """Names of the batch columns that a request may contain; empty without a MethodSpec."""
         return tuple(self.spec.optional_inputs) if self.spec else ()
 
     @functools.cached_property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the batch columns of a response; empty without a MethodSpec."""
         return tuple(self.spec.outputs) if self.spec else ()
 
 
@@ -140,8 +143,9 @@ def role_methods(role: str) -> Mapping[str, Method]:
         role: Name of the role, as `rlhf.roles.find_role` takes it.
 
     Raises:
-        PluginError: There is no such role, or its service cannot be called on a group of ranks: a method streams, does
-            not declare the option (rlhf.v1.method), or lacks a field that every call has.
+        PluginError: There is no such role, its service cannot be imported, or a method of it cannot be called on a
+            group of ranks: it streams, has the name of a method of WorkerService, does not declare the option
+            (rlhf.v1.method), or lacks the field `call` of its request or `outcome` of its response.
     """
     methods = _service_methods(find_role(role).service)
     for method in methods.values():
@@ -180,7 +184,7 @@ def group_methods(role: str) -> dict[str, Method]:
     methods of the role's service, and those of WorkerService that declare a transfer protocol.
 
     Raises:
-        PluginError: As of `role_methods`.
+        PluginError: `role_methods` raised it.
     """
     both = [*role_methods(role).values(), *SERVICES["worker"].values()]
     return {method.snake_name: method for method in both if method.spec is not None}

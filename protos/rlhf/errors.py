@@ -93,7 +93,8 @@ class OutOfStep(PeerFailed):
 
 
 class UpdateRejected(RlhfError):
-    """An update was not finite and was rolled back: every rank has the weights of the previous policy version."""
+    """A gradient of an update was not finite, so the update was rolled back: every rank has the weights of the previous
+    policy version."""
 
     code = grpc.StatusCode.DATA_LOSS
 
@@ -109,7 +110,7 @@ class TransferError(RlhfError):
 
 
 class OutOfSpace(TransferError):
-    """An arena or a GPU has too little free memory; the message gives the size that was asked for."""
+    """An arena, a GPU or the host has too little free memory; the message gives the size that was asked for."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -132,7 +133,8 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
 
     Args:
         error: Any exception; one that is not an RlhfError becomes INTERNAL.
-        where: Place of the error, as a rule service, rank, method and call id.
+        where: Place of the error by key, as a rule service, rank, method and call id. Values, message and traceback
+            are cut to the maximum lengths above.
     """
     reason = type(error).__name__
     if isinstance(error, RlhfError):
@@ -153,7 +155,8 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
 
 
 def shortened(text: str) -> str:
-    """Cuts a text to MAX_MESSAGE characters and appends its length; a shorter text is returned unchanged."""
+    """Returns the first MAX_MESSAGE characters of a text, followed by the length of the whole text; a text that is not
+    longer is returned unchanged."""
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
 
 
@@ -163,8 +166,8 @@ def full_traceback(error: BaseException) -> str:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Replaces the frames of an error and of its causes by a text of the traceback, since frames would keep their
-    local variables alive as long as the error is referenced."""
+    """Sets `__traceback__` of an error and of its causes to None, in place, since frames would keep their local
+    variables alive as long as the error is referenced. `full_traceback` still returns the text."""
     if not _kept_tracebacks(error):
         error.__dict__["kept_traceback"] = full_traceback(error)
     chain: BaseException | None = error
@@ -176,12 +179,13 @@ def drop_frames(error: BaseException) -> None:
 
 
 def _kept_tracebacks(error: BaseException) -> str:
+    """Returns the traceback that `drop_frames` kept; empty if it was not called with `error`."""
     return error.__dict__.get("kept_traceback", "")
 
 
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
-    """Converts the error of a failed gRPC call to an RlhfError. Its class is the one that the server's status details
-    name, or else the one of the status code.
+    """Converts the error of a failed gRPC call to an RlhfError, and returns it. Its class is the one that the server's
+    status details name, or else the one of the status code, or else RlhfError. Sets `remote_traceback` and `service`.
 
     Args:
         error: Error of the call.
@@ -199,16 +203,16 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
 
 
 def from_status(status: status_pb2.Status, where: str) -> RlhfError:
-    """Converts the result of `to_status` back to an RlhfError of the same class, with `where` as prefix of its
-    message."""
+    """Converts the result of `to_status` back to an error of the same class, or to a plain RlhfError where the class
+    was no RlhfError, and returns it. `where` becomes the prefix of its message."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
     return _error(code, _Details.of(status), f"{where}: {status.message}")
 
 
 @dataclass(frozen=True)
 class _Details:
-    """Details that servers of the cluster add to a status: name of the error's class, name of the service,
-    traceback."""
+    """Details that servers of the cluster add to a status: name of the error's class, name of the service, traceback.
+    Each is empty where the status lacks it."""
 
     reason: str = ""
     service: str = ""

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 class PluginError(ConfigError, ValueError):
     """A plug-in does not exist, cannot be imported, or is of a wrong type. Also a ValueError, so that a validator of a
-    table may raise it."""
+    table of the configuration may raise it."""
 
 
 def plugin_names(group: str, built_in: Iterable[str] = ()) -> list[str]:
@@ -22,7 +22,7 @@ def plugin_names(group: str, built_in: Iterable[str] = ()) -> list[str]:
 
     Args:
         group: Entry-point group in which installed packages declare plug-ins.
-        built_in: Names of those of this project.
+        built_in: Names of this project's own plug-ins.
     """
     return sorted({*built_in, *entry_points(group=group).names})
 
@@ -33,12 +33,12 @@ def find_plugin(group: str, name: str, kind: type[T], built_in: Mapping[str, T])
     Args:
         group: Entry-point group in which installed packages declare plug-ins, as NAME = "module:object".
         name: Name of a plug-in of this project or of an entry point, or "module:object".
-        kind: Type that the plug-in must have.
+        kind: Type of which the plug-in must be an instance.
         built_in: Plug-ins of this project, by name. An entry point of the same name is ignored.
 
     Raises:
-        PluginError: There is no such plug-in (the text lists the known names), it cannot be imported, or it is not of
-            type `kind`.
+        PluginError: There is no such plug-in (the message lists the known names), it cannot be imported, or it is no
+            instance of `kind`.
     """
     if name in built_in:
         return built_in[name]
@@ -57,7 +57,7 @@ def load_object(reference: str, kind: type[T]) -> T:
     """Imports and returns the object that `reference`, "module:object", names.
 
     Raises:
-        PluginError: It cannot be imported, or is not of type `kind`.
+        PluginError: It cannot be imported, or is no instance of `kind`.
     """
     try:
         found = EntryPoint(reference, reference, "").load()

@@ -15,8 +15,8 @@ def serve_from_one_thread() -> None:
     The earlier poller, still present in 1.85, needs a Python thread that waits, such as the event loop's. The server
     has one and uses it; channels, some of which the data plane polls from no thread, keep the EventEngine.
 
-    Must be called before gRPC is imported, which reads the environment. Has no effect if the user has set
-    GRPC_EXPERIMENTS.
+    Imports gRPC, which reads the environment then, so it must be called before any other import of gRPC. Has no effect
+    if the user has set GRPC_EXPERIMENTS.
     """
     if _VARIABLE in os.environ:
         return

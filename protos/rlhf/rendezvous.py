@@ -53,6 +53,7 @@ def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
 
 
 def is_on_one_host(environment: Mapping[str, str]) -> bool:
-    """Returns whether all ranks of a service are on one host, given the environment variables of one of them."""
+    """Returns whether all ranks of a service are on one host, given the environment variables of one of them; True
+    where LOCAL_WORLD_SIZE is not set."""
     ranks = environment.get("WORLD_SIZE", "1")
     return environment.get("LOCAL_WORLD_SIZE", ranks) == ranks

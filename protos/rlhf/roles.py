@@ -22,10 +22,11 @@ class RoleSpec:
     Attributes:
         name: Name of the role: value of the key `role` of `[services.NAME]`, and of the entry point.
         service: gRPC service of the role, as "module:Service" with the module that protoc generated from its proto.
-        table: Type of `[services.NAME]` for this role, a subclass of `settings.service.ServiceTable`. Without torch.
+        table: Type of `[services.NAME]` for this role, a subclass of `settings.service.ServiceTable`. Its module
+            imports no torch.
         worker: Function that takes such a table and returns the worker class, a subclass of
             `services.runtime.worker.Worker`. Called when the configuration has been checked, so it may import torch.
-        group: Role group, a subclass of `controller.role_groups.group.RoleGroup`. Without torch.
+        group: Role group, a subclass of `controller.role_groups.group.RoleGroup`. Its module imports no torch.
         load_tested: Names of the methods that leave the service unchanged for a run that follows, and that
             rlhf-loadtest may therefore call.
         prompt_token_bytes, response_token_bytes: Bytes of rows that the ranks keep for each token of a prompt and of

@@ -201,6 +201,7 @@ class StagingClient(PeerConnection):
                 raise
 
     def _open_staging(self, source: Endpoint, deadline: float) -> _MappedStaging:
+        """Returns the source's staging memory, opened anew where there is none or its stream has ended."""
         if self._staging is not None and not self._staging.liveness.is_alive:
             self.end()
         if self._staging is None:
@@ -247,6 +248,7 @@ class StagingClient(PeerConnection):
         self._check_generation(source, staging, slot, generation)
 
     def _check_generation(self, source: Endpoint, staging: _MappedStaging, slot: int, expected: int) -> None:
+        """Raises TransferError unless the header of the slot contains generation `expected`."""
         found = staging.generation(slot)
         if found != expected:
             raise TransferError(f"{source}: slot {slot} holds generation {found}, not {expected}")

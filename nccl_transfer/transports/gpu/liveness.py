@@ -48,12 +48,12 @@ class LivenessStream:
         return not self._ended.is_set()
 
     def first(self, deadline: float, where: str) -> Any:
-        """Waits for the stream's message and returns it. Raises as `wait` does."""
+        """Blocks until the stream's message has arrived and returns it. Raises as `wait` does."""
         self.wait(self._first.done, deadline, where)
         return self._first.result()
 
     def wait(self, done: Callable[[], bool], deadline: float, where: str) -> None:
-        """Waits until `done()` is true.
+        """Blocks until `done()` is true.
 
         Args:
             done: Called repeatedly; must not block.
@@ -80,8 +80,8 @@ class LivenessStream:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def end_cause(self, where: str, within_s: float) -> RlhfError | None:
-        """Waits up to `within_s` seconds for the end of the source; returns its error, or None if the source is
-        alive."""
+        """Blocks for up to `within_s` seconds until the stream has ended; returns the error of its end, ServiceLost if
+        the source ended it without one, or None if it is still open."""
         return self._why_ended(where) if self._ended.wait(within_s) else None
 
     def _why_ended(self, where: str) -> RlhfError:
@@ -104,11 +104,11 @@ class LivenessStream:
 
 
 def wait_for_answer(call: Any, liveness: LivenessStream, deadline: float, where: str) -> None:
-    """Waits for the response of a call to the source of `liveness`. Cancels the call if it is not done by the
-    deadline.
+    """Blocks until a gRPC call to the source of `liveness` has its response, which it leaves to the caller. Cancels the
+    call if it is not done by the deadline.
 
     Raises:
-        RlhfError: The call failed, the source has ended, or it did not respond by the deadline.
+        RlhfError: The error of the call, or an error of `LivenessStream.wait`: DeadlineExceeded, ServiceLost, Refused.
     """
     try:
         liveness.wait(call.done, deadline, where)

@@ -62,6 +62,7 @@ class NcclReaderSession:
 
     @property
     def communicator(self) -> Communicator:
+        """The communicator that `join` has created."""
         assert self._joined is not None
         return self._joined.result()
 
@@ -80,8 +81,8 @@ class NcclReaderSession:
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """Returns the error to raise for a failed communicator: the cause of the source's end if it has ended, else a
-        TransferError."""
+        """Returns the error to raise for a failed communicator: the error with which the liveness stream ends within
+        CAUSE_WAIT_S seconds, else a TransferError with the text of `error`. Blocks for that time."""
         return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +109,8 @@ class NcclClient(PeerConnection):
         self._session: NcclReaderSession | None = None
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Reads into this rank's GPU; see `NcclTransport.receive`."""
+        """Waits for earlier transfers from the source, then reads into a new buffer in this rank's GPU and returns it;
+        arguments, result and errors are those of `NcclTransport.receive`."""
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
@@ -128,6 +130,7 @@ class NcclClient(PeerConnection):
         self._session = None
 
     def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        """Returns the session with the source, a new one where there is none or its stream has ended."""
         if self._session is not None and not self._session.liveness.is_alive:
             self.end()
         if self._session is None:
@@ -212,8 +215,8 @@ class NcclClient(PeerConnection):
         deadline: float,
         where: str,
     ) -> None:
-        """Makes both sides enqueue their NCCL group; returns when the bytes have arrived and the source has
-        confirmed."""
+        """Makes both sides enqueue their NCCL group; blocks until the bytes have arrived and the source has confirmed.
+        Raises an RlhfError where the communicator or the source failed, or the deadline passed."""
         request = pb.CommitRequest(
             reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
@@ -237,7 +240,7 @@ class NcclClient(PeerConnection):
 
     def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
         """Aborts the session without waiting for the source, which learns of it by the Abort call, the end of the
-        liveness stream or its own deadline."""
+        liveness stream or its own deadline. Frees `buffer` once the communicator is aborted."""
         request = pb.AbortRequest(
             reader=self._reader,
             plan=transaction.plan,

@@ -80,6 +80,7 @@ class NcclSession:
             self._worker.submit(self._free)
 
     def _expire(self) -> None:
+        """Ends the session: its transaction was not finished by its deadline."""
         logging.warning("%s was not done by its deadline, and is aborted", self.transaction)
         self.end("it was not done by its deadline")
 
@@ -88,7 +89,7 @@ class NcclSession:
 
         Raises:
             Refused: The session has ended.
-            TransferError: The communicator failed, or was aborted.
+            TransferError: The communicator failed, or was aborted. Other errors of `work` are passed on.
         """
         if self.ended.is_set():
             raise Refused(f"{self.transaction}: the communicator has ended")
@@ -98,7 +99,8 @@ class NcclSession:
             raise TransferError(f"{self.transaction}: {error}") from error
 
     def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread."""
+        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread. Raises OutOfSpace,
+        CommunicatorError, or an error of `TensorStore.copy`."""
         self._joined.result()
         offsets, total = layout(item.range.nbytes for item in items)
         self._buffer = buffer = DeviceBuffer(self._cuda, total)
@@ -153,7 +155,8 @@ class NcclSource:
         self._sessions: dict[str, NcclSession] = {}
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
-        """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends.
+        """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends. Ends an
+        earlier communicator with this reader. Its one message is sent before the communicator is complete.
 
         Raises:
             Refused: The request is for another epoch of the service, the reader's NCCL version differs, or its
@@ -244,6 +247,7 @@ class NcclSource:
             session.end("the source is shutting down")
 
     def _session_of(self, request: pb.PrepareRequest | pb.CommitRequest) -> NcclSession:
+        """Returns the session of the request's reader. Raises Refused if it is of another communicator epoch."""
         session = self._sessions.get(request.reader)
         if session is None or session.epoch != request.communicator_epoch:
             current = session.epoch if session is not None else "none"

@@ -79,8 +79,8 @@ class PeerConnection(ABC):
             self._leave()
 
     def forget(self) -> None:
-        """Frees resources and channel if the source has ended and no transfer is running. A later transfer connects
-        again."""
+        """Frees resources and channel if the liveness stream has ended, or there is none, and no transfer is running;
+        else does nothing. A later transfer connects again."""
         if self._turn.acquire(blocking=False):
             try:
                 if self.liveness is None or not self.liveness.is_alive:
@@ -89,7 +89,8 @@ class PeerConnection(ABC):
                 self._leave()
 
     def close(self) -> None:
-        """Ends the running transfer, and frees resources and channel. Later transfers raise Refused."""
+        """Ends the running transfer, for which it waits up to CLOSING_S seconds, and frees resources and channel. Later
+        transfers raise Refused."""
         self.closed.set()
         if self._turn.acquire(timeout=CLOSING_S):  # else the transfer frees everything when its turn ends
             self._leave()

@@ -48,6 +48,7 @@ class _StagingMemory:
         self._newest[request.slot] = request.generation
 
     async def fill(self, store: TensorStore, request: pb.StageRequest) -> None:
+        """Enqueues, in the thread, the copies of the request's ranges into its slot. Raises as `TensorStore.copy`."""
         await asyncio.wrap_future(self._worker.submit(self._fill, store, request))
 
     def end(self) -> None:
@@ -92,6 +93,7 @@ class StagingSource:
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
         """Handles the OpenStaging RPC: allocates staging memory for the reader, and frees it when the stream ends.
+        Frees earlier staging memory of this reader.
 
         Raises:
             Refused: The request is for another epoch of the service, or the reader is on another GPU.

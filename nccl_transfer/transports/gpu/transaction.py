@@ -23,6 +23,7 @@ class Phase(enum.Enum):
 
     @property
     def over(self) -> bool:
+        """Whether the transfer is DONE or ABORTED."""
         return self in (Phase.DONE, Phase.ABORTED)
 
 
@@ -54,7 +55,8 @@ class Transaction:
     reason: str = ""
 
     def prepare(self) -> None:
-        """Records that the source has accepted the manifest and that this side's buffer is allocated."""
+        """Records that the source has accepted the manifest and that this side's buffer is allocated. Raises Refused
+        unless the transfer is IDLE."""
         self._advance(Phase.PREPARED)
 
     def commit(self, plan: str, communicator_epoch: int) -> None:
@@ -70,11 +72,12 @@ class Transaction:
         self._advance(Phase.COMMITTED)
 
     def finish(self) -> None:
-        """Records that this side has received, or sent, every byte."""
+        """Records that this side has received, or sent, every byte. Raises Refused unless it is COMMITTED."""
         self._advance(Phase.DONE)
 
     def abort(self, reason: str) -> None:
-        """Records that the transfer was aborted; keeps the first reason if called again."""
+        """Records that the transfer was aborted; keeps the first reason if called again. Raises Refused if it is
+        DONE."""
         self._advance(Phase.ABORTED)
         self.reason = self.reason or reason
 
@@ -82,6 +85,7 @@ class Transaction:
         return f"plan {self.plan} of communicator {self.communicator_epoch}"
 
     def _advance(self, phase: Phase) -> None:
+        """Sets the state. Raises Refused where `phase` cannot follow the current one."""
         if phase not in _NEXT[self.phase]:
             cause = f": {self.reason}" if self.reason else ""
             raise Refused(
