@@ -110,7 +110,8 @@ def _turn(values: Sequence[Any], by: int) -> list[Any]:
 
 
 def _require_life(target: RewardTarget, after: str) -> None:
-    """Asks for a score for a while, since a server may get stuck only some time after the call."""
+    """Requests a score again and again for `SETTLE_S` seconds, since a server may get stuck only some time after the
+    call. Raises Violation where a request is not answered."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         if not target.is_alive():

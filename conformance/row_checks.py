@@ -93,7 +93,8 @@ def check_large_messages(target: RewardTarget) -> str:
 
 
 def _sizes(largest: int) -> Iterator[int]:
-    """Message sizes from half of gRPC's default, each four times the one before, up to the largest."""
+    """Yields message sizes in bytes: half of gRPC's default limit, each next one four times as large, and at last
+    `largest`."""
     size = DEFAULT_MESSAGE_BYTES // 2
     while size < largest:
         yield size

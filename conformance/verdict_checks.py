@@ -37,7 +37,8 @@ def check_repeatable(target: RewardTarget) -> str:
 
 
 def check_order(target: RewardTarget) -> str:
-    """Checks that a verdict depends on the row, or on the rows of its group, alone."""
+    """Checks that a verdict depends only on its row or, for a server that scores groups, on the rows of its group. If
+    so, sets `target.alone`, with which later checks compare their verdicts."""
     if not target.is_repeatable:
         raise Undecided("verdicts do not repeat, so they cannot be compared", "")
     units, one = target.units, "group" if target.scores_groups else "row"
@@ -65,7 +66,8 @@ def check_order(target: RewardTarget) -> str:
 
 
 def check_groups(target: RewardTarget) -> str:
-    """Checks that verdicts do not depend on the numbers of groups, which use all 64 bits."""
+    """Checks that a server that scores groups gives the same verdicts when the groups have other numbers, which use
+    all 64 bits. Holds for a server that scores rows."""
     if not target.scores_groups:
         return "it scores rows, not groups: no row tells its group"
     if not target.alone:

@@ -159,7 +159,7 @@ def _settings(
 
 
 def _run(settings: Settings) -> tuple[Json, list[int]]:
-    """Runs the load test. Returns its result, and the numbers of the signals that ended it early."""
+    """Runs the load test to its end. Returns its result, and the numbers of the signals that ended it early, if any."""
 
     def tell(step: Json) -> None:
         if settings.is_ramp:

@@ -62,11 +62,8 @@ class Pipeline:
     runs: dict[str, Path] = field(default_factory=dict)
 
     def prepare(self, data: Path, seed: int) -> None:
-        """Builds tokenizer, model and rows from the dialogues in the file `data`, in a process of its own.
-
-        Raises:
-            click.exceptions.Exit: The process failed.
-        """
+        """Builds tokenizer, model and rows from the dialogues in the file `data`, in a process of its own. Raises
+        click.exceptions.Exit where the process failed."""
         out = str(self.directory / "data")
         _run("-m", "deploy.pipeline.prepare", "--data", str(data), "--out", out, "--seed", str(seed))
 

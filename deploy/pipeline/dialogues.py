@@ -34,9 +34,9 @@ class Pair:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Reads pairs from a JSONL file, gzipped where it ends with .gz, each row with two dialogues `chosen` and `rejected`.
-
-    Rows whose dialogues differ before the last answer, have an empty one, or have the same one are left out.
+    """Reads pairs from a JSONL file, gzipped where its name ends with .gz, each row with two dialogues, `chosen` and
+    `rejected`. Leaves out rows whose dialogues differ before the last answer, and rows whose two last answers are
+    equal or of which one is empty.
     """
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]

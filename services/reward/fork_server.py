@@ -23,7 +23,8 @@ ANSWER_TIMEOUT_S = 10.0
 
 
 class ForkServer:
-    """Forks processes that score rows with a function, and ends them.
+    """Client of a fork server, a process that is started with this object: has it fork processes that score rows with
+    a function, and end them.
 
     Answers are matched to commands by their order alone, so a late or missing answer closes the server for good, and
     its processes end with it.
@@ -84,7 +85,7 @@ class ForkServer:
             raise
 
     async def end(self, pid: int, is_ending: bool) -> tuple[int, bool]:
-        """Ends a process.
+        """Ends a process that was forked, and all processes that it has started.
 
         Args:
             pid: PID of the process.

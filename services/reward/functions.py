@@ -44,7 +44,8 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Any:
         options: Keyword arguments of every call. Default: none.
 
     Raises:
-        ConfigError: The function does not exist, cannot be imported, or does not take an option.
+        ConfigError: The function does not exist, cannot be imported, needs a package that is not installed, or does
+            not take an option.
     """
     function = _find(name)
     module = required_module(name)
@@ -100,7 +101,7 @@ def required_module(name: str) -> str:
 def score_row(
     name: str, function: RewardFunction, row: reward_pb2.TextRow
 ) -> tuple[reward_pb2.RowScore, str]:
-    """Scores a row; returns its score, and the cause for which the function gave up on the response, or "". Any other
+    """Scores a row; returns its score and "". If the function raises GaveUp, returns score 0 and the cause; any other
     exception of the function becomes the row's error.
 
     Args:

@@ -178,7 +178,8 @@ def read_score(said: str, table: JudgeTable) -> float:
         table: The judge's config, with the pattern of a score and its bounds.
 
     Raises:
-        RewardFailed: The completion contains no score, several different ones, or one out of bounds.
+        RewardFailed: The completion contains no score, several different ones, one out of bounds, or a match of the
+            pattern that is no number.
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:

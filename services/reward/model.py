@@ -212,7 +212,8 @@ def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 
 def _signs(rows: CallRows) -> Tensor:
-    """Returns columns chosen_sign and rejected_sign, interleaved, [2 * rows] float32."""
+    """Returns columns chosen_sign and rejected_sign, interleaved, [2 * rows] float32. Raises InvalidRequest where a
+    sign is neither 1 nor -1."""
     both = np.stack([np.asarray(rows[name]) for name in ("chosen_sign", "rejected_sign")], axis=1)
     if not np.all(np.abs(both) == 1):
         raise InvalidRequest("chosen_sign and rejected_sign must be 1 for unsafe or -1 for safe")
