@@ -108,8 +108,8 @@ class Caller:
 
     async def call(self) -> Reply:
         """Makes one call, with the next request of the cycle, and returns its outcome. It goes to all ranks or, where
-        there is a single request, to rank 0. Takes at most about `timeout_s`; a failed call does not raise, but has
-        another code than OK."""
+        there is a single request, to rank 0. Takes at most about `timeout_s`. A call that fails does not raise: its Reply
+        has another code than OK."""
         number = next(self._numbers)
         header = self._header(self._method)
         requests = self._requests[number % len(self._requests)]
@@ -166,7 +166,8 @@ class Caller:
 
 
 def _code_and_cause(error: RlhfError) -> tuple[str, str]:
-    """Returns the gRPC status code and the message of a failed call, as the server sent them."""
+    """Returns the name of the gRPC status code and the message of a failed call, as the server sent them; without
+    them, those of `error`."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return cause.code().name, cause.details() or ""

@@ -77,7 +77,8 @@ class Histogram:
         return {"mean": self.mean_s, "min": self.least / _NS, **names, "max": self.most / _NS}
 
     def curve(self, points: int = 200) -> list[tuple[float, float]]:
-        """Returns about `points` points (share of durations above, duration in seconds) along the distribution."""
+        """Returns about `points` points (share of durations above, duration in seconds) along the distribution,
+        from short to long; an empty list where nothing was counted."""
         stride = max(len(self._counts) // points, 1)
         cumulated = list(self._cumulated())
         kept = cumulated[::stride] + ([] if len(cumulated) % stride == 1 else cumulated[-1:])

@@ -134,7 +134,7 @@ class ForkServer:
 
 
 class Child:
-    """A process of a ForkServer, which scores one row, or one group of rows, at a time.
+    """Client of a process that a ForkServer has forked, which scores one row, or one group of rows, at a time.
 
     Attributes:
         has_read_truth: Whether the process has read the ground truth of the current or last row.

@@ -34,7 +34,7 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class Busy(Exception):
-    """A request failed in a way that a retry may mend, after at least `wait_s` seconds."""
+    """A request to the judge failed in a way that a retry may mend, after at least `wait_s` seconds."""
 
     def __init__(self, failure: str, wait_s: float = 0.0) -> None:
         super().__init__(failure)
@@ -42,7 +42,8 @@ class Busy(Exception):
 
 
 class JudgeScorer(Scorer):
-    """Scores each row by one request to the judge; requests of several rows run in parallel.
+    """Scores each row by one request to the judge, with retries; requests of several rows run in parallel. A row whose
+    request fails, or whose completion has no valid score, gets an error.
 
     Args:
         table: The table `judge` of the config.

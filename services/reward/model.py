@@ -38,8 +38,8 @@ from settings.service import ServiceTable
 
 
 class ModelRewardWorker(RewardWorker):
-    """A reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them choose
-    the same library for matrix products."""
+    """Worker of a reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them
+    choose the same library for matrix products."""
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         torch.set_num_threads(table.threads)
@@ -63,7 +63,7 @@ class ModelRewardWorker(RewardWorker):
 
 
 class LearningRewardWorker(ModelWorker):
-    """A reward or cost model that learns from pairs of responses.
+    """Worker of a reward or cost model that learns from pairs of responses.
 
     The engine trains sharded weights. A copy of the whole model on every rank scores rows and gets the new weights
     after each update, so ranks score independently of each other, as with a model that does not learn.
