@@ -10,11 +10,13 @@ LARGE_GROUP = (1 << 63) + (1 << 53) + 1
 
 
 def check_invariants(target: RewardTarget) -> str:
+    """Checks that the probe rows get one valid verdict each, the rules for every answer."""
     target.score(target.rows)
     return "in every answer"
 
 
 def check_scores(target: RewardTarget) -> str:
+    """Checks that at least one probe row gets a score rather than an error."""
     verdicts = target.score(target.rows)
     scored = sum(map(has_score, verdicts))
     if not scored:
@@ -26,6 +28,7 @@ def check_scores(target: RewardTarget) -> str:
 
 
 def check_repeatable(target: RewardTarget) -> str:
+    """Checks that the same rows get the same verdicts twice, else raises Caution. Sets `target.is_repeatable`."""
     first, second = (target.score_units(target.units) for _ in range(2))
     target.is_repeatable = are_equal_by_unit(first, second)
     if not target.is_repeatable:

@@ -108,8 +108,8 @@ class Caller:
 
     async def call(self) -> Reply:
         """Makes one call, with the next request of the cycle, and returns its outcome. It goes to all ranks or, where
-        there is a single request, to rank 0. Takes at most about `timeout_s`. A call that fails does not raise: its Reply
-        has another code than OK."""
+        there is a single request, to rank 0. Takes at most about `timeout_s`. Does not raise where the call fails: the
+        Reply has another code than OK then."""
         number = next(self._numbers)
         header = self._header(self._method)
         requests = self._requests[number % len(self._requests)]
