@@ -20,6 +20,7 @@ UNKNOWN_METHOD = "/rlhf.v1.RewardService/NoSuchMethod"
 
 
 def check_concurrency(target: RewardTarget) -> str:
+    """Checks that calls that are in flight at the same time get the verdicts that their rows get alone."""
     turned = [_turn(target.units, i) for i in range(CALLS_IN_FLIGHT)]
     calls = [target.start(target.request_of(units)) for units in turned]
     answers = [target.unit_verdicts(call, units) for call, units in zip(calls, turned, strict=True)]
@@ -35,6 +36,7 @@ def check_concurrency(target: RewardTarget) -> str:
 
 
 def check_unknown_method(target: RewardTarget) -> str:
+    """Checks that a call of a method that does not exist ends with UNIMPLEMENTED."""
     code = _outcome(target.method(UNKNOWN_METHOD).future(b"", timeout=target.deadline_s), target.deadline_s)
     if code is not Status.UNIMPLEMENTED:
         raise Violation(
@@ -45,6 +47,7 @@ def check_unknown_method(target: RewardTarget) -> str:
 
 
 def check_malformed(target: RewardTarget) -> str:
+    """Checks that a request with a batch, with or without text rows, ends with INVALID_ARGUMENT."""
     batch = common_pb2.Batch(rows=1)
     requests = {
         "both text rows and a batch": reward_pb2.ComputeRewardRequest(text_rows=target.rows[:1], batch=batch),
@@ -61,6 +64,7 @@ def check_malformed(target: RewardTarget) -> str:
 
 
 def check_garbage(target: RewardTarget) -> str:
+    """Checks that a request that is no protobuf message ends with an error in time."""
     call = target.method(COMPUTE_REWARD.path).future(GARBAGE, timeout=target.deadline_s)
     code = _outcome(call, target.deadline_s)
     if code in (Status.OK, Status.DEADLINE_EXCEEDED):
@@ -72,6 +76,7 @@ def check_garbage(target: RewardTarget) -> str:
 
 
 def check_deadline(target: RewardTarget) -> str:
+    """Checks that calls with short deadlines end with OK or DEADLINE_EXCEEDED, and that a later call is answered."""
     request = reward_pb2.ComputeRewardRequest(text_rows=target.long_rows)
     for timeout_s in SHORT_DEADLINES_S:
         call = target.start(request, timeout_s)
@@ -86,6 +91,7 @@ def check_deadline(target: RewardTarget) -> str:
 
 
 def check_cancellation(target: RewardTarget) -> str:
+    """Checks that the server still scores rows after calls that were cancelled."""
     request = reward_pb2.ComputeRewardRequest(text_rows=target.long_rows)
     for after_s in CANCEL_AFTER_S:
         call = target.start(request)
@@ -96,6 +102,7 @@ def check_cancellation(target: RewardTarget) -> str:
 
 
 def check_goes_on(target: RewardTarget) -> str:
+    """Checks that the server, after all other checks, gives rows the verdicts that it gave them alone."""
     verdicts = target.score_units(target.units)
     if not target.alone:
         return "after all that it still scores rows"
@@ -110,7 +117,8 @@ def _turn(values: Sequence[Any], by: int) -> list[Any]:
 
 
 def _require_life(target: RewardTarget, after: str) -> None:
-    """Asks for a score for a while, since a server may get stuck only some time after the call."""
+    """Requests a score again and again for `SETTLE_S` seconds, since a server may get stuck only some time after the
+    call. Raises Violation where a request is not answered."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         if not target.is_alive():

@@ -80,7 +80,7 @@ def reward(
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
+    """Reads the rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
 
     Raises:
         ConfigError: The file cannot be read, a line is no row, or it has fewer than two rows.
@@ -103,7 +103,7 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def to_table(findings: list[Finding], title: str) -> Table:
-    """The findings as a table for the terminal."""
+    """Makes a table of the findings for the terminal, with the number of findings of each result below it."""
     table = Table(title=title, title_justify="left")
     for column in ("rule", "result", "what was seen", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "rule")

@@ -65,8 +65,9 @@ STOPS = ("reachable", "describe")
 
 
 def check_rules(target: RewardTarget) -> list[Finding]:
-    """Checks all rules and returns one finding per rule, in order. A rule whose check finds a different rule broken,
-    such as too few verdicts, is skipped; so are all later rules once the server no longer responds."""
+    """Checks all rules on the server; returns one finding per rule, in the order of `RULES`. A rule whose check finds a
+    different rule broken, such as too few verdicts, is skipped; so are all later rules once a rule of `STOPS` is
+    broken or the server no longer responds."""
     found: dict[str, Finding] = {}
     stopped = ""
     for rule, check in RULES.items():

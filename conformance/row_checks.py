@@ -16,17 +16,20 @@ DEFAULT_MESSAGE_BYTES = 4 * MIB
 
 
 def check_no_rows(target: RewardTarget) -> str:
+    """Checks that a request without rows gets an answer without verdicts."""
     target.score([])
     return "a request without rows got an answer without verdicts"
 
 
 def check_empty_strings(target: RewardTarget) -> str:
+    """Checks that rows with empty texts get a valid verdict each."""
     rows = [Row(), Row(prompt="1+1="), Row(response="2"), Row(ground_truth="2")]
     target.score(rows)
     return f"{len(rows)} rows with empty texts got a verdict each"
 
 
 def check_unicode(target: RewardTarget) -> str:
+    """Checks that rows with rare characters in texts and metadata get a valid verdict each."""
     texts = (
         "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f600",
         "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u202eabc\u202c",
@@ -43,6 +46,7 @@ def check_unicode(target: RewardTarget) -> str:
 
 
 def check_metadata(target: RewardTarget) -> str:
+    """Checks that rows with metadata of every JSON type get a valid verdict each."""
     row = Row(prompt="1+1=", response="2", ground_truth="2")
     row.metadata.update(
         {"null": None, "flag": True, "number": 1e300, "list": [1, "a", None, []], "deep": {"a": {"b": []}}}
@@ -52,6 +56,7 @@ def check_metadata(target: RewardTarget) -> str:
 
 
 def check_many_rows(target: RewardTarget) -> str:
+    """Checks that a call with `target.num_rows` rows gives each its verdict. Sets `target.long_rows` to these rows."""
     probes, units, num_rows = target.units, [], 0
     while num_rows < target.num_rows:
         units.append(probes[len(units) % len(probes)])
@@ -72,6 +77,7 @@ def check_many_rows(target: RewardTarget) -> str:
 
 
 def check_large_messages(target: RewardTarget) -> str:
+    """Checks that messages of up to `target.max_bytes` bytes are answered. Raises Caution if the server takes less."""
     largest = 0
     for size in _sizes(target.max_bytes):
         try:
@@ -93,7 +99,8 @@ def check_large_messages(target: RewardTarget) -> str:
 
 
 def _sizes(largest: int) -> Iterator[int]:
-    """Message sizes from half of gRPC's default, each four times the one before, up to the largest."""
+    """Yields message sizes in bytes: half of gRPC's default limit, each next one four times as large, and at last
+    `largest`."""
     size = DEFAULT_MESSAGE_BYTES // 2
     while size < largest:
         yield size

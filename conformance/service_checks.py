@@ -16,6 +16,7 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 def check_reachable(target: RewardTarget) -> str:
+    """Checks that a gRPC server is at the target's address and scores a row."""
     started = time.monotonic()
     try:
         grpc.channel_ready_future(target.channel).result(target.deadline_s)
@@ -29,6 +30,7 @@ def check_reachable(target: RewardTarget) -> str:
 
 
 def check_health(target: RewardTarget) -> str:
+    """Checks that the server's gRPC health is SERVING. Raises Caution where it has no health service."""
     request = health_pb2.HealthCheckRequest().SerializeToString()
     try:
         answer = target.method(HEALTH_CHECK)(request, timeout=target.deadline_s)
@@ -52,6 +54,8 @@ def check_health(target: RewardTarget) -> str:
 
 
 def check_describe(target: RewardTarget) -> str:
+    """Checks that Describe, if the server has it, says that it is a reward that reads text. Sets
+    `target.scores_groups`."""
     describe = SERVICES["worker"]["Describe"]
     request = worker_pb2.DescribeRequest().SerializeToString()
     try:

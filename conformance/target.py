@@ -26,7 +26,7 @@ Status = grpc.StatusCode
 
 
 class RewardTarget:
-    """The reward server under test.
+    """Client of the reward server under test, with the probe rows and what earlier checks found out.
 
     Args:
         address: host:port of the server.
@@ -62,8 +62,8 @@ class RewardTarget:
 
     @property
     def units(self) -> list[list[Row]]:
-        """Rows that a verdict may depend on, for each probe row: the row itself; for a server that scores groups, a
-        group of its prompt and further responses, of one row, of two, and so on."""
+        """Lists of rows that are scored together, one list per probe row. It has that row alone or, for a server that
+        scores groups, makes a group: i + 1 copies of probe row i, with the responses of probe rows i, i + 1, ...."""
         if not self.scores_groups:
             return [[row] for row in self.rows]
         return [
@@ -72,8 +72,9 @@ class RewardTarget:
         ]
 
     def start(self, request: reward_pb2.ComputeRewardRequest, timeout_s: float | None = None) -> Any:
-        """Sends a ComputeReward request and returns its gRPC call, which is a future of the serialized response. For a
-        server that scores groups, a row without a group becomes a group of its own."""
+        """Sends a ComputeReward request and returns, without waiting, its gRPC call, a future of the serialized
+        response. For a server that scores groups, each row of `request` without a group gets a group of its own.
+        The deadline is `timeout_s` seconds; by default that of the target."""
         if self.scores_groups:
             for number, row in enumerate(request.text_rows):
                 row.group = row.group if row.HasField("group") else number
@@ -86,7 +87,7 @@ class RewardTarget:
         return self.channel.unary_unary(path)
 
     def score(self, rows: Sequence[Row], timeout_s: float | None = None) -> list[Verdict]:
-        """Sends rows to ComputeReward and returns the verdict on each, in order.
+        """Sends rows to ComputeReward, waits for the response and returns the verdict on each row, in order.
 
         Raises:
             Violation: The call failed, or its answer breaks a rule for every answer.
@@ -106,7 +107,7 @@ class RewardTarget:
         """Makes the request with the rows of units, each numbered as a group for a server that scores groups.
 
         Args:
-            units: The units; `units` has some.
+            units: Lists of rows, such as those of the property `units`.
             first_group: Number of the first group.
         """
         rows = []
@@ -150,7 +151,8 @@ class RewardTarget:
         return list(answer.scores)
 
     def is_alive(self) -> bool:
-        """Whether the server still scores a row within the deadline."""
+        """Whether the server answers a request of one row within the deadline, be it with too few verdicts or with
+        invalid ones. Sends the request, and waits for its end."""
         try:
             self.score(self.rows[:1])
         except Violation as violation:
@@ -181,7 +183,7 @@ def decoded(kind: type[M], answer: bytes) -> M:
 
 
 def has_score(verdict: Verdict) -> bool:
-    """Whether a verdict is a score, or scores of tokens, and no error."""
+    """Whether a valid verdict is a score, or scores of tokens, rather than an error."""
     return verdict.WhichOneof("verdict") != "error"
 
 
@@ -201,12 +203,13 @@ def verdict_fault(verdict: Verdict) -> str:
 
 
 def are_equal(left: Sequence[Verdict], right: Sequence[Verdict]) -> bool:
-    """Whether verdicts are equal, up to the rounding of a model in another batch; any two errors are equal."""
+    """Whether two lists have as many verdicts, and these are of the same kind and equal, one by one. Scores may differ
+    by a relative 1e-3 or by 1e-4, as a model's do in another batch; any two errors are equal."""
     return len(left) == len(right) and all(map(_is_equal, left, right))
 
 
 def are_equal_by_unit(left: Sequence[Sequence[Verdict]], right: Sequence[Sequence[Verdict]]) -> bool:
-    """Whether the verdicts on the rows of units are equal, as `are_equal`."""
+    """Whether there are as many units on both sides, whose verdicts are equal by `are_equal`."""
     return len(left) == len(right) and all(map(are_equal, left, right))
 
 

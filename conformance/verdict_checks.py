@@ -10,11 +10,13 @@ LARGE_GROUP = (1 << 63) + (1 << 53) + 1
 
 
 def check_invariants(target: RewardTarget) -> str:
+    """Checks that the probe rows get one valid verdict each, the rules for every answer."""
     target.score(target.rows)
     return "in every answer"
 
 
 def check_scores(target: RewardTarget) -> str:
+    """Checks that at least one probe row gets a score rather than an error."""
     verdicts = target.score(target.rows)
     scored = sum(map(has_score, verdicts))
     if not scored:
@@ -26,6 +28,7 @@ def check_scores(target: RewardTarget) -> str:
 
 
 def check_repeatable(target: RewardTarget) -> str:
+    """Checks that the same rows get the same verdicts twice, else raises Caution. Sets `target.is_repeatable`."""
     first, second = (target.score_units(target.units) for _ in range(2))
     target.is_repeatable = are_equal_by_unit(first, second)
     if not target.is_repeatable:
@@ -37,7 +40,8 @@ def check_repeatable(target: RewardTarget) -> str:
 
 
 def check_order(target: RewardTarget) -> str:
-    """Checks that a verdict depends on the row, or on the rows of its group, alone."""
+    """Checks that a verdict depends only on its row or, for a server that scores groups, on the rows of its group. If
+    so, sets `target.alone`, with which later checks compare their verdicts."""
     if not target.is_repeatable:
         raise Undecided("verdicts do not repeat, so they cannot be compared", "")
     units, one = target.units, "group" if target.scores_groups else "row"
@@ -65,7 +69,8 @@ def check_order(target: RewardTarget) -> str:
 
 
 def check_groups(target: RewardTarget) -> str:
-    """Checks that verdicts do not depend on the numbers of groups, which use all 64 bits."""
+    """Checks that a server that scores groups gives the same verdicts when the groups have other numbers, which use
+    all 64 bits. Holds for a server that scores rows."""
     if not target.scores_groups:
         return "it scores rows, not groups: no row tells its group"
     if not target.alone:

@@ -35,8 +35,8 @@ class Probe:
         self._question: Any = None
 
     def serving(self) -> bool:
-        """Whether a health check has been answered with SERVING since the last call. Starts the next check where none
-        is under way; never blocks."""
+        """Whether the health check that an earlier call started has been answered with SERVING; False while it is
+        under way, or where it failed. Starts a check where none is under way; never blocks."""
         if self._question is None:
             self._question = self._check.future(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         if not self._question.done():
@@ -63,7 +63,8 @@ class HealthAnswer:
 
 def ask(address: str) -> HealthAnswer:
     """Calls the health check and Describe of the service at an address, each with a timeout of `ANSWER_TIMEOUT_S`,
-    and returns the answers. Does not raise where the service cannot be reached."""
+    and returns the answers. Does not raise: a health check that is not answered gives `NOT_REACHABLE`, one that ends
+    with another error `NOT_SERVING`."""
     with open_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)

@@ -29,7 +29,8 @@ class Job:
 
 
 def rank_command(job: Job) -> list[str]:
-    """Returns the command line of a rank. It is the same for all ranks, whose environment has the number."""
+    """Returns the command line of a rank. It is the same for all ranks: a rank reads its number from its
+    environment."""
     return [
         *(sys.executable, "-m", "services", job.role, "--config", str(job.config), "--name", job.name),
         *(part for setting in job.settings for part in ("--set", setting)),
@@ -37,9 +38,9 @@ def rank_command(job: Job) -> list[str]:
 
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
-    """Returns the environment that all ranks of a service share: that of this process, with the id of the deployment
-    (variable `MARK`) and the number of threads.
-    The user's value of a variable overrides a default.
+    """Returns the environment that all ranks of a service share: that of this process, with `deployment`, the id of
+    the deployment, in the variable `MARK`, and the number of threads of the table. Only TOKENIZERS_PARALLELISM and
+    HF_HUB_OFFLINE keep a value that this process has.
     """
     threads = str(table.threads)
     return {

@@ -19,11 +19,12 @@ _LINE_LIMIT = 400
 
 
 def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
-    """Returns one line on why a service ended: its first fatal line, or the exit of a rank, of which killed ones come
-    first and then those with an exit code other than 0.
+    """Returns one line on why a service ended. Where no signal killed a rank and the end of the log has a line that
+    begins with `FATAL`, this is the first such line, without the prefix. Else it says how one rank ended: a killed
+    one, or else one with an exit code other than 0, or else any.
 
     Args:
-        ended: Exit codes, as of `subprocess`, by rank, of those that have ended.
+        ended: Exit codes, as of `subprocess`, by rank, of the ranks that have ended, at least one.
         ranks: Number of ranks.
         log: Log of the service, NAME.log.
     """
@@ -43,13 +44,14 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
 
 
 def evidence(log: Path) -> str:
-    """Returns the text `: LAST LINE (log: PATH)`, with the log's last line that is not empty, if any."""
+    """Returns the text `: LAST LINE (log: PATH)`, with the log's last line that is not empty; ` (log: PATH)` where
+    there is none."""
     return _evidence(_tail(log), log)
 
 
 def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
     """Yields (log, line) for each line of some logs. With `follow`, also yields lines that are added, and never ends;
-    a log that is truncated or replaced is read from its start."""
+    a log that is truncated or replaced is read from its start. Raises OSError where a log does not exist."""
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(contextlib.closing(_LogReader(log))) for log in logs]
         while True:
@@ -74,8 +76,8 @@ class _LogReader:
         self._begun = b""
 
     def new_lines(self) -> Iterator[str]:
-        """The lines that were completed since the last call. The unfinished last line of an older content counts as a
-        line where newer content follows it."""
+        """Yields the lines that were completed since the last call. Where the log was truncated or replaced meanwhile,
+        yields the rest of the old content, even without a line feed, and then the lines of the new one."""
         yield from self._lines_of_file()
         if self._starts_anew():
             if rest := self.unfinished_line():
@@ -84,7 +86,7 @@ class _LogReader:
             yield from self._lines_of_file()
 
     def unfinished_line(self) -> str:
-        """The last line, as long as no line feed ends it; else nothing."""
+        """Returns the text read so far after the last line feed; empty where there is none."""
         return self._begun.decode(errors="replace")
 
     def close(self) -> None:

@@ -23,7 +23,8 @@ KILL_TIMEOUT_S = 10.0
 
 
 def find(deployment: str) -> list[psutil.Process]:
-    """Living processes of the deployment: those whose environment has its `MARK` variable, and their descendants."""
+    """Returns the living processes of the deployment with this id, by process id: those whose environment has the id
+    in the variable `MARK`, and their descendants. The list is empty where none is left."""
     marked = _marked(deployment)
     found = set(marked)
     for root in _roots(marked):
@@ -33,7 +34,7 @@ def find(deployment: str) -> list[psutil.Process]:
 
 
 def stop(deployment: str, grace_s: float) -> None:
-    """Ends all processes of the deployment and returns when they are gone.
+    """Ends all processes of the deployment with this id; blocks until they are gone.
 
     The topmost processes get SIGTERM at the same time and pass it on to their children; those that are left after the
     grace, in seconds, are killed.
@@ -55,7 +56,7 @@ def stop(deployment: str, grace_s: float) -> None:
 
 
 def kill_after(grace_s: float, living: Callable[[], list[psutil.Process]]) -> None:
-    """Waits until no process is alive; sends SIGKILL to those that are left after `grace_s` seconds.
+    """Blocks until `living` returns no process; sends SIGKILL to those that are left after `grace_s` seconds.
 
     Args:
         grace_s: Time in seconds before SIGKILL.

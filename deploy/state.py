@@ -46,11 +46,13 @@ class Deployment:
 
 @contextlib.contextmanager
 def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
-    """Context manager that locks the config for a deployment. On entering, it stops processes that a killed
-    supervisor of the same config left.
+    """Context manager that locks the config for a deployment and writes the deployment to the config's file. On
+    entering, it stops processes that a killed supervisor of the same config left; on leaving, it removes the file
+    unless processes of the deployment are still alive.
 
     Raises:
         Refused: The config is up already.
+        RlhfError: A process that was left outlives SIGKILL.
     """
     path = _path(deployment.config)
     with _locked(path) as file:
@@ -86,8 +88,9 @@ def supervisor(deployment: Deployment) -> psutil.Process | None:
 
 
 def stop(deployment: Deployment, grace_s: float) -> bool:
-    """Stops the supervisor and every process of a deployment, and removes its file; returns whether the supervisor was
-    alive. The supervisor has the grace, in seconds, for its services and some time for itself.
+    """Stops the supervisor and every process of a deployment, blocks until they are gone, and removes its file;
+    returns whether the supervisor was alive. The supervisor gets SIGTERM, and SIGKILL `KILL_TIMEOUT_S` seconds after
+    the grace; other processes that are left then get SIGTERM, and SIGKILL after the grace of `grace_s` seconds.
 
     Raises:
         RlhfError: A process outlives SIGKILL.
@@ -116,7 +119,7 @@ def _path(config: str) -> Path:
 
 
 def _parse(text: str) -> Deployment | None:
-    """The deployment in a file; None in the empty file of a supervisor that has just locked it."""
+    """Returns the deployment of a file's text; None for the empty text of a file that has just been made."""
     if not text:
         return None
     values = json.loads(text)

@@ -35,9 +35,9 @@ class _Service:
 
 
 class Supervisor:
-    """The services of one deployment.
+    """Starts, watches and stops the services of one deployment, on this host.
 
-    The ranks of a service are children of this process; when one ends, the service is lost.
+    The ranks of a service are child processes of this one; when one of them ends, the service is lost.
 
     As a context manager it stops, on the way out, every process it started. Use it from the main thread: the
     ranks are told to end when the thread that started them ends, should this process be killed.
@@ -53,11 +53,11 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            config: The run.
-            deployment: The config file, the settings, the mark of the processes, where logs go (a file per
-                service, NAME.log).
-            only: Names of the services to start; empty: all.
-            launcher: Options of starting and stopping them. Default: `LaunchOptions()`.
+            config: Config of the run, with the tables of the services.
+            deployment: Gives the path of the config and its overrides, which the ranks read, the id that their
+                environment has, and the directory of the logs (a file per service, NAME.log).
+            only: Names of the services to start; empty: all that are not external.
+            launcher: Command line of the ranks and grace of `stop`. Default: `LaunchOptions()`.
             say: Called with a line when a service has started and when it is healthy.
 
         Raises:
@@ -78,7 +78,7 @@ class Supervisor:
         self.stop()
 
     def start(self) -> None:
-        """Starts all services side by side, and returns before they are healthy.
+        """Starts all ranks of the services, and returns before the services are healthy.
 
         Raises:
             ConfigError: A service cannot run on this host; nothing was started.
@@ -89,7 +89,8 @@ class Supervisor:
             self._start(name)
 
     def poll(self) -> bool:
-        """Looks at all services and returns at once whether all of them are healthy.
+        """Returns, without blocking, whether all services are healthy: each has answered a health check with SERVING
+        once. A service that was healthy is then only watched for ranks that end.
 
         Raises:
             ServiceLost: A service has exited; the text names it and the cause.
@@ -107,7 +108,8 @@ class Supervisor:
         return all(service.healthy for service in self._services)
 
     def stop(self) -> None:
-        """Ends every process of the deployment: SIGTERM, and SIGKILL to what is left after the grace.
+        """Ends every process of the deployment with SIGTERM, and those that are left after the grace with SIGKILL;
+        blocks until they are gone.
 
         Raises:
             RlhfError: A process outlives SIGKILL.
@@ -171,7 +173,8 @@ class Supervisor:
 
 
 def service_names(config: Config, only: tuple[str, ...] = ()) -> list[str]:
-    """Returns the names of the services to start on this host: those in `only`, or all, without external ones.
+    """Returns the names of the services to start on this host, in the config's order: those in `only`, or all where
+    it is empty, both without external ones.
 
     Raises:
         ConfigError: `only` names a service that the config does not have.

@@ -16,7 +16,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def wrap(command: list[str]) -> list[str]:
-    """The command line with which this process starts `command` so that it ends with this process."""
+    """Returns the command line that runs this file, which then runs `command` so that the kernel sends it SIGTERM
+    when this process ends. This process has to start it."""
     # -I -S start the wrapper alone without site packages and PYTHON* variables; the command has them again.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
@@ -26,6 +27,7 @@ def execute(parent: int, command: list[str]) -> None:
 
     Raises:
         OSError: The kernel refused, or the command does not exist.
+        SystemExit: `parent` has ended already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):

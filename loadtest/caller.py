@@ -81,7 +81,8 @@ class Caller:
         self._clients: list[list[RankClient]] = []
 
     async def __aenter__(self) -> Self:
-        """Opens the session where calls have an order, so that no two calls race to be its first.
+        """Makes the clients of all ranks. Where calls have an order, as with several ranks, also opens the session on
+        all ranks, so that no two calls race to be its first.
 
         Raises:
             RlhfError: A rank refuses the session.
@@ -100,14 +101,15 @@ class Caller:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Ends the session within SETTLE_S on ranks that answer."""
+        """Ends the session, in up to SETTLE_S seconds, and closes the clients; ignores ranks that do not answer."""
         if self._has_header:
             await self._ask_all("EndSession", worker_pb2.EndSessionRequest(session=self._session.name))
         await close_all(self._clients)
 
     async def call(self) -> Reply:
-        """Makes one call, to all ranks or, for a method without ranks, to rank 0, and returns its outcome. Takes at
-        most about `timeout_s`, and does not raise where the call fails."""
+        """Makes one call, with the next request of the cycle, and returns its outcome. It goes to all ranks or, where
+        there is a single request, to rank 0. Takes at most about `timeout_s`. Does not raise where the call fails: the
+        Reply has another code than OK then."""
         number = next(self._numbers)
         header = self._header(self._method)
         requests = self._requests[number % len(self._requests)]
@@ -124,13 +126,15 @@ class Caller:
         return self._reply(responses)
 
     async def release(self) -> None:
-        """Frees the rows that the session's calls left in the service."""
+        """Frees the rows that the session's calls have left in the service, in up to SETTLE_S seconds. Does nothing for
+        a method without outputs; errors are ignored."""
         if self._has_header and self._method.outputs:
             request = worker_pb2.ReleaseRequest(session=self._session.name, all_steps=True)
             await self._ask_all("Release", request)
 
     def _header(self, method: Method) -> bytes:
-        """The serialized header of the next call of a method; empty where the service reads none."""
+        """Returns the serialized header of the next call of a method, and counts the call; empty where the service
+        reads none."""
         if not self._has_header:
             return b""
         call = self._session.header(self._session.newest, self._target.role, method.snake_name)
@@ -162,7 +166,8 @@ class Caller:
 
 
 def _code_and_cause(error: RlhfError) -> tuple[str, str]:
-    """Returns the gRPC status code and the message of a failed call, as the server sent them."""
+    """Returns the name of the gRPC status code and the message of a failed call, as the server sent them; without
+    them, those of `error`."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return cause.code().name, cause.details() or ""

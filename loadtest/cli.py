@@ -159,7 +159,7 @@ def _settings(
 
 
 def _run(settings: Settings) -> tuple[Json, list[int]]:
-    """Runs the load test. Returns its result, and the numbers of the signals that ended it early."""
+    """Runs the load test to its end. Returns its result, and the numbers of the signals that ended it early, if any."""
 
     def tell(step: Json) -> None:
         if settings.is_ramp:
@@ -176,7 +176,8 @@ def _run(settings: Settings) -> tuple[Json, list[int]]:
 
 
 def _objectives_met(result: Json) -> bool:
-    """Whether the objectives were met: by the only step, or for a ramp by at least one step."""
+    """Whether all objectives were met: by the only step, or for a ramp by at least one step. True without objectives,
+    False without steps."""
     return any(all(verdict["met"] for verdict in step["objectives"]) for step in result["steps"])
 
 

@@ -55,22 +55,22 @@ def read(path: Path) -> Json:
 
 
 def differences(before: Json, after: Json) -> list[Difference]:
-    """Returns the figures of all levels that both results have, in order."""
+    """Returns one Difference per figure of each level that both results have, in the order of `before`."""
     theirs = {step["level"]: step for step in after["steps"]}
     pairs = [(step, theirs[step["level"]]) for step in before["steps"] if step["level"] in theirs]
     return [difference for pair in pairs for difference in _of_step(*pair)]
 
 
 def differing_settings(before: Json, after: Json) -> list[str]:
-    """Returns a text for each setting that differs, such as "rows: 1 and 8", since figures are then not
-    comparable."""
+    """Returns a text for each setting that differs, such as "rows: 1 and 8", since figures are then not comparable.
+    Target, objectives and data may differ."""
     ours, theirs = before["settings"], after["settings"]
     names = [name for name in ours if name not in _NOT_COMPARED and ours[name] != theirs.get(name)]
     return [f"{name}: {ours[name]} and {theirs.get(name)}" for name in names]
 
 
 def table(found: list[Difference]) -> Table:
-    """Makes a table of the differences for the terminal."""
+    """Makes a table of the differences for the terminal: the figures before (A) and after (B), and the change."""
     shown = Table()
     for name in ("level", "figure", "A", "B", "B over A"):
         shown.add_column(name, justify="left" if name == "figure" else "right")

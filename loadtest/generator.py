@@ -39,7 +39,8 @@ class Sending:
 
 
 class Generator:
-    """Sends the calls of one step.
+    """Sends the calls of one step, in a running event loop; made for one call of `open_loop` or `closed_loop`. Both
+    then wait for answers, cancel the calls that have none, record them as unfinished, and raise errors of this code.
 
     Args:
         caller: Makes the calls.
@@ -60,11 +61,13 @@ class Generator:
         self._failures: list[BaseException] = []
 
     async def open_loop(self, start_s: float, offsets: Iterator[float]) -> Sending:
-        """Sends a call at each offset from `start_s`, on the loop's clock, until the recorder's window ends."""
+        """Sends a call at each offset, in seconds from `start_s` on the event loop's clock, until the recorder's window
+        ends, or earlier where `MOST_OUTSTANDING` calls have no answer or the sends are too late."""
         return await self._run(self._send_on_time(start_s, offsets))
 
     async def closed_loop(self, callers: int) -> Sending:
-        """Keeps `callers` calls running until the recorder's window ends."""
+        """Keeps `callers` calls under way at the same time until the recorder's window ends: each that is answered is
+        followed by the next."""
         return await self._run(self._keep_running(callers))
 
     async def _run(self, sender: Coroutine[Any, Any, None]) -> Sending:
@@ -130,8 +133,8 @@ class Generator:
             self._note_end(due_s, sent_s, reply)
 
     def _note_end(self, due_s: float, sent_s: float, reply: Reply) -> None:
-        """Records the end of a call. While remaining calls are cancelled it counts as unfinished, or not at all where
-        the test was interrupted."""
+        """Records the end of a call with its reply. Once the wait for answers is over, records it as unfinished, or not
+        at all where the test was interrupted."""
         if not self._given_up:
             self._recorder.end(due_s, sent_s, self._clock(), reply)
         elif not self._stop.is_set():

@@ -26,8 +26,8 @@ _NS = 1e9
 
 
 class Histogram:
-    """Histogram of durations in whole nanoseconds. Sums are exact, percentiles have a relative error of at most
-    `PRECISION`."""
+    """Histogram of durations. Counts and sums are exact, percentiles have a relative error of at most `PRECISION`.
+    `total`, `total_squares`, `least` and `most` are in nanoseconds; all are 0 where nothing was counted."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -77,7 +77,8 @@ class Histogram:
         return {"mean": self.mean_s, "min": self.least / _NS, **names, "max": self.most / _NS}
 
     def curve(self, points: int = 200) -> list[tuple[float, float]]:
-        """Returns about `points` points (share of durations above, duration in seconds) along the distribution."""
+        """Returns about `points` points (share of durations above, duration in seconds) along the distribution,
+        from short to long; an empty list where nothing was counted."""
         stride = max(len(self._counts) // points, 1)
         cumulated = list(self._cumulated())
         kept = cumulated[::stride] + ([] if len(cumulated) % stride == 1 else cumulated[-1:])
@@ -98,7 +99,7 @@ class Histogram:
         return base64.b64encode(struct.pack(">ii", _COMPRESSED_COOKIE, len(packed)) + packed).decode()
 
     def _cumulated(self) -> Iterator[tuple[int, int]]:
-        """(bucket, counted in it and below), over the buckets that are not empty."""
+        """Yields (index of the bucket, number of durations in it and all lower ones) for buckets that are not empty."""
         indices = sorted(self._counts)
         return zip(indices, itertools.accumulate(self._counts[index] for index in indices), strict=True)
 
@@ -115,7 +116,7 @@ def _highest_of(index: int) -> int:
 
 
 def _zigzag(value: int) -> bytes:
-    """A signed number as HdrHistogram writes it: zigzag, then seven bits a byte, of at most nine bytes."""
+    """Encodes a signed number as HdrHistogram does: zigzag, then seven bits a byte, of at most nine bytes."""
     rest = (value << 1) ^ (value >> 63)
     out = bytearray()
     while rest >= 0x80 and len(out) < 8:

@@ -24,7 +24,7 @@ OF_ALL = ("Describe", "Synchronize")
 
 def offered(role: str) -> dict[str, Method]:
     """Returns the methods of a role that can be load-tested, by name: those that its declaration lists, and those that
-    every service has."""
+    every service has. Raises PluginError where the role is unknown."""
     own = {name: role_methods(role)[name] for name in find_role(role).load_tested}
     return {**own, **{name: SERVICES["worker"][name] for name in OF_ALL}, HEALTH_CHECK.name: HEALTH_CHECK}
 

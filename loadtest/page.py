@@ -20,7 +20,8 @@ _SHOWN_SETTINGS = (
 
 
 def render(result: Json) -> str:
-    """Renders the page as HTML that is well-formed XML too."""
+    """Renders a result as an HTML page that is well-formed XML too: all levels and, in detail, the knee's level; where
+    there is no knee, the last one."""
     settings, steps = result["settings"], result["steps"]
     closed = settings["arrivals"] == "closed"
     sections = [_header(result, closed), _levels(steps, closed)]
@@ -126,7 +127,8 @@ def _answers_over_time(step: Json, where: str) -> str:
 
 
 def _distribution(step: Json, where: str) -> str:
-    """Latency by percentile, on an axis on which each further nine takes as much room."""
+    """Renders a chart of the latency by percentile, on an axis on which 90 %, 99 %, 99.9 % are equally far apart; ""
+    where there are fewer than two points."""
     points = [(1 / share, seconds) for share, seconds in step["curve"] if share > 0 and seconds > 0]
     if len(points) < 2:
         return ""

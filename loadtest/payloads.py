@@ -75,7 +75,7 @@ class Shape:
 
 def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> list[list[dict[str, Any]]]:
     """Makes the rows of the requests that calls cycle through: a list of rows per request. A row has a value for each
-    column, by name.
+    column, by name. If a call has no rows, there is one request, with an empty list.
 
     Args:
         columns: Names of the columns.
@@ -84,7 +84,7 @@ def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> lis
             `ground_truth`, which is left empty.
 
     Raises:
-        ConfigError: The file cannot be used.
+        ConfigError: The file cannot be read, or has no rows or values of a wrong type.
     """
     generator, columns = random.Random(shape.seed), list(columns)
     given: list[Row] = [{}] * (MADE_UP * shape.rows) if data is None else read_rows(data)

@@ -76,13 +76,14 @@ class StepRecorder:
         self.intervals: defaultdict[int, Interval] = defaultdict(Interval)
 
     def begin(self, due_s: float, sent_s: float) -> None:
-        """Records that a call was sent."""
+        """Counts a call that was sent, and its delay, if it was due in the window. Times are as in `Window`."""
         if self.window.holds(due_s):
             self.sent += 1
             self.lag.add(sent_s - due_s)
 
     def end(self, due_s: float, sent_s: float, ended_s: float, reply: Reply) -> None:
-        """Records that a call has ended, with or without error."""
+        """Records that a call has ended, with or without error. An answer without error counts as one if it arrived in
+        the window; code, latency and times of the ranks count if the call was due in the window or is unfinished."""
         if reply.code == OK and ended_s >= self.window.start_s:
             self.answers.add(ended_s - self.window.start_s)
             if self.window.holds(ended_s):
@@ -108,7 +109,7 @@ class StepRecorder:
         return self.answers.count_below(later_s + self.window.length_s) - self.answers.count_below(later_s)
 
     def cut(self, now_s: float) -> None:
-        """Ends the window now, unless it has ended."""
+        """Ends the window at `now_s`, or at its start if that is later; a window that has ended stays as it is."""
         stop_s = max(min(self.window.stop_s, now_s), self.window.start_s)
         self.window = Window(self.window.start_s, stop_s)
 
@@ -123,7 +124,8 @@ class StepRecorder:
         return self.intervals[int((moment_s - self.window.start_s) / self.interval_s)]
 
     def timeline(self) -> list[dict[str, Any]]:
-        """Returns the figures of each interval, in order; latencies are None where no call was due."""
+        """Returns the figures of each interval with calls, as JSON values, in order; p50 and p99 are None where no
+        latency was counted."""
         rows = []
         for number, interval in sorted(self.intervals.items()):
             known = interval.latency.count > 0

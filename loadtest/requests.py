@@ -20,6 +20,7 @@ TEMPERATURE = 1.0
 
 def make_requests(target: Target, method: Method, shape: Shape, data: Path | None) -> list[list[bytes]]:
     """Makes serialized requests without headers: a list per call, which calls cycle through, with a request per rank.
+    For a method that is not the role's own, such as Describe, there is one list, of empty requests.
 
     Raises:
         ConfigError: The rows do not fit the service or the method.

@@ -131,8 +131,8 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
 
 @contextmanager
 def stopping_on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Context manager that sets `stop` at SIGINT and SIGTERM; yields a list to which received signals are
-    appended."""
+    """Context manager that sets `stop` at SIGINT and SIGTERM, instead of ending the process; yields a list to which the
+    numbers of received signals are appended. Needs a running event loop."""
     loop, came = asyncio.get_running_loop(), []
 
     def note(number: int) -> None:
@@ -230,7 +230,8 @@ def _summary(histogram: Histogram) -> dict[str, float]:
 
 
 def _expected_queue(settings: Settings, recorder: StepRecorder) -> float | None:
-    """Expected waiting time in seconds of a single-server queue with the measured service times."""
+    """Returns the expected waiting time in seconds in the queue of a single server with the measured computing times;
+    None where arrivals are not Poisson, the ranks report no times, or the load is 1 or more."""
     compute = recorder.server["compute"]
     if settings.arrivals != "poisson" or not compute.count:
         return None

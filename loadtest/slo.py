@@ -57,7 +57,7 @@ def parse(text: str) -> list[Objective]:
 
 
 def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Judgement]:
-    """Compares the figures of a step with each objective.
+    """Compares the figures of a step with each objective; returns one Judgement per objective, in order.
 
     Args:
         objectives: The objectives.

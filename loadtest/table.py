@@ -42,7 +42,7 @@ def level_text(step: Json, closed: bool) -> str:
 
 
 def report(result: Json) -> RenderableType:
-    """Renders a result for the terminal: levels, parts of the latency and notes."""
+    """Renders a result for the terminal: a row per level, the parts of the latency if there is one level, and notes."""
     settings, closed = result["settings"], result["settings"]["arrivals"] == "closed"
     steps = result["steps"]
     loop = "closed loop" if closed else f"open loop, {settings['arrivals']}"
@@ -76,8 +76,8 @@ def _parts(step: Json) -> Table:
 
 
 def time_parts(step: Json) -> list[tuple[str, Json]]:
-    """Returns (name, figures) of each part of the latency: the delay of sends, and, where the ranks report their
-    times, those and the rest."""
+    """Returns (name, mean and percentiles in seconds) of each part of a step's latency: the delay of sends and, where
+    the ranks report their times, those and the rest. Parts without a call are left out."""
     parts = [("tester: sent late by", step["lag_s"])]
     parts += [(f"service: {part}", summary) for part, summary in step["server_s"].items()]
     if step["rest_s"]:

@@ -16,8 +16,8 @@ class Axis:
 
     Attributes:
         ticks: Values of the ticks, each with its label.
-        place: Position of a value, from 0 to 1 along the axis.
-        text: A value in words, for hover titles.
+        place: Function from a value to its position on the axis, from 0 to 1.
+        text: Function that formats a value, for hover titles.
     """
 
     ticks: Sequence[tuple[float, str]]
@@ -74,7 +74,8 @@ def tick_label(value: float, step: float) -> str:
 
 
 def _linear(ticks: Sequence[float], low: float, high: float, text: Callable[[float], str]) -> Axis:
-    """The axis from `low` to `high`, with those of the ticks that lie within; a single value lies in the middle."""
+    """Makes the axis from `low` to `high`, with those of the ticks that lie within. Where both are equal, every value
+    is placed in the middle."""
     step = ticks[1] - ticks[0]
     shown = [(tick, tick_label(tick, step)) for tick in ticks if low <= tick <= high]
     if low == high:

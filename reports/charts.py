@@ -66,7 +66,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The area between the axes, in user units."""
+    """The area between the axes, in the SVG's user units, and the axes, which place values in it."""
 
     x: Axis
     y: Axis
@@ -136,8 +136,8 @@ def bar_chart(bars: Sequence[Bar], label: str, width: int = 440) -> str:
 
 
 def thin(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """Returns at most about `limit` points with the same outline: the lowest and the highest of each of equal
-    stretches."""
+    """Returns at most about `limit` points, those with the lowest and the highest y of each of equally long runs of
+    points; all points where there are no more than `limit`."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))

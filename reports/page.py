@@ -34,8 +34,8 @@ def card(title: str, content: str, *, is_wide: bool = False, note: str = "") -> 
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls where it is too wide. Names of columns are text, cells are HTML; without a head the first
-    cell of each row is its name."""
+    """Renders a table as HTML that scrolls where it is too wide. `head` has the names of columns as text, or is empty:
+    the first cell of each row is then its name. Cells are HTML."""
     top = f"<thead><tr>{_cells('th', map(escape, head))}</tr></thead>" if head else ""
     body = "".join(
         f"<tr>{_cells('td', row) if head else _cells('th', row[:1]) + _cells('td', row[1:])}</tr>"
@@ -45,7 +45,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text for HTML; characters that have no place in it, which a policy may well sample, become U+FFFD."""
+    """Escapes a text for HTML, quotes included; characters that HTML does not allow, which a policy may well sample,
+    become U+FFFD."""
     return html.escape(_NOT_IN_HTML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 

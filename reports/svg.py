@@ -9,7 +9,8 @@ _CHARACTER_WIDTH = 7.2  # of 13 px text, on the safe side
 
 
 def document(parts: Iterable[str], width: float, height: float, label: str) -> str:
-    """A drawing of its parts; `label` describes it to readers who do not see it."""
+    """Returns an SVG element with these parts, which are SVG; `label`, text, describes it to readers who do not see
+    it."""
     label = html.escape(label)
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
@@ -20,13 +21,14 @@ def rule(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def text(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:
-    """Text whose start, middle or end (`anchor`) lies at x."""
+    """Returns a text element at (x, y) with CSS class `kind`, if any. `anchor`, "start", "middle" or "end", is the
+    place of the text that lies at x."""
     style = f' class="{kind}"' if kind else ""
     return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(content)}</text>'
 
 
 def title(content: str) -> str:
-    """The hover title of the element that it stands in."""
+    """Returns a title element, which browsers show when the pointer is over the element that contains it."""
     return f"<title>{html.escape(content)}</title>"
 
 

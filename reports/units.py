@@ -25,7 +25,7 @@ def duration_text(seconds: float) -> str:
 
 
 def figure_text(value: float) -> str:
-    """Three significant digits or all of the integer part: "0.00123", "12.3", "12,345"."""
+    """Formats a number with three significant digits or all of its integer part: "0.00123", "12.3", "12,345"."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -37,7 +37,7 @@ def percent_text(fraction: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Three significant digits in a unit that suits: "850 µs", "12.3 ms", "1.50 s"; "-" where not known."""
+    """Formats a time with three significant digits, in µs, ms or s: "850 µs", "12.3 ms", "1.50 s"; "-" for None."""
     if seconds is None:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -47,7 +47,8 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def rate_text(per_s: float) -> str:
-    """Three significant digits or all of the integer part, zeros at the end included: "1.20", "45.7", "12,345"."""
+    """Formats a rate with three significant digits, zeros at the end included, or all of its integer part: "1.20",
+    "45.7", "12,345"."""
     return f"{per_s:,.0f}" if per_s >= 1000 else _three_digits(per_s)
 
 

@@ -26,7 +26,7 @@ class Stage:
         algorithm: Name of the algorithm, of its config beside this file, and of the stage's directory.
         trained: Name of the service whose weights later stages start from.
         models: Stage whose model each service starts from, by service; "" is the model with random weights.
-        rows: Stem of the names of its data files.
+        rows: ROWS in the names of its data files, ROWS_train.jsonl and ROWS_heldout.jsonl.
     """
 
     algorithm: str
@@ -62,12 +62,14 @@ class Pipeline:
     runs: dict[str, Path] = field(default_factory=dict)
 
     def prepare(self, data: Path, seed: int) -> None:
-        """Builds tokenizer, model and rows from the dialogues in `data`."""
+        """Builds tokenizer, model and rows from the dialogues in the file `data`, in a process of its own. Raises
+        click.exceptions.Exit where the process failed."""
         out = str(self.directory / "data")
         _run("-m", "deploy.pipeline.prepare", "--data", str(data), "--out", out, "--seed", str(seed))
 
     def run(self, stage: Stage, seed: int) -> None:
-        """Runs one stage; starts its services before and stops them after it."""
+        """Runs one stage in a process that starts its services before and stops them after it; enters its run
+        directory into `runs`. Raises click.exceptions.Exit where the process failed."""
         parent = self.directory / stage.algorithm
         settings = [
             f"run.directory={parent}",
@@ -131,7 +133,7 @@ def main(data: Path | None, out: Path, seed: int, settings: tuple[str, ...]) -> 
 
 
 def _download() -> Path:
-    """The dialogues of HH-RLHF, from the Hugging Face hub or its cache.
+    """Returns the path of the dialogues of HH-RLHF, from the Hugging Face hub or its cache.
 
     Raises:
         click.ClickException: They are in neither.
@@ -149,10 +151,10 @@ def _download() -> Path:
 
 
 def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:
-    """Settings by stage.
+    """Sorts settings STAGE.KEY=VALUE: returns KEY=VALUE of each by stage, with an empty list for others.
 
     Raises:
-        click.ClickException: One begins with no stage's name.
+        click.ClickException: A setting has another form, or begins with no stage's name.
     """
     found: dict[str, list[str]] = {stage.algorithm: [] for stage in STAGES}
     for setting in settings:
@@ -166,7 +168,8 @@ def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _run(*arguments: str) -> None:
-    """Runs a Python module as a process that writes to this terminal."""
+    """Runs Python with these arguments as a process that writes to this terminal, and waits for its end. Raises
+    click.exceptions.Exit, with its exit code, where it failed."""
     ended: Any = subprocess.run([sys.executable, *arguments], check=False)
     if ended.returncode:
         raise click.exceptions.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)

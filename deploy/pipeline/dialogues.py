@@ -34,9 +34,9 @@ class Pair:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a JSONL file, gzipped where it ends with .gz, each row with two dialogues `chosen` and `rejected`.
-
-    Rows whose dialogues differ before the last answer, or have no answer, are left out.
+    """Reads pairs from a JSONL file, gzipped where its name ends with .gz, each row with two dialogues, `chosen` and
+    `rejected`. Leaves out rows whose dialogues differ before the last answer, and rows whose two last answers are
+    equal or of which one is empty.
     """
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]
@@ -54,14 +54,15 @@ def _last_answer(dialogue: str) -> tuple[str, str]:
 
 
 def is_heldout(pair: Pair, percent: int) -> bool:
-    """Whether a pair is for evaluation only: by a hash of the human's first turn, so no opening is on both sides."""
+    """Whether a pair is for evaluation only, as about `percent` % are. A hash of `opening` decides, so that pairs with
+    the same opening are either all held out or all for training."""
     digest = hashlib.sha256(pair.opening.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 
 
 def shortened(prompt: str, count: Count, most: int) -> str:
-    """Returns the last turns of a prompt, as many as fit into `most` tokens; empty where not even the last one
-    does."""
+    """Returns the last turns of a prompt, as many as fit into `most` tokens, where a turn is a text of the human with
+    the answer to it; empty where not even the last one fits."""
     turns = prompt.split(HUMAN)[1:]
     kept = ""
     for turn in reversed(turns):
@@ -73,7 +74,8 @@ def shortened(prompt: str, count: Count, most: int) -> str:
 
 
 def answers(pair: Pair) -> Iterable[tuple[str, str]]:
-    """Every answer of the assistant in a dialogue, the chosen one last, each with the dialogue before it."""
+    """Yields (dialogue up to the answer, answer) for each answer of the assistant that is not empty, in order; the
+    chosen one is the last."""
     dialogue = pair.prompt + pair.chosen
     end = dialogue.find(ASSISTANT)
     while end >= 0:

@@ -26,7 +26,7 @@ HELDOUT_DEMONSTRATIONS = 256
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on the texts."""
+    """Returns a byte-level BPE tokenizer of `VOCABULARY` tokens, trained on the texts."""
     backend: Any = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A float32 Llama of about a million parameters with random weights."""
+    """Returns a float32 Llama of about a million parameters with random weights that `seed` decides."""
     special: Any = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -69,7 +69,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 
 def write_rows(directory: Path, pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """Writes the JSONL files of all three steps; returns the rows of each."""
+    """Writes NAME.jsonl for training and held-out rows of all three steps; returns the number of rows by NAME."""
 
     def count(text: str) -> int:
         return len(tokenizer(text)["input_ids"])

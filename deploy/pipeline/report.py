@@ -14,7 +14,7 @@ KL = "kl/sequence_mean"
 
 
 def summarize(runs: Mapping[str, Path], wall_s: float) -> dict[str, Any]:
-    """Returns the figures of all steps, by step, and the total time.
+    """Returns the figures of all steps, read from their run directories, by step, and `wall_s`.
 
     Args:
         runs: Run directory of each step, by name of the step.
@@ -62,7 +62,8 @@ def check(summary: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
 
 
 def render(directory: Path, runs: Mapping[str, Path], summary: Mapping[str, Any]) -> str:
-    """The page: bars, figures and reports of the steps, and responses before and after PPO."""
+    """Renders an HTML page with the bars of `check`, the figures of each step, links to their reports, relative to
+    `directory`, and responses before and after PPO."""
     bars = [
         [escape(name), escape(text), "met" if held else "MISSED"]
         for name, (held, text) in check(summary).items()
@@ -86,8 +87,8 @@ def render(directory: Path, runs: Mapping[str, Path], summary: Mapping[str, Any]
 
 
 def before_and_after(run: Path) -> list[tuple[str, str, str]]:
-    """Returns (prompt, first response, last response), with rewards, for each prompt with samples at both the first
-    and the last evaluation of a run."""
+    """Returns (prompt, first response, last response), each response with its reward, for each prompt that has a sample
+    both at step 0 and at the last step of samples.jsonl in run directory `run`."""
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     last = max((row["step"] for row in rows), default=0)
     first = {row["prompt"]: row for row in rows if row["step"] == 0}

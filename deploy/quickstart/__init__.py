@@ -37,7 +37,8 @@ def is_complete(directory: Path, recipe: Recipe) -> bool:
 
 
 def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
-    """All sums of two operands as (training rows, held-out rows), shuffled by `seed`.
+    """Returns a row for each sum of two numbers of `OPERANDS`, as (training rows, held-out rows), shuffled by `seed`.
+    The prompt is "17+5=", the ground truth "22".
 
     A sum is held out in both orders: a training row never gives a held-out answer away.
     """

@@ -40,7 +40,7 @@ RECENT_STEPS = 80
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character tokenizer whose token ids are the 128 ASCII code points."""
+    """Returns a character tokenizer whose token ids are the 128 ASCII code points."""
     backend = Tokenizer(models.BPE(vocab={chr(code): code for code in range(128)}, merges=[], unk_token=UNK))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -56,7 +56,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
-    """A float32 Llama of about 0.3 million parameters with random weights."""
+    """Returns a float32 Llama of about 0.3 million parameters with random weights that `seed` decides."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -78,7 +78,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
 
 
 def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (rows, longest text); the labels cover the answer and its EOS only.
+    """Returns token ids and labels, both (rows, longest text). Labels of prompt and padding are `IGNORED_LABEL`.
 
     Rows are padded on the right, where a causal model needs no attention mask.
     """
@@ -94,7 +94,8 @@ def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[to
 
 
 def exact_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which rows greedy decoding answers exactly, (rows,), given logits (rows, width, vocabulary).
+    """Returns whether greedy decoding answers each row exactly, bool (rows,), from logits (rows, width, vocabulary)
+    and labels (rows, width) of `encode_rows`.
 
     Greedy decoding is right if and only if each answer token is the likeliest after the true ones before it.
     """
@@ -103,7 +104,8 @@ def exact_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, recipe: Recipe) -> int:
-    """Train in place until recent rows reach the target accuracy; return the number of optimizer steps."""
+    """Trains `model` in place until the rows of the last `RECENT_STEPS` batches reach the recipe's target accuracy, or
+    for its `max_steps`; returns the number of optimizer steps."""
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
@@ -127,12 +129,13 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, reci
 
 @torch.no_grad()
 def accuracy(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of rows that greedy decoding answers exactly."""
+    """Returns the share, from 0 to 1, of rows that greedy decoding answers exactly."""
     return exact_answers(model(input_ids=ids).logits, labels).float().mean().item()
 
 
 def write_build(directory: Path, recipe: Recipe) -> None:
-    """Write a whole build into the existing `directory`; the manifest comes last."""
+    """Trains the model and writes a whole build into the existing `directory`: train.jsonl, heldout.jsonl, model/ with
+    the tokenizer, and last the manifest."""
     started = time.monotonic()
     tokenizer, model = make_tokenizer(), make_model(recipe.seed)
     train_rows, heldout_rows = make_rows(recipe.seed)

@@ -7,5 +7,5 @@ from typing import Any
 
 
 def has_a_seven(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 where the answer has the digit 7 in it, right or wrong; else 0."""
+    """Returns 1 where the response has the digit 7 in it, right or wrong; else 0."""
     return float("7" in response)

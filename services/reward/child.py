@@ -154,7 +154,8 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
 def _verify(
     function: RewardFunction, read_truth: Callable[[str], object], stream: BufferedRWPair, *row: Any
 ) -> Any:
-    """Reads the ground truth and then calls the verifier; any exception of the verifier becomes GaveUp."""
+    """Reads the ground truth, whose errors are raised as they are, sends TRUTH_READ, and calls the verifier. Any
+    exception of the verifier other than GaveUp becomes GaveUp("failed")."""
     _, _, ground_truth, _ = row
     read_truth(ground_truth)
     _write(stream, TRUTH_READ)

@@ -23,7 +23,8 @@ ANSWER_TIMEOUT_S = 10.0
 
 
 class ForkServer:
-    """Forks processes that score rows with a function, and ends them.
+    """Client of a fork server, a process that is started with this object: has it fork processes that score rows with
+    a function, and end them.
 
     Answers are matched to commands by their order alone, so a late or missing answer closes the server for good, and
     its processes end with it.
@@ -84,7 +85,7 @@ class ForkServer:
             raise
 
     async def end(self, pid: int, is_ending: bool) -> tuple[int, bool]:
-        """Ends a process.
+        """Ends a process that was forked, and all processes that it has started.
 
         Args:
             pid: PID of the process.
@@ -133,7 +134,7 @@ class ForkServer:
 
 
 class Child:
-    """A process of a ForkServer, which scores one row, or one group of rows, at a time.
+    """Client of a process that a ForkServer has forked, which scores one row, or one group of rows, at a time.
 
     Attributes:
         has_read_truth: Whether the process has read the ground truth of the current or last row.

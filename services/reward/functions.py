@@ -44,7 +44,8 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Any:
         options: Keyword arguments of every call. Default: none.
 
     Raises:
-        ConfigError: The function does not exist, cannot be imported, or does not take an option.
+        ConfigError: The function does not exist, cannot be imported, needs a package that is not installed, or does
+            not take an option.
     """
     function = _find(name)
     module = required_module(name)
@@ -69,7 +70,7 @@ def find_function(name: str, options: Mapping[str, Any] | None = None) -> Any:
 
 def truth_reader(name: str) -> Callable[[str], object] | None:
     """Returns the function that parses a ground truth, the attribute `read_truth` of a verifier; None for functions
-    that are not verifiers, as those over groups.
+    that are not verifiers, as those over groups. Raises ConfigError if there is no function `name`.
 
     A verifier runs in separate processes, since it may never return. It reads the ground truth first; if that fails,
     the row is an error. Any later failure is caused by the response, which scores 0.
@@ -78,30 +79,33 @@ def truth_reader(name: str) -> Callable[[str], object] | None:
 
 
 def warm_up(name: str) -> None:
-    """Imports the modules that a built-in function needs, so that its first call is fast."""
+    """Imports the modules that a built-in function needs, so that its first call is fast. Does nothing for others."""
     getattr(BUILT_IN.get(name), "warm_up", lambda: None)()
 
 
 def score_range(name: str) -> tuple[float, float] | None:
-    """Returns the lowest and the highest score of a function, its attribute `score_range`; None if it has none."""
+    """Returns the lowest and the highest score of a function, its attribute `score_range`; None if it has none. Raises
+    ConfigError if there is no function `name`."""
     return getattr(_find(name), "score_range", None)
 
 
 def is_over_groups(name: str) -> bool:
-    """Returns whether a function scores all responses to a prompt at once; see `groups.over_groups`."""
+    """Returns whether a function scores all responses to a prompt at once; see `groups.over_groups`. Raises ConfigError
+    if there is no function `name`."""
     return bool(getattr(_find(name), "over_groups", False))
 
 
 def required_module(name: str) -> str:
-    """Returns the name of the optional module that a function needs, or "" if it needs none."""
+    """Returns the name of the optional module that a function needs, or "" if it needs none. Raises ConfigError
+    if there is no function `name`."""
     return getattr(_find(name), "required_module", "")
 
 
 def score_row(
     name: str, function: RewardFunction, row: reward_pb2.TextRow
 ) -> tuple[reward_pb2.RowScore, str]:
-    """Scores a row; returns its score, and the cause for which the function gave up on the response, or "". Any other
-    exception of the function becomes the row's error.
+    """Scores a row; returns its score and "". If the function raises GaveUp, returns score 0 and the cause; for
+    any other exception of the function, returns an error as the score, and "".
 
     Args:
         name: Name of the function, for errors.

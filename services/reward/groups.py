@@ -46,8 +46,8 @@ def in_row_order(groups: Sequence[Sequence[int]], results: Sequence[Sequence[R]]
 
 
 def group_fault(rows: Sequence[reward_pb2.TextRow]) -> str:
-    """Returns the names of the fields in which rows differ that are the same in a whole group; "" where all are
-    equal."""
+    """Returns those of "prompt", "ground_truth" and "metadata" in which the rows of a group differ, separated by
+    commas; "" where the rows agree."""
     first, names = rows[0], ("prompt", "ground_truth", "metadata")
     return ", ".join(
         name for name in names if any(getattr(row, name) != getattr(first, name) for row in rows[1:])

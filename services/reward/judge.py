@@ -34,7 +34,7 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class Busy(Exception):
-    """A request failed in a way that a retry may mend, after at least `wait_s` seconds."""
+    """A request to the judge failed in a way that a retry may mend, after at least `wait_s` seconds."""
 
     def __init__(self, failure: str, wait_s: float = 0.0) -> None:
         super().__init__(failure)
@@ -42,7 +42,8 @@ class Busy(Exception):
 
 
 class JudgeScorer(Scorer):
-    """Scores each row by one request to the judge; requests of several rows run in parallel.
+    """Scores each row by one request to the judge, with retries; requests of several rows run in parallel. A row whose
+    request fails, or whose completion has no valid score, gets an error.
 
     Args:
         table: The table `judge` of the config.
@@ -178,7 +179,8 @@ def read_score(said: str, table: JudgeTable) -> float:
         table: The judge's config, with the pattern of a score and its bounds.
 
     Raises:
-        RewardFailed: The completion contains no score, several different ones, or one out of bounds.
+        RewardFailed: The completion contains no score, several different ones, one out of bounds, or a match of the
+            pattern that is no number.
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:

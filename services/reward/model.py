@@ -38,8 +38,8 @@ from settings.service import ServiceTable
 
 
 class ModelRewardWorker(RewardWorker):
-    """A reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them choose
-    the same library for matrix products."""
+    """Worker of a reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them
+    choose the same library for matrix products."""
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         torch.set_num_threads(table.threads)
@@ -63,7 +63,7 @@ class ModelRewardWorker(RewardWorker):
 
 
 class LearningRewardWorker(ModelWorker):
-    """A reward or cost model that learns from pairs of responses.
+    """Worker of a reward or cost model that learns from pairs of responses.
 
     The engine trains sharded weights. A copy of the whole model on every rank scores rows and gets the new weights
     after each update, so ranks score independently of each other, as with a model that does not learn.
@@ -212,7 +212,8 @@ def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 
 def _signs(rows: CallRows) -> Tensor:
-    """Returns columns chosen_sign and rejected_sign, interleaved, [2 * rows] float32."""
+    """Returns columns chosen_sign and rejected_sign, interleaved, [2 * rows] float32. Raises InvalidRequest where a
+    sign is neither 1 nor -1."""
     both = np.stack([np.asarray(rows[name]) for name in ("chosen_sign", "rejected_sign")], axis=1)
     if not np.all(np.abs(both) == 1):
         raise InvalidRequest("chosen_sign and rejected_sign must be 1 for unsafe or -1 for safe")

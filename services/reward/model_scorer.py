@@ -25,7 +25,8 @@ class ModelScorer(Scorer):
 
     Args:
         table: Config of the service.
-        load: Loads the model. Default: a loader that refuses a directory in which weights are missing.
+        load: Function that loads the model from its directory. Default: one that refuses a directory in which weights
+            are missing.
 
     Raises:
         ConfigError: The table names no model, or one that cannot be loaded.

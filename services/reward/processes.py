@@ -29,7 +29,8 @@ of the fork server."""
 
 
 class ProcessScorer(Scorer):
-    """Scores rows by a function that runs in separate processes, once per row or group.
+    """Scores rows by a function that runs in separate processes, once per row or group. A row whose process hangs or
+    ends gets an error or, if the function is a verifier and had read the ground truth, score 0.
 
     Args:
         name: Name of the function, as taken by `find_function`.

@@ -73,7 +73,8 @@ class FunctionScorer(Scorer):
 
 
 def make_scorer(table: RewardTable) -> Scorer:
-    """Creates the scorer of a config whose kind is not "model"."""
+    """Creates the scorer of a config whose kind is "sandbox", "judge" or "function". A function runs in processes of
+    its own if the config sets `processes` or the function is a verifier; else in this process."""
     if table.kind == "sandbox":
         return SandboxScorer(table.sandbox)
     if table.kind == "judge":

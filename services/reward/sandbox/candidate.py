@@ -27,8 +27,8 @@ SIGKILL = 9
 
 
 def main() -> None:
-    """Answers requests that arrive on a pipe, on the pipe that was its standard output, until the first pipe is
-    closed."""
+    """Serves the test runner: reads requests from the pipe that the job names, and writes answers to the pipe that was
+    standard output, until the test runner closes its end. In a forked process, runs the program instead."""
     job = confine.begin()
     os.nice(NICENESS)
     answers, requests = os.dup(1), job["requests"]

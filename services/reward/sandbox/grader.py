@@ -96,8 +96,9 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 def grade(program: Submission, isolation: Isolation, table: SandboxTable) -> ProgramVerdict:
-    """Runs one program against its tests. Whatever the program does, each stage takes little more than the table's
-    `wall_time_s`, and no process or file is left behind.
+    """Runs one program against its tests in two new sandboxes; blocks until both have ended. Whatever the program does,
+    each stage takes little more than the table's `wall_time_s`, and no process or file is left behind. If a sandbox
+    fails, the verdict has a fault.
 
     Args:
         program: The program and its tests.

@@ -29,7 +29,7 @@ _TYPES = {
 
 
 class BadProgramRow(ValueError):
-    """The tests of a row are missing or invalid."""
+    """The tests of a row are missing or invalid, or its prelude or kind of score is invalid."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_row(
         score: "all" or "fraction", for rows whose metadata has no key "score".
 
     Raises:
-        BadProgramRow: The tests are missing or invalid.
+        BadProgramRow: The tests are missing or invalid, or the prelude or the kind of score is invalid.
     """
     prelude = metadata.get("prelude", prompt if metadata.get("completes_prompt") else "")
     score = metadata.get("score", score)

@@ -72,7 +72,7 @@ class RemoteProgram:
             raise wire.Malformed("the candidate's sandbox did not start as it should")
 
     def call(self, name: str, args: list[Any], kwargs: dict[str, Any], named: Container[str] = ()) -> Any:
-        """Calls a function of the program and returns its value.
+        """Calls a function of the program and returns its value. Calls `lost` if there is no valid answer in time.
 
         Args:
             name: Name of the function.
@@ -88,7 +88,8 @@ class RemoteProgram:
         return answer["value"]
 
     def run(self, stdin: str) -> tuple[str, int]:
-        """Runs the whole program with `stdin` as standard input; returns its standard output and exit code.
+        """Runs the whole program with `stdin` as standard input; returns its standard output and exit code. Calls
+        `lost` if there is no valid answer in time.
 
         Raises:
             Raised: The program cannot be run.

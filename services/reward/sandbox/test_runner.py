@@ -25,7 +25,8 @@ BEGUN: the program is called for the first time; only failures after this stage 
 
 
 def main() -> None:
-    """Tests one program, and writes the stages and then the verdict, as a frame, to standard output."""
+    """Tests one program, writes the stages and then the verdict, as a frame, to the pipe that was standard output, and
+    ends the process."""
     job = confine.begin()
     service = os.dup(1)
     confine.silence(0, 1, 2)

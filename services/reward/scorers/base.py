@@ -43,7 +43,7 @@ class Scorer(ABC):
 
         Raises:
             CallCancelled, DeadlineExceeded: As raised by `call.check`.
-            InvalidRequest: The reward does not read text.
+            InvalidRequest: The reward does not read text, as it is unless a subclass overrides this method.
         """
         raise InvalidRequest("this reward reads token ids: send a batch with prompt_ids and response_ids")
 
@@ -53,7 +53,7 @@ class Scorer(ABC):
 
         Raises:
             CallCancelled, DeadlineExceeded: As raised by `call.check`.
-            InvalidRequest: The reward does not read token ids.
+            InvalidRequest: The reward does not read token ids, as it is unless a subclass overrides this method.
         """
         raise InvalidRequest("this reward reads text: send text_rows")
 
@@ -62,13 +62,14 @@ class Scorer(ABC):
         """Returns the name of the kind of reward that Describe shows, such as "judge MODEL"."""
 
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
-        """Frees processes and connections. Called last, on the thread that scores."""
+        """Frees processes and connections; does nothing unless overridden. Called last, on the thread that scores."""
 
 
 def score_request(
     scorer: Scorer, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
 ) -> CallResult:
-    """Handles the ComputeReward RPC: scores the request's text rows, or the rows of its batch.
+    """Handles the ComputeReward RPC: scores the request's text rows, or the rows of its batch. Returns the scores, one
+    RowScore per row, and for text rows the scorer's metrics.
 
     Args:
         scorer: The scorer.

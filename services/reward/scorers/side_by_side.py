@@ -30,6 +30,7 @@ async def score_side_by_side(
 
     Raises:
         CallCancelled, DeadlineExceeded: As raised by `call.check`, after all scoring has ended.
+        Exception: The first one that `score` raised, after all scoring has ended.
     """
     results: dict[int, R] = {}
     waiting = deque(enumerate(units))
