@@ -86,8 +86,9 @@ class Reward:
         self._step_of = step_of
 
     def score(self, batch: FutureBatch, column: str = "rewards", **others: FutureBatch) -> FutureBatch:
-        """Scores a batch and returns it with its rewards. With policy drop_group, groups with a row that could not be
-        scored are left out; column "group" has the group of each row, and without it each row is its own group.
+        """Scores a batch and returns it with its rewards; waits for the verdicts unless the policy is stop. With policy
+        drop_group, groups with a row that could not be scored are left out; column "group" has the group of each row,
+        and without it each row is its own group.
 
         A composed reward also adds the scores of its services, unweighted and summed over the response, as columns
         "rewards/SERVICE" [rows] float64, with NaN where the service does not score the row.
@@ -125,8 +126,8 @@ class Reward:
         return scored
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows. Returns column rewards, one per row [rows] float64 or one per response token (jagged), and for
-        a composed reward the columns "rewards/SERVICE" of `score`.
+        """Scores rows; waits for the verdicts only with policy retry. Returns column rewards, one per row [rows]
+        float64 or one per response token (jagged), and for a composed reward the columns "rewards/SERVICE" of `score`.
 
         Raises:
             RewardFailed: Rows could not be scored; the text has the cause of the first. With policy retry, it is
@@ -174,8 +175,9 @@ class Reward:
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
     def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows for an evaluation. Returns column rewards as `compute_reward` does, except that with policy
-        drop_group a row that could not be scored has NaN."""
+        """Scores rows for an evaluation. Returns the columns of `compute_reward`, with its errors; with policy
+        drop_group only column rewards, in which a row that could not be scored has NaN, and counts such rows in the
+        step."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)
