@@ -152,7 +152,8 @@ def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of the rows of groups whose scores differ: of the first `most` such groups, by number."""
+    """Returns the indices [n] int64, ascending, of all rows of the groups whose scores differ; of more than `most` such
+    groups, only of the `most` with the lowest numbers."""
     rows = np.flatnonzero(differs_within(scores, group))
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 

@@ -96,7 +96,8 @@ def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
 
 
 class TextData:
-    """A sequence of the texts of data.pretrain: field `text` of each row."""
+    """A sequence of the texts of data.pretrain: field `text` of each row. Reading a row without one raises
+    ConfigError."""
 
     def __init__(self, rows: RowReader) -> None:
         self._rows = rows

@@ -43,8 +43,8 @@ class BatchCodec:
         return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], sizes: Sequence[int]) -> Batch:
-        """Concatenates the rows in the responses of a call, and returns them as one batch with references to the ranks'
-        memory. Responses without columns are left out.
+        """Concatenates the rows in the responses of a call, and returns them as one batch. Responses without columns
+        are left out.
 
         Args:
             method: The method.

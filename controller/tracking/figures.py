@@ -137,5 +137,5 @@ class Figures:
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:
-        """Returns the mean of a metric in `means`; None where it has no values."""
+        """Returns the mean of a metric over the training steps; None for a metric that is not in `means`."""
         return self.means[key].value if key in self.means else None

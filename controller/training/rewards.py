@@ -175,9 +175,9 @@ class Reward:
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
     def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows for an evaluation. Returns the columns of `compute_reward`, with its errors; with policy
-        drop_group only column rewards, in which a row that could not be scored has NaN, and counts such rows in the
-        step."""
+        """Scores rows for an evaluation. Returns and raises as `compute_reward`, except with policy drop_group: then
+        waits, and returns only column rewards, in which a row that could not be scored has NaN; metric
+        reward/rows_dropped counts such rows."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)
