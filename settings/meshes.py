@@ -54,7 +54,7 @@ def parse_generation(text: str) -> GenerationSizes:
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
     """Returns the pipeline and tensor size of generation: pg and tg of generation mesh `text`, or p and t of training
-    mesh `mesh` where `text` is empty."""
+    mesh `mesh` where `text` is empty. Raises ValueError where the one that is used cannot be parsed."""
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 

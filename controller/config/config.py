@@ -120,7 +120,7 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
 
 def as_config(given: AnyConfig) -> Config:
     """Returns the configuration that is given as a `Config`, as tables, or as the path of a TOML file. Raises
-    ConfigError as `load` does."""
+    ConfigError where it is invalid or the file cannot be read."""
     if isinstance(given, Config):
         return given
     if isinstance(given, Mapping):

@@ -209,7 +209,8 @@ def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = ""
 
 
 def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
-    """Returns the function that counts the tokens of texts, for messages on behalf of the config key `asked_by`.
+    """Returns the function that counts the tokens of texts, by the tokenizer of the config. `asked_by` is the config
+    key that needs it, for the message of the error.
 
     Raises:
         ConfigError: No tokenizer is configured, or it cannot be read.

@@ -96,7 +96,8 @@ class RewardGroup(RoleGroup):
         return self.description.scores_groups
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged).
+        """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged). Raises
+        InvalidRequest at once where the batch lacks a column that the reward reads.
 
         Raises (when resolved):
             RewardFailed: Rows could not be scored; the text has their number and the cause of the first.

@@ -110,7 +110,8 @@ class Figures:
         return figures
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a step, by name."""
+        """Adds the metrics of a step, by name, to curves, first and last values, and peaks; to means only those of a
+        training step. Steps must be added in order."""
         self.last_step = max(step, self.last_step or 0)
         is_training = "time/step_s" in metrics
         self.steps += is_training

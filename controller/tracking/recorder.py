@@ -121,7 +121,7 @@ class Recorder:
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
-        phases (queue, fetch, compute, store) on the track of each rank."""
+        phases (queue, fetch, compute, store) on the track of each rank. Raises RlhfError where writing fails."""
         for record in records:
             args = {"step": step, "policy_version": record.policy_version}
             track = ("controller", record.service)

@@ -112,11 +112,12 @@ class Algorithm:
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
 
     def _losses(self) -> list[str]:
-        """Returns the keys of the losses that the algorithm uses."""
+        """Returns those of the keys surrogate and value_loss that the algorithm reads; both where `reads` is None."""
         return [loss for loss in LOSSES if self.reads is None or loss in self.reads]
 
     def _loss_options(self, table: AlgorithmTable) -> dict[str, Any]:
-        """Returns the tables of the options of the losses, with their defaults."""
+        """Returns the tables surrogate_options and value_loss_options, as far as the algorithm reads these losses: all
+        options with their defaults, except those that are keys of `[algorithm]`."""
         return {
             f"{loss}_options": table.loss_options(loss).model_dump(
                 mode="json", exclude_none=True, exclude=table.shared_options(loss)
@@ -125,7 +126,8 @@ class Algorithm:
         }
 
     def _unread(self, table: AlgorithmTable) -> set[str]:
-        """Returns the keys that neither the algorithm nor its losses read."""
+        """Returns the keys of `[algorithm]` that neither the algorithm nor its losses read; none where `reads` is
+        None."""
         if self.reads is None:
             return set()
         of_losses = [{f"{loss}_options", *table.shared_options(loss)} for loss in self._losses()]

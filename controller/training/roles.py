@@ -135,8 +135,8 @@ class RewardModel:
         self._config = config
 
     def compare_pairs(self, pairs: FutureBatch) -> FutureBatch:
-        """Scores pairs of responses, columns prompt, chosen and rejected; returns columns chosen_scores and
-        rejected_scores [rows]."""
+        """Scores both responses of pairs, columns prompt, chosen and rejected, cut to `rollout.max_response_tokens`;
+        returns columns chosen_scores and rejected_scores [rows]."""
         return self._group.compare_pairs(pairs, self._config.rollout.max_response_tokens)
 
     def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:

@@ -143,7 +143,8 @@ class Run:
         return self._cluster.groups
 
     def step_of(self, batch: FutureBatch) -> StepContext:
-        """Returns the step that calls on these rows belong to."""
+        """Returns the step that calls on these rows belong to: `batch.step`, or the step begun last where that is None
+        or has ended."""
         return self._cluster.session.step_of(batch.step)
 
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:

@@ -46,8 +46,8 @@ class Settled:
         return Settled(verdicts_of(found["rewards"]), causes, tried.calls)
 
     def replaced(self, rows: np.ndarray, again: Settled) -> Settled:
-        """Returns these verdicts with those on `rows`, which had failed, replaced by the verdicts of a later
-        attempt."""
+        """Returns these verdicts with those on `rows` [n], among them all that had failed, replaced by the n verdicts
+        of a later attempt. Only failures of that attempt remain; the calls of both are kept, and `parts` is empty."""
         verdicts = list(self.verdicts)
         for row, verdict in zip(rows, again.verdicts, strict=True):
             verdicts[row] = verdict
