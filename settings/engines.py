@@ -26,7 +26,7 @@ than a line in its log."""
 
 
 class NoEngineOptions(Strict):
-    """Options of an engine that has none."""
+    """Empty type of options, for an engine without options."""
 
 
 class ZeroTable(Strict):
@@ -88,8 +88,8 @@ class EngineSpec(Spec):
 
     Attributes:
         implementation: Subclass of `services.engines.base.TrainEngine`.
-        keys: Of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing. An engine that
-            reads mesh needs one.
+        keys: Those of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing that the engine
+            reads. Where it reads mesh, the table must set it.
         adapters: Class of the engine that trains low-rank adapters (table `lora`), as "module:Class", with a method
             `without_adapters` as `services.engines.fsdp.lora.LoRAEngine`; empty: the engine trains none.
     """
@@ -115,7 +115,7 @@ class RolloutSpec(Spec):
         implementation: Subclass of `services.rollout.base.RolloutEngine`.
         temperatures: Lowest and highest sampling temperature that the engine allows.
         row_limit: Key that limits the tokens of a prompt and its response together, such as "rollout_tokens" or
-            "rollout_options.max_tokens"; 0 there is no limit. Empty: the engine has no such key.
+            "rollout_options.max_tokens"; value 0 of this key means no limit. Empty: the engine has no such key.
         takes_shards: Whether the engine generates with the weight shards of a training engine with a mesh. If not, it
             is given whole weights, and each rank generates alone.
         in_training_memory: Whether the engine can generate with weights in the training engine's memory (engine 3d,

@@ -147,7 +147,8 @@ def check_alone(rollout_engine: str, mesh: str, generation_mesh: str) -> None:
 
     Args:
         rollout_engine: Name of the rollout engine, for the message.
-        mesh, generation_mesh: As for `check_vllm`; a mesh is given.
+        mesh: Training mesh "p-t-d", which must be given.
+        generation_mesh: Generation mesh "pg-tg-dg-d"; empty: the sizes of `mesh`.
 
     Raises:
         ValueError: Several ranks generate together on the generation mesh.

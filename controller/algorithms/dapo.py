@@ -192,7 +192,8 @@ def dapo_advantage(
         taken before the punishment; and `overlong/mean`, the mean punishment of a response, at most 0.
 
     Raises:
-        ValueError: See `group_advantage` and `overlong_penalty`.
+        ValueError: A score is not finite, there is not one score and one group for each response, or `buffer` is below
+            0 or above `max_length`.
     """
     given = sequence_scores(scores)
     punishment = penalty * overlong_penalty(lengths, max_length, buffer) if buffer else np.zeros(len(lengths))

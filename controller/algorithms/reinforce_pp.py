@@ -104,7 +104,8 @@ def reinforce_pp_advantage(
     `penalized_rewards`, and `advantage_metrics` before whitening.
 
     Raises:
-        ValueError: See `penalized_rewards` and `whiten`.
+        ValueError: A score is not finite, `kl_kind` is unknown, columns have different lengths, or the batch has fewer
+            than 2 tokens.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     if baseline == "group":

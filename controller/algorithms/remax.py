@@ -67,7 +67,7 @@ def remax_advantage(
         `advantage/mean` and `advantage/std`.
 
     Raises:
-        ValueError: See `penalized_rewards`.
+        ValueError: A score is not finite, `kl_kind` is unknown, or columns have different lengths.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     baseline = sequence_scores(baselines)

@@ -65,7 +65,7 @@ def rloo_advantage(
     `group_metrics` of s, and `advantage_metrics`.
 
     Raises:
-        ValueError: See `penalized_rewards`.
+        ValueError: A score is not finite, `kl_kind` is unknown, or columns have different lengths.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     per_row = row_sums(rewards)

@@ -37,7 +37,8 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
 
 
 def _only(future: Future[T], timeout_s: float | None) -> T:
-    """Returns the result of one future, as `results` does, without the cost of waiting for several."""
+    """Returns the result of one future, or raises its exception, or DeadlineExceeded after `timeout_s` seconds (None:
+    no limit). Costs less than waiting for several."""
     try:
         return future.result(timeout_s)
     except TimeoutError:

@@ -106,8 +106,8 @@ class Algorithm:
         return configured
 
     def resolved(self, config: Config) -> dict[str, Any]:
-        """Returns a configuration that `configure` returned as the tables of a config file, with all keys that the
-        algorithm reads and their values. `configure` accepts such a file again."""
+        """Returns the tables of a config file for `config`, which `configure` must have returned: all keys that the
+        algorithm reads, with their values, defaults included. `configure` accepts such a file again."""
         unread = self._unread(config.algorithm)
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
 
@@ -169,7 +169,7 @@ class Algorithm:
         return [name for name in config.services if name in needed or name in hosts]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
-        """Returns `services` without those whose key in `only_for` is 0."""
+        """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0."""
         given = config.algorithm.model_dump(exclude_unset=True)
         table = AlgorithmTable(**{**self.defaults, **given})
         return {

@@ -39,7 +39,7 @@ Recipe = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failures:
-    """Handling of rows that could not be scored.
+    """Settings of what a `Reward` does with rows that could not be scored.
 
     Attributes:
         policy: "stop", "retry" or "drop_group"; see `algorithm.on_failed_reward`.
@@ -66,8 +66,8 @@ class Reward:
     Args:
         name: Name of the reward in the algorithm.
         groups: Role groups of its services, by name.
-        recipes: Weight of each service, by source of the rows.
-        failures: Handling of rows that could not be scored.
+        recipes: Weight of each service by name, for each source of rows by its label.
+        failures: Settings of what is done with rows that could not be scored.
         step_of: Function that returns the step of a batch, in whose metrics such rows are counted.
     """
 
@@ -157,7 +157,7 @@ class Reward:
 
     @property
     def _composed(self) -> list[str]:
-        """Names of all services, where the reward of any source is composed of several; else empty."""
+        """Names of the services of all sources, where the reward of any source is composed of several; else empty."""
         is_composed = any(len(recipe) > 1 for recipe in self._recipes.values())
         return (
             list(dict.fromkeys(name for recipe in self._recipes.values() for name in recipe))
