@@ -114,8 +114,8 @@ def main(
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:
-    """Checks a configuration as a run would, and prints it with all defaults to stdout, and the services and rows of
-    the run to stderr.
+    """Checks a configuration as a run would, and prints it with all defaults to stdout, and the services of the run to
+    stderr, with the numbers of rows where `has_data`; else the data is not read, since a quickstart builds it later.
 
     Raises:
         ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.

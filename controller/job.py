@@ -102,7 +102,7 @@ def open_run(
     its services. `Run.close`, or the end of a `with` block, ends the session and stops services that were launched.
 
     Args:
-        config, launch, keep_weights, take_over: As in `run`.
+        config, launch, keep_weights, take_over: The same as the arguments of `run` of these names.
         algorithm: Algorithm whose services, defaults and options the run gets; it is not executed. Default: none; all
             services of the configuration.
 

@@ -73,8 +73,9 @@ class LaunchedServices:
         return self._log.with_name(f"{service}.log")
 
     def explain(self, error: RlhfError) -> RlhfError:
-        """Returns the error of a lost service with the launcher's explanation, which it makes from exit codes and
-        logs, in front. Other errors are returned as they are."""
+        """Returns a ServiceLost with the explanation of the launcher process, made from exit codes and logs, in front
+        of the text of `error`. Waits for this process to end; if it does not within `EXPLAIN_TIMEOUT_S` or says
+        nothing, or `error` is no ServiceLost, returns `error` itself."""
         if not isinstance(error, ServiceLost):
             return error
         try:

@@ -91,7 +91,7 @@ class ActorTable(ModelTable):
 
     @property
     def mini_batch_parts(self) -> int:
-        """Number of data-parallel ranks that the rows of a mini-batch are divided over."""
+        """Number of data-parallel ranks that the rows of a mini-batch are divided over: `data_ranks`."""
         return self.data_ranks
 
     @property

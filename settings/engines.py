@@ -26,7 +26,7 @@ than a line in its log."""
 
 
 class NoEngineOptions(Strict):
-    """Options of an engine that has none."""
+    """Empty type of options, for an engine without options."""
 
 
 class ZeroTable(Strict):
@@ -88,8 +88,8 @@ class EngineSpec(Spec):
 
     Attributes:
         implementation: Subclass of `services.engines.base.TrainEngine`.
-        keys: Of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing. An engine that
-            reads mesh needs one.
+        keys: Those of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing that the engine
+            reads. Where it reads mesh, the table must set it.
         adapters: Class of the engine that trains low-rank adapters (table `lora`), as "module:Class", with a method
             `without_adapters` as `services.engines.fsdp.lora.LoRAEngine`; empty: the engine trains none.
     """
@@ -103,7 +103,8 @@ class EngineSpec(Spec):
 
 
 def fits_any_model(mesh: str, generation_mesh: str, shape: meshes.Shape = meshes.NO_SHAPE) -> None:
-    """Check of a rollout engine that generates with any model on any mesh."""
+    """Does nothing: the default of `RolloutSpec.check_model`, for a rollout engine that generates with any model on any
+    mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class RolloutSpec(Spec):
         implementation: Subclass of `services.rollout.base.RolloutEngine`.
         temperatures: Lowest and highest sampling temperature that the engine allows.
         row_limit: Key that limits the tokens of a prompt and its response together, such as "rollout_tokens" or
-            "rollout_options.max_tokens"; 0 there is no limit. Empty: the engine has no such key.
+            "rollout_options.max_tokens"; value 0 of this key means no limit. Empty: the engine has no such key.
         takes_shards: Whether the engine generates with the weight shards of a training engine with a mesh. If not, it
             is given whole weights, and each rank generates alone.
         in_training_memory: Whether the engine can generate with weights in the training engine's memory (engine 3d,
@@ -187,7 +188,8 @@ def training_engine(name: str) -> EngineSpec:
 
 
 def rollout_engine(name: str) -> RolloutSpec:
-    """Returns the spec of a rollout engine; otherwise as `training_engine`."""
+    """Returns the spec of a rollout engine, by the name of one of this project or of an entry point, or as
+    "module:object". Raises PluginError where there is none."""
     return find_plugin(ROLLOUT_GROUP, name, RolloutSpec, ROLLOUT_ENGINES)
 
 
@@ -205,7 +207,8 @@ RolloutEngineName = Annotated[str, _known(rollout_engine)]
 
 
 def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
-    """Checks the table `engine_options` or `rollout_options` of a service; returns it with all defaults.
+    """Checks the table `engine_options` or `rollout_options` of a service; returns it with all defaults, or empty for
+    an engine whose options are in another table.
 
     Args:
         spec: Spec of the service's engine.
@@ -213,7 +216,8 @@ def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
         given: The table.
 
     Raises:
-        ValueError: An option is unknown or wrong, or the engine's options are in another table.
+        ValueError: An option is unknown or wrong, or `given` is not empty and the engine's options are in another
+        table.
     """
     if spec.options_key != key:
         if given:
@@ -226,7 +230,7 @@ def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
 
 
 def check_keys(table: BaseModel, key: str, spec: Spec, built_in: Mapping[str, Spec]) -> None:
-    """Checks that no key of a service's table is set that is for other engines.
+    """Checks that no key of a service's table that is only for other engines differs from its default.
 
     Args:
         table: Table of the service.

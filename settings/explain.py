@@ -90,7 +90,8 @@ def _without_role(name: str, tables: Any) -> str:
 
 
 def _known_keys(kind: type[BaseModel] | None, path: list[str], tables: Any) -> list[str]:
-    """Returns the known keys of the table that the last part of `path` is an unknown key of."""
+    """Returns the keys that are allowed in the table at `path[:-1]`, for the message about the unknown key `path[-1]`;
+    none where that table has no type of its own."""
     parents = path[:-1]
     if len(parents) >= 2 and parents[0] == "services":
         role = tables["services"][parents[1]]["role"]

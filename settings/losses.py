@@ -77,15 +77,15 @@ VALUE_LOSSES = {"clipped": LossSpec("services.critic.losses:clipped_squared_erro
 
 @functools.cache
 def find_policy_loss(name: str) -> LossSpec:
-    """Returns the policy loss of a name: one of `POLICY_LOSSES`, an entry point of group rlhf_cluster.policy_losses, or
-    "module:object". Raises PluginError where there is none."""
+    """Returns the spec of a policy loss by its name: one of `POLICY_LOSSES`, an entry point of group
+    rlhf_cluster.policy_losses, or "module:object". Raises PluginError where there is none."""
     return find_plugin("rlhf_cluster.policy_losses", name, LossSpec, POLICY_LOSSES)
 
 
 @functools.cache
 def find_value_loss(name: str) -> LossSpec:
-    """Returns the value loss of a name: one of `VALUE_LOSSES`, an entry point of group rlhf_cluster.value_losses, or
-    "module:object". Raises PluginError where there is none."""
+    """Returns the spec of a value loss by its name: one of `VALUE_LOSSES`, an entry point of group
+    rlhf_cluster.value_losses, or "module:object". Raises PluginError where there is none."""
     return find_plugin("rlhf_cluster.value_losses", name, LossSpec, VALUE_LOSSES)
 
 

@@ -54,7 +54,7 @@ def parse_generation(text: str) -> GenerationSizes:
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
     """Returns the pipeline and tensor size of generation: pg and tg of generation mesh `text`, or p and t of training
-    mesh `mesh` where `text` is empty."""
+    mesh `mesh` where `text` is empty. Raises ValueError where the one that is used cannot be parsed."""
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 
@@ -147,7 +147,8 @@ def check_alone(rollout_engine: str, mesh: str, generation_mesh: str) -> None:
 
     Args:
         rollout_engine: Name of the rollout engine, for the message.
-        mesh, generation_mesh: As for `check_vllm`; a mesh is given.
+        mesh: Training mesh "p-t-d", which must be given.
+        generation_mesh: Generation mesh "pg-tg-dg-d"; empty: the sizes of `mesh`.
 
     Raises:
         ValueError: Several ranks generate together on the generation mesh.

@@ -95,36 +95,37 @@ class ServiceTable(Strict):
 
     @property
     def model_directory(self) -> Path | None:
-        """Directory of the model that the service loads; None for a service without a model."""
+        """Directory of the model that the service loads; here None: no model."""
         return None
 
     @property
     def needs_torch(self) -> bool:
-        """Whether the ranks use torch: to compute, or, where there are several, to form a process group."""
+        """Whether the ranks use torch; here where there are several, which form a process group."""
         return self.ranks > 1
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model learns in adapters, so that it serves as reference policy without them."""
+        """Whether the model learns in adapters, so that it serves as reference policy without them; here False."""
         return False
 
     @property
     def engine_specs(self) -> dict[str, Spec]:
-        """Specs of the engines that the service needs, by the key that names each."""
+        """Specs of the engines that the service needs, by the key that names each; here none."""
         return {}
 
     @property
     def mini_batch_parts(self) -> int:
-        """Number of data-parallel ranks that the rows of a mini-batch are divided over; 1 for a service without
+        """Number of data-parallel ranks that the rows of a mini-batch are divided over; here 1, for a service without
         mini-batches."""
         return 1
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """Limits on the tokens of a prompt and its response together, by the key of this table that sets each."""
+        """Limits on the tokens of a prompt and its response together, by the key of this table that sets each; here
+        none."""
         return {}
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """Lowest and highest sampling temperature that the service allows."""
+        """Lowest and highest sampling temperature that the service allows; here 0 and infinity, so any."""
         return 0.0, math.inf

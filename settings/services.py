@@ -29,7 +29,8 @@ def table_type(role: str) -> type[ServiceTable]:
 
 
 def _of_its_role(given: Any) -> ServiceTable:
-    """Validates the table of a service as the type for its key `role`."""
+    """Validates the table of a service as the type for its key `role`, and returns an instance of it; an instance of
+    ServiceTable is returned as it is. Raises pydantic's ValidationError where the table is invalid."""
     if isinstance(given, ServiceTable):
         return given
     if not isinstance(given, dict):

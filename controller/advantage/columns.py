@@ -101,7 +101,8 @@ def make_column(values: np.ndarray, lengths: np.ndarray) -> FloatColumn:
 
 
 def last_tokens(lengths: np.ndarray) -> np.ndarray:
-    """Returns the index in the column's values of the last token of each row; empty rows are left out."""
+    """Returns the index, in the values of a jagged column with rows of `lengths` tokens, of the last token of each row
+    that is not empty [n] int64."""
     return np.cumsum(lengths)[lengths > 0] - 1
 
 
@@ -131,7 +132,8 @@ def require_finite(scores: Scores) -> None:
 
 
 def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
-    """Raises ValueError where the rows of a column do not have the lengths `lengths` [rows]."""
+    """Raises ValueError where the rows of one of the columns, given as NAME=COLUMN, do not have `lengths` [rows] tokens
+    each."""
     for name, column in columns.items():
         if not np.array_equal(column.lengths, lengths):
             raise ValueError(
@@ -141,6 +143,6 @@ def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:
 
 
 def require_equal_lengths(**columns: FloatColumn) -> None:
-    """Raises ValueError where two columns have different numbers of tokens in a row."""
+    """Raises ValueError where two of the columns, given as NAME=COLUMN, have different numbers of tokens in a row."""
     first = next(iter(columns.values()))
     require_lengths(first.lengths, **columns)

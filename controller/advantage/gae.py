@@ -83,7 +83,8 @@ def penalized_rewards(
         response, after it) and, with a reference policy, `kl/mean` (per token) and `kl/sequence_mean` (per response).
 
     Raises:
-        ValueError: See `token_rewards` and `kl_estimate`.
+        ValueError: A score is not finite, `beta` is not 0 without a reference policy, `kl_kind` is unknown, or columns
+            have different lengths.
     """
     kl = None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, kl_kind)
     rewards = token_rewards(scores, log_probs.lengths, kl, beta)
@@ -156,7 +157,8 @@ def ppo_advantage(
         (1: perfect, 0: no better than a constant).
 
     Raises:
-        ValueError: Columns have different lengths; or see `token_rewards`, `kl_estimate` and `whiten`.
+        ValueError: Columns have different lengths, a score is not finite, `beta` is not 0 without `ref_log_probs`,
+            `kl_kind` is unknown, or fewer than 2 tokens are to be whitened.
     """
     require_equal_lengths(values=values, log_probs=log_probs)
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)

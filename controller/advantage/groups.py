@@ -54,9 +54,9 @@ def standardized(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Computes the advantages of RLOO [rows]: the score s of each response minus the mean of the other n - 1 in its
-    group, which is n / (n - 1) (s - mean(group)) (Ahmadian et al. 2024, arXiv 2402.14740). For a response that is
-    alone in its group it is s."""
+    """Computes the advantages of RLOO [rows]: the score s of each response minus the mean score of the other n - 1 in
+    its group, which is n / (n - 1) (s - mean(group)) (Ahmadian et al. 2024, arXiv 2402.14740). For a response that
+    is alone in its group it is s."""
     sizes = group_sizes(group)
     return centred(scores, group) * np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 1.0)
 

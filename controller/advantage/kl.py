@@ -96,8 +96,8 @@ class AdaptiveKL:
 
 
 def steer(controller: KlController, metrics: dict[str, float], num_sequences: int) -> None:
-    """Adds the coefficient to the metrics of a step as `kl/coefficient`, and then updates the controller with the
-    mean KL per response in them, `kl/sequence_mean`.
+    """Adds `controller.beta` to the metrics of a step as `kl/coefficient`, and then updates the controller, for the
+    next step, with the mean KL per response in these metrics, `kl/sequence_mean`, which must be there.
 
     Args:
         controller: The KL controller.

@@ -111,11 +111,12 @@ def safe_advantage(
         whiten_advantages: Whether to whiten A over all tokens of the batch.
 
     Returns:
-        Advantages, returns and cost returns, and as metrics those of `ppo_advantage` with `cost/mean` (per response)
-        and `cost_value/explained_variance`.
+        Advantages, returns and cost returns, and as metrics those of `ppo_advantage`, `cost/mean` (per response, before
+        clipping) and `cost_value/explained_variance`.
 
     Raises:
-        ValueError: See `ppo_advantage`.
+        ValueError: Columns have different lengths, a score or cost is not finite, `kl_kind` is unknown, or fewer than 2
+            tokens are to be whitened.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     kl = kl_estimate(log_probs, ref_log_probs, kl_kind)

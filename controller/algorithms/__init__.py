@@ -54,7 +54,8 @@ def find_algorithm(name: str) -> Algorithm:
 
 def as_algorithm(given: AnyAlgorithm) -> Algorithm:
     """Returns an algorithm that is given by name, as an `Algorithm`, or as a function, which then has no
-    declarations: it has all services of the configuration. Raises ConfigError as `find_algorithm` does."""
+    declarations: it has all services of the configuration. Raises ConfigError where no algorithm has the name, or
+    its module cannot be imported."""
     if isinstance(given, str):
         return find_algorithm(given)
     return given if isinstance(given, Algorithm) else Algorithm(given)

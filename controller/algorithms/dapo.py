@@ -152,13 +152,15 @@ def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of the rows of groups whose scores differ: of the first `most` such groups, by number."""
+    """Returns the indices [n] int64, ascending, of all rows of the groups whose scores differ; of more than `most` such
+    groups, only of the `most` with the lowest numbers."""
     rows = np.flatnonzero(differs_within(scores, group))
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, the lengths of its responses and their groups."""
+    """Computes column advantages of a batch from its rewards, the lengths of its responses and their groups; see
+    `dapo_advantage`. Adds metrics to `step`."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(
         dapo_advantage,
@@ -190,7 +192,8 @@ def dapo_advantage(
         taken before the punishment; and `overlong/mean`, the mean punishment of a response, at most 0.
 
     Raises:
-        ValueError: See `group_advantage` and `overlong_penalty`.
+        ValueError: A score is not finite, there is not one score and one group for each response, or `buffer` is below
+            0 or above `max_length`.
     """
     given = sequence_scores(scores)
     punishment = penalty * overlong_penalty(lengths, max_length, buffer) if buffer else np.zeros(len(lengths))

@@ -71,8 +71,8 @@ def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
 def compute_advantage(
     run: Run, step: Step, batch: FutureBatch, kl: KlController, options: ReinforcePPOptions
 ) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, log-probabilities and groups, and updates the KL
-    controller."""
+    """Computes column advantages of a batch from its rewards, log-probabilities and groups. Then adds metrics to
+    `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
     made = step.compute(
@@ -100,10 +100,12 @@ def reinforce_pp_advantage(
 ) -> Advantage:
     """Computes the advantages of REINFORCE++, one per response token, whitened over all tokens of the batch: with
     baseline "batch" the discounted returns of the KL-penalised token rewards; with baseline "group" each response's
-    total KL-penalised reward minus the mean of its group, at all of its tokens.
+    total KL-penalised reward minus the mean of its group, at all of its tokens. Metrics are those of
+    `penalized_rewards`, and `advantage_metrics` before whitening.
 
     Raises:
-        ValueError: See `penalized_rewards` and `whiten`.
+        ValueError: A score is not finite, `kl_kind` is unknown, columns have different lengths, or the batch has fewer
+            than 2 tokens.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     if baseline == "group":

@@ -42,7 +42,7 @@ def remax(run: Run) -> None:
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column advantages of a batch from its rewards, the rewards of the greedy responses (column baselines)
-    and its log-probabilities, and updates the KL controller."""
+    and its log-probabilities. Then adds metrics to `step`, and updates `kl` for the next step."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "baselines")
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(remax_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
@@ -67,7 +67,7 @@ def remax_advantage(
         `advantage/mean` and `advantage/std`.
 
     Raises:
-        ValueError: See `penalized_rewards`.
+        ValueError: A score is not finite, `kl_kind` is unknown, or columns have different lengths.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     baseline = sequence_scores(baselines)

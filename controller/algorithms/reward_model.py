@@ -60,8 +60,9 @@ def reward_model(run: Run, options: RewardModelOptions) -> None:
 
 
 def pair_accuracy(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns the metrics of held-out pairs: accuracy, the share of pairs whose margin is above 0, with its 95 %
-    confidence interval (accuracy_low, accuracy_high), the number of pairs, and the mean margin."""
+    """Returns the metrics of held-out pairs from `values["margins"]` [pairs]: accuracy, the share of pairs whose margin
+    is above 0, with its 95 % confidence interval (accuracy_low, accuracy_high), pairs, their number, and margin, the
+    mean."""
     margins = values["margins"]
     correct = int(np.sum(margins > 0))
     low, high = wilson_interval(correct, len(margins))
@@ -70,8 +71,8 @@ def pair_accuracy(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def signs(batch: FutureBatch) -> FutureBatch:
-    """Makes columns chosen_sign and rejected_sign [rows] float64 from the rows' metadata: +1 for an unsafe response,
-    -1 for a safe one."""
+    """Returns columns chosen_sign and rejected_sign [rows] float64, from chosen_unsafe and rejected_unsafe in the rows'
+    column metadata: +1 for an unsafe response, -1 for a safe one. Raises InvalidRequest where one is missing."""
     column = batch.result(["metadata"])["metadata"]
     assert isinstance(column, LocalColumn)
     rows = [json.loads(text) for text in column.texts]

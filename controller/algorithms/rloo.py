@@ -42,8 +42,8 @@ def rloo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, log-probabilities and groups, and updates the KL
-    controller."""
+    """Computes column advantages of a batch from its rewards, log-probabilities and groups. Then adds metrics to
+    `step`, and updates `kl` for the next step."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(rloo_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
@@ -61,10 +61,11 @@ def rloo_advantage(
     kl_kind: str = "k1",
 ) -> Advantage:
     """Computes the advantages of RLOO, one per response [rows]: n / (n - 1) (s - mean of the group), where s is the
-    score of a response minus beta times its KL, and n the size of its group.
+    score of a response minus beta times its KL, and n the size of its group. Metrics are those of `penalized_rewards`,
+    `group_metrics` of s, and `advantage_metrics`.
 
     Raises:
-        ValueError: See `penalized_rewards`.
+        ValueError: A score is not finite, `kl_kind` is unknown, or columns have different lengths.
     """
     rewards, metrics = penalized_rewards(scores, log_probs, ref_log_probs, beta=beta, kl_kind=kl_kind)
     per_row = row_sums(rewards)

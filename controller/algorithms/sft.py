@@ -35,7 +35,7 @@ def sft(run: Run) -> None:
 
 
 def mean_loss(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns the metrics loss, the mean negative log-likelihood of the held-out response tokens in nats, and
-    perplexity, its exponential."""
+    """Returns the metrics loss, the mean negative log-likelihood per held-out response token in nats, and perplexity,
+    its exponential; from `values` "loss", the sum over each response, and "tokens", its length [rows]."""
     loss = float(values["loss"].sum() / values["tokens"].sum())
     return {"loss": loss, "perplexity": math.exp(loss)}

@@ -80,8 +80,8 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
         return validate(kind, {**given, **{option: getattr(self, option) for option in shared}}, where)
 
     def shared_options(self, key: str) -> set[str]:
-        """Returns the names of the options of the loss that the value of `key` names which are also keys of
-        `[algorithm]`."""
+        """Returns the names of those options that are also keys of `[algorithm]`, of the loss per token that the value
+        of `key`, surrogate or value_loss, names."""
         kind = LOSSES[key](getattr(self, key)).options
         return kind.model_fields.keys() & type(self).model_fields.keys()
 

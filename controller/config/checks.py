@@ -15,7 +15,7 @@ Services = Mapping[str, ServiceTable]
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Checks that the pool of each service exists and has a device for each of its ranks."""
+    """Raises ValueError where the pool of a service does not exist, or has fewer devices than the service has ranks."""
     for name, table in services.items():
         if table.pool and table.pool not in pools:
             known = ", ".join(sorted(pools)) or "none"
@@ -27,7 +27,7 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]) -> None:
-    """Checks that each table of `[rewards]` has at least one service, and a name that no service has."""
+    """Raises ValueError where a table of `[rewards]` has no service, or the name of a service."""
     for name, weights in rewards.items():
         if not weights:
             raise ValueError(f"rewards.{name} has no services")
@@ -36,7 +36,7 @@ def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]
 
 
 def check_addresses(services: Services) -> None:
-    """Checks that no two services have the same address."""
+    """Raises ValueError where two services have the same address."""
     seen: dict[str, str] = {}
     for name, table in services.items():
         if table.address in seen:
@@ -49,8 +49,8 @@ def check_addresses(services: Services) -> None:
 def check_batch(
     data: DataTable, rollout: RolloutTable, algorithm: AlgorithmTable, services: Services
 ) -> None:
-    """Checks that the rows of a step are a multiple of `mini_batch_size`, and that this is a multiple of the number
-    of data ranks of each service."""
+    """Raises ValueError unless the rows of a step are a multiple of `mini_batch_size`, and this is a multiple of the
+    number of data-parallel ranks of each service."""
     rows = data.prompts_per_step * rollout.samples_per_prompt
     size = algorithm.mini_batch_size
     if rows % size:
@@ -67,8 +67,8 @@ def check_batch(
 
 
 def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
-    """Checks that an adaptive KL coefficient starts above 0, and that its horizon is above `MAX_KL_ERROR` times the
-    rows of a step."""
+    """Raises ValueError unless an adaptive KL coefficient (`kl_target` above 0) starts above 0, and `kl_horizon` is
+    above `MAX_KL_ERROR` times the rows of a step."""
     if not algorithm.kl_target:
         return
     if not algorithm.kl_reward_coefficient:
@@ -81,8 +81,8 @@ def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
 
 
 def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Checks that rollout correction is used only where the training engine recomputes log-probabilities and sampling
-    is not truncated."""
+    """Raises ValueError where `rollout_correction` is on, but the training engine does not recompute log-probabilities
+    or top_k or top_p truncate sampling."""
     if algorithm.rollout_correction == "none":
         return
     if not algorithm.recompute_log_probs:
@@ -99,8 +99,8 @@ def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Checks that `max_log_prob_drift` is used only where the training engine recomputes log-probabilities and
-    sampling is not truncated."""
+    """Raises ValueError where `max_log_prob_drift` is not 0, but the training engine does not recompute
+    log-probabilities or top_k or top_p truncate sampling."""
     if not algorithm.max_log_prob_drift:
         return
     if not algorithm.recompute_log_probs:
@@ -115,8 +115,8 @@ def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_sampling(rollout: RolloutTable, services: Services) -> None:
-    """Checks that every service can sample at the rollout's temperature, and that its limits on a row leave room for
-    a prompt beside a response of maximum length."""
+    """Raises ValueError where a service cannot sample at `rollout.temperature`, or one of its limits on a row leaves no
+    room for a prompt beside a response of maximum length."""
     for name, table in services.items():
         lowest, highest = table.temperatures
         if not lowest <= rollout.temperature <= highest:
@@ -133,7 +133,7 @@ def check_sampling(rollout: RolloutTable, services: Services) -> None:
 
 
 def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Checks that log-probabilities are recomputed where top_k or top_p truncate the distribution."""
+    """Raises ValueError where top_k or top_p truncate sampling and `recompute_log_probs` is false."""
     if rollout.truncates and not algorithm.recompute_log_probs:
         raise ValueError(
             "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "

@@ -61,8 +61,8 @@ class Config(Strict):
         return self.rewards.get(reward, {reward: 1.0})
 
     def recipes(self, reward: str) -> dict[str, dict[str, float]]:
-        """Returns the weight of each service in the algorithm's reward or cost `reward`, by label of the source. For
-        "reward", each source has its own (`SourceTable.reward`); costs are the same for all sources."""
+        """Returns, by label of the source, the weight of each service by name in the algorithm's reward or cost
+        `reward`. For "reward", each source has its own (`SourceTable.reward`); costs are the same for all sources."""
         return {
             source.label: self.weights_of(source.reward if reward == "reward" else reward)
             for source in self.data.all_sources
@@ -120,7 +120,7 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
 
 def as_config(given: AnyConfig) -> Config:
     """Returns the configuration that is given as a `Config`, as tables, or as the path of a TOML file. Raises
-    ConfigError as `load` does."""
+    ConfigError where it is invalid or the file cannot be read."""
     if isinstance(given, Config):
         return given
     if isinstance(given, Mapping):

@@ -101,8 +101,8 @@ def draw(
 
 
 def rows_that_fit(data: Data[T], limit: Limit | None, text_of: Callable[[T], str]) -> np.ndarray:
-    """Returns the numbers of all rows whose text is within the limit [n] int64, ascending. Arguments are those of
-    `draw`.
+    """Returns the numbers of all rows whose text is within the limit [n] int64, ascending; all rows without reading
+    them where `limit` is None. Arguments are those of `draw`.
 
     Raises:
         ConfigError: A row cannot be read, all rows are too long, or one is too long and `limit.refuses` is True.
@@ -143,8 +143,9 @@ def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
 
 
 def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
-    """Returns the limit on the length of prompts: the smallest of data.max_prompt_tokens and what each service leaves
-    beside rollout.max_response_tokens. None where there is no limit, or where tokens cannot be counted.
+    """Returns the limit on the length of prompts: the smallest of data.max_prompt_tokens and, for each service, its
+    limit on prompt and response together minus rollout.max_response_tokens. None where there is no limit, or where
+    tokens cannot be counted and no key (see Raises) needs their number.
 
     Args:
         config: Configuration of the run.
@@ -165,15 +166,16 @@ def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeRespo
 
 def text_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
     """Returns the limit on the length of the texts of data.pretrain: the smallest limit of an actor, less 1 for the EOS
-    token that it appends. None, and errors, as for `prompt_limit`."""
+    token that it appends. None where no actor has a limit, or where tokens cannot be counted and data.overlong is
+    "skip"; raises ConfigError where they cannot be counted and it is "error"."""
     actors = {name: each for name, each in services.items() if config.services[name].role == "actor"}
     longest = _longest(config, actors).items()
     return _limit(config, [(most - 1, f"services.{name}, {most} less an end") for name, most in longest])
 
 
 def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, int]:
-    """Returns the limits on the tokens of a prompt and its response together, by service, or by the key of its table
-    that sets the limit."""
+    """Returns the limits on the tokens of a prompt and its response together: that of a service's description by
+    "SERVICE", and those of its table in the config by "SERVICE.KEY"."""
     found = {name: each.max_tokens for name, each in services.items() if each.max_tokens}
     for name in services:
         found |= {f"{name}.{key}": most for key, most in config.services[name].row_limits.items()}
@@ -181,7 +183,8 @@ def _longest(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]
 
 
 def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = "") -> Limit | None:
-    """Returns the smallest of `limits`; None where there is none, or where tokens cannot be counted.
+    """Returns the smallest of `limits` as a `Limit`; None where there is none, or where tokens cannot be counted and no
+    key needs their number.
 
     Args:
         config: Configuration of the run.
@@ -206,7 +209,8 @@ def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = ""
 
 
 def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
-    """Returns the function that counts the tokens of texts, for messages on behalf of the config key `asked_by`.
+    """Returns the function that counts the tokens of texts, by the tokenizer of the config. `asked_by` is the config
+    key that needs it, for the message of the error.
 
     Raises:
         ConfigError: No tokenizer is configured, or it cannot be read.

@@ -102,8 +102,8 @@ class PromptSource:
             self[row]
 
     def _fields(self, row: Row) -> Row:
-        """Returns the fields of a row under the names that this package uses; raises MalformedRow where prompt or a
-        needed text is missing or no text."""
+        """Returns the fields of a row under the names that this package uses; with `chat`, a prompt that is a text
+        becomes a list of one message. Raises MalformedRow where prompt or a needed text is missing or no text."""
         if self._renamed:
             ours = {theirs: name for name, theirs in self._renamed.items()}
             hidden = self._renamed.keys() - ours.keys()

@@ -52,7 +52,8 @@ class PromptData:
         return self._first[-1]
 
     def __getitem__(self, row: int, /) -> Prompt:
-        """Reads a row; raises the errors of `PromptSource.__getitem__`."""
+        """Reads the row of this number, counted over all sources, and returns its prompt. Raises ConfigError where the
+        row is malformed or the chat template cannot render it."""
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
 
@@ -62,7 +63,8 @@ class PromptData:
         return self._sources[source].where(row - self._first[source])
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
-        """Reads rows and returns them as a batch with the columns of `columns_of`."""
+        """Reads the rows of these numbers and returns them as a batch with the columns of `columns_of`. Raises
+        ConfigError where a row is malformed."""
         return columns_of([self[int(row)] for row in rows])
 
     def rows_of_step(self, step: int, count: int, seed: int) -> np.ndarray:
@@ -96,7 +98,8 @@ def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
 
 
 class TextData:
-    """A sequence of the texts of data.pretrain: field `text` of each row."""
+    """A sequence of the texts of data.pretrain: field `text` of each row. Reading a row without one raises
+    ConfigError."""
 
     def __init__(self, rows: RowReader) -> None:
         self._rows = rows

@@ -78,7 +78,8 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
 
 
 class JsonRows:
-    """Reader of the rows of a JSONL file. A gzipped file is unpacked to a temporary file.
+    """Reader of the rows of the JSONL file `path`; `key` is the config key that names it, for messages. A gzipped file
+    is unpacked to a temporary file.
 
     Raises:
         ConfigError: The file cannot be opened or unpacked.
@@ -121,7 +122,8 @@ class JsonRows:
 
 
 class DatasetRows:
-    """Reader of the rows of a `datasets.Dataset`. Values without a JSON type, such as dates, become text."""
+    """Reader of the rows of a `datasets.Dataset`; `source` names it in messages. Values without a JSON type, such as
+    dates, become text."""
 
     def __init__(self, dataset: Any, source: str) -> None:
         self._dataset = dataset

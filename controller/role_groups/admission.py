@@ -35,7 +35,8 @@ Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
 
 
 def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
-    """Checks that the services were started with the tables of the config.
+    """Checks that the services were started with the tables of the config, except for keys in `WHERE_IT_RUNS`. A
+    service that does not report its table passes.
 
     Args:
         groups: Groups of the services, by name.
@@ -109,7 +110,8 @@ def _holds_paths(value: Any) -> bool:
 
 
 def _located(value: Any, directory: str) -> Any:
-    """Returns a path, or each path of a list, as an absolute path; relative ones are resolved in `directory`."""
+    """Returns a path, or each path of a list, as an absolute path; relative ones are resolved in `directory`. None and
+    empty texts are returned as they are."""
     if isinstance(value, list):
         return [_located(each, directory) for each in value]
     return str((Path(directory) / value).resolve()) if value else value

@@ -59,7 +59,8 @@ class Dealt:
 
     Attributes:
         order: Indices of the rows in the order in which they are cut [rows] int64.
-        numbers: Number of each row in this order [rows] int64; see `deal`.
+        numbers: Number of each row in this order [rows] int64, by which the ranks assign rows to mini-batches: its
+            rank by cost (see `deal`), or else its index in the inputs.
         protocol: Protocol that distributes them.
     """
 
@@ -174,7 +175,7 @@ class GroupCall:
         )
 
     def _requests(self, parts: Sequence[BatchPart], numbers: np.ndarray) -> list[bytes]:
-        """Makes one serialized request per rank, in rank order."""
+        """Makes one serialized request per rank, in rank order, and counts the bytes of rows in them for the step."""
         if not self.method.takes_rows:
             request = self.method.request(call=self.header, **self.options).SerializeToString()
             return [request] * len(self.callee.endpoints)
@@ -187,8 +188,8 @@ class GroupCall:
         return serialized(parts, self.callee.endpoints, encode)
 
     def _collected(self, dealt: Dealt, parts: Sequence[BatchPart], responses: Sequence[Any]) -> Batch:
-        """Joins the rows that the ranks made, and restores the order of the inputs. The batch is empty for a method
-        without output columns."""
+        """Returns the rows that the ranks made, in the order of the inputs, and counts the bytes of columns in the
+        responses themselves for the step. The batch is empty for a method without output columns."""
         protocol, mesh, rows = dealt.protocol, self.callee.mesh, len(dealt.order)
         if not (self.method.outputs and protocol.splits):
             return Batch(0, {})

@@ -127,26 +127,28 @@ class Cluster:
         return {name: each for name, each in self.descriptions.items() if reads_tokens(each)}
 
     def release(self, step: StepContext) -> None:
-        """Waits until no call of a step is under way, and then frees the rows that its calls made, on every rank."""
+        """Blocks until no call of a step is under way, and then frees the rows that its calls made, on every rank.
+        Raises DeadlineExceeded where a call does not end in time, and RlhfError where a rank cannot free its rows."""
         step.wait(self._placement.longest_wait_s() + CLOSE_S)
         results([group.release(step) for group in self._ours.values()])
 
     def end_step(self, step: StepContext) -> None:
-        """Marks a step as ended, so that no more calls are made in it, and releases it."""
+        """Marks a step as ended, so that later calls on its rows belong to the newest step, and frees its rows as
+        `release` does."""
         step.has_ended = True
         self.release(step)
 
     def memory(self) -> dict[str, int]:
-        """Returns the resident and device memory of each service, in bytes, summed over its ranks."""
+        """Returns resident plus device memory of each service, in bytes by name, summed over the ranks that respond."""
         return self._watch.memory()
 
     def gauges(self) -> dict[str, float]:
-        """Returns the gauges of each service by "service/name", summed over its ranks."""
+        """Returns the newest gauges of each service by "service/name", summed over the ranks that respond."""
         return self._watch.gauges()
 
     def running(self) -> dict[str, str]:
-        """Returns the progress of the running calls, such as "12/64", by "service.Method"; empty where it is
-        unknown."""
+        """Returns the progress of the running calls, such as "12/64", by "service.Method"; an empty text for a call
+        whose progress is unknown."""
         return self._watch.running(self.groups | self._also_served)
 
     @property

@@ -33,8 +33,8 @@ class BatchCodec:
             method: The method.
             header: Header of the call.
             batch: Rows of the part.
-            numbers: Numbers of these rows in the call [rows] int64.
-            relays: Reads that one of the ranks makes on behalf of others.
+            numbers: Number of each of these rows in the whole call [rows] int64; see `Dealt.numbers`.
+            relays: Reads from other hosts that one of these ranks makes on behalf of the others; see `plan_relays`.
             options: Further fields of the request, by name.
 
         Returns:
@@ -43,11 +43,12 @@ class BatchCodec:
         return method.request(call=header, batch=wire.to_proto(batch, numbers, relays), **options)
 
     def rows_of(self, method: Method, responses: Sequence[Any], sizes: Sequence[int]) -> Batch:
-        """Concatenates the rows in the responses of a call.
+        """Concatenates the rows in the responses of a call, and returns them as one batch. Responses without columns
+        are left out.
 
         Args:
             method: The method.
             responses: Responses of the ranks whose rows the transfer protocol collects, in its order.
-            sizes: Number of rows that each of these ranks was sent.
+            sizes: Number of rows that each of these ranks was sent; this class does not use it.
         """
         return Batch.concat([made for each in responses if (made := wire.from_proto(each.batch)).columns])

@@ -138,17 +138,19 @@ class FutureBatch:
         return name in self.columns
 
     def result(self, names: Iterable[str], timeout_s: float | None = None) -> Batch:
-        """Waits for the named columns and returns them as a resolved batch. Raises the errors of `results`."""
+        """Waits for the named columns and returns them as a resolved batch. Raises InvalidRequest where one is missing,
+        the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         wanted = {name: self[name] for name in names}
         return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
 
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
-        """Waits for all calls and returns their records, in the order of `calls`. Raises the errors of `results`."""
+        """Waits for all calls and returns their records, in the order of `calls`. Raises the error of a call that
+        failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         return results(self.calls, timeout_s)
 
     def metrics(self, timeout_s: float | None = None) -> dict[str, float]:
-        """Waits for all calls and returns the mean of each of their metrics over the calls, by name. Raises the errors
-        of `results`."""
+        """Waits for all calls and returns each of their metrics by name, as the mean over the calls that have it.
+        Raises the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         return mean_metrics(self.records(timeout_s))
 
 

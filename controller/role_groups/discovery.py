@@ -76,8 +76,8 @@ class Discovery:
         return f"services.{name} ({self._config.services[name].address})"
 
     async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
-        """Waits for the description of a service, checks role, ranks and limits against the config, and returns
-        it."""
+        """Waits for the description of a service, checks role, ranks and limits against the config, and returns it.
+        Raises ConfigError where they differ, and ServiceLost at `deadline`, in seconds of `time.monotonic`."""
         table = self._config.services[name]
         description = await self._describe(name, deadline)
         if description.role != find_role(table.role).name:
@@ -106,7 +106,8 @@ class Discovery:
 
     async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
         """Calls Describe on rank 0 of a service until it responds, and returns the response. A reward server without
-        this method, or that tells no ranks, gets the description that `_foreign_reward` makes."""
+        this method, or that tells no ranks, gets the description that `_foreign_reward` makes. Raises ServiceLost at
+        `deadline`, and ConfigError where the address is that of no service of this cluster."""
         table = self._config.services[name]
         client = RankClient(name, 0, table.address)
         try:

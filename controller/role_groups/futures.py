@@ -37,7 +37,8 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
 
 
 def _only(future: Future[T], timeout_s: float | None) -> T:
-    """Returns the result of one future, as `results` does, without the cost of waiting for several."""
+    """Returns the result of one future, or raises its exception, or DeadlineExceeded after `timeout_s` seconds (None:
+    no limit). Costs less than waiting for several."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
@@ -65,8 +66,8 @@ def promise() -> Future[Any]:
 
 
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
-    """Awaits all futures on an event loop and returns their results, in order. Futures that are resolved already do
-    not suspend the coroutine. Cancelling the coroutine cancels none of the futures."""
+    """Awaits one future after another on an event loop and returns their results, in order; raises the exception of
+    the first one in order that failed. Cancelling the coroutine cancels none of the futures."""
     return [future.result() if future.done() else await _resolution(future) for future in futures]
 
 
@@ -85,8 +86,8 @@ async def _resolution(future: Future[T]) -> T:
 
 
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
-    """Returns a future of `function(result)`, where `result` is that of `future`. Exceptions of either become its
-    own."""
+    """Returns a future of `function(result)`, where `result` is that of `future`; `function` is called on the thread
+    that resolves `future`. An exception of `future` or of `function` becomes that of the returned future."""
     following = promise()
 
     def pass_on(done: Future[T]) -> None:
@@ -119,7 +120,7 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
 
 
 def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:
-    """Resolves `future` to None once all futures in `before` are resolved."""
+    """Returns without waiting; `future` is resolved to None as soon as all futures in `before` are."""
     left = [other for other in before if not other.done()]
     if left:
         left[0].add_done_callback(lambda _: resolve_after(left[1:], future))

@@ -36,7 +36,8 @@ INTRODUCE_S = 60.0
 
 
 class RoleGroup:
-    """All ranks of one service in one of its roles. Each method calls all ranks and returns a batch of futures.
+    """All ranks of one service in one of its roles. A method starts a call on all ranks and returns without waiting:
+    a batch of futures, without columns unless it says which.
 
     Args:
         ranks: Sends calls to all ranks; role groups of two roles of one service share it.
@@ -76,7 +77,7 @@ class RoleGroup:
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
 
     def _codec(self) -> BatchCodec:
-        """Makes the codec of the role's messages."""
+        """Makes the codec of the role's messages. Default: a `BatchCodec`; a subclass may return one of its own."""
         return BatchCodec()
 
     def in_role(self, kind: type[G], role: str) -> G:
@@ -135,7 +136,8 @@ class RoleGroup:
         return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
 
     async def cancel_all(self) -> None:
-        """Asks all ranks to cancel the running calls of this group, and waits for their responses."""
+        """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
+        Cancel; ranks that do not respond raise no error."""
         await asyncio.gather(*(self.ranks.cancel(call_id) for call_id in list(self.running)))
 
     def release(self, step: StepContext) -> Future[None]:
@@ -172,8 +174,8 @@ class RoleGroup:
         return self.call("onload")
 
     def save_checkpoint(self, directory: str, format: worker_pb2.CheckpointFormat) -> FutureBatch:
-        """Writes a checkpoint to `directory` on the ranks' hosts: weights, or weights and optimizer state, as
-        `format` says."""
+        """Writes a checkpoint to `directory` on the ranks' hosts. `format` HUGGING_FACE writes a model directory with
+        the weights; SHARDED writes each rank's shards of weights and optimizer state, to resume from."""
         return self.call("save_checkpoint", directory=directory, format=format)
 
     def load_checkpoint(self, directory: str) -> FutureBatch:

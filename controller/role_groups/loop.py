@@ -54,8 +54,8 @@ class Loop:
             future.set_result(task.result())
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine on the loop, waits for it and returns its result. Raises TimeoutError after `timeout_s`
-        seconds; the coroutine then continues."""
+        """Runs a coroutine on the loop, waits for it, from another thread than the loop's, and returns its result or
+        raises its exception. Raises TimeoutError after `timeout_s` seconds; the coroutine then continues."""
         return self.start(work).result(timeout_s)
 
     def close(self) -> None:

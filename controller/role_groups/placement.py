@@ -15,12 +15,12 @@ class Place:
     """Place of a call in the order of calls on its devices.
 
     Args:
-        queue: Identity of the queue of calls that the call is sent to.
+        queue: Object that identifies the queue of calls that the call is sent to: the `FanOut` of its service.
         before: Places of the last calls on each of its devices.
         patience_s: See Attributes.
 
     Attributes:
-        queue: Identity of the queue of calls that the call is sent to.
+        queue: See Args.
         first: Futures that must be resolved before the call may be sent.
         patience_s: Longest time, in seconds, that the call may wait for its inputs and for the calls before it.
         sent: Future that is resolved when the call has been sent, or will not be made.
@@ -54,7 +54,7 @@ class Placement:
         self._unfinished: dict[Place, float] = {}
 
     def longest_wait_s(self) -> float:
-        """Returns the time, in seconds, that all unfinished calls may take one after another."""
+        """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another."""
         return sum(self._unfinished.copy().values())
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
@@ -65,8 +65,8 @@ class Placement:
 
         Args:
             devices: Names of the devices that the call runs on.
-            queue: Identity of the queue of calls that the call is sent to. Calls of one queue run on the same ranks,
-                which execute them in the order in which they were sent, so that several may be under way.
+            queue: Object that identifies the queue of calls that the call is sent to: the `FanOut` of its service.
+                Its ranks execute calls in the order in which they were sent, so that several may be under way.
             time_s: Longest time of the call itself, in seconds, after the calls before it have ended.
         """
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())

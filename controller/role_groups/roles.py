@@ -37,17 +37,18 @@ class ActorGroup(RoleGroup):
     def update_actor(
         self, batch: FutureBatch, loss: actor_pb2.PolicyLoss, schedule: actor_pb2.Schedule, temperature: float
     ) -> FutureBatch:
-        """Updates the policy over all epochs and mini-batches of `schedule`. An update that fails leaves the weights
-        unchanged. Returns no columns."""
+        """Updates the policy by `loss`, over all epochs and mini-batches of `schedule`; divides the logits by
+        `temperature`. An update that fails leaves the weights unchanged. Returns no columns."""
         return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
 
     def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
-        """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids."""
+        """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids. Responses of more
+        than `max_response_tokens` tokens are cut; the others end with the EOS token."""
         return self.call("tokenize", rows, max_response_tokens=max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch, schedule: actor_pb2.Schedule) -> FutureBatch:
-        """Updates the policy on the negative log-likelihood of the responses, as `update_actor` does on the policy
-        loss."""
+        """Updates the policy by the mean negative log-likelihood of the response tokens, over all epochs and
+        mini-batches of `schedule`. An update that fails leaves the weights unchanged. Returns no columns."""
         return self.call("update_supervised", batch, schedule=schedule)
 
 
@@ -61,8 +62,8 @@ class CriticGroup(RoleGroup):
     def update_critic(
         self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule
     ) -> FutureBatch:
-        """Updates the value model over all epochs and mini-batches of `schedule`. An update that fails leaves the
-        weights unchanged. Returns no columns."""
+        """Updates the value model by `loss`, over all epochs and mini-batches of `schedule`. An update that fails
+        leaves the weights unchanged. Returns no columns."""
         return self.call("update_critic", batch, loss=loss, schedule=schedule)
 
 
@@ -95,7 +96,8 @@ class RewardGroup(RoleGroup):
         return self.description.scores_groups
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged).
+        """Scores rows. Returns column rewards: one per row [rows] float64, or one per response token (jagged). Raises
+        InvalidRequest at once where the batch lacks a column that the reward reads.
 
         Raises (when resolved):
             RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
@@ -108,7 +110,7 @@ class RewardGroup(RoleGroup):
     def try_reward(self, batch: FutureBatch) -> FutureBatch:
         """Scores rows without failing where some cannot be scored. Returns columns rewards, as `compute_reward` does,
         and reward_errors: the cause for each row that could not be scored, whose reward is undefined; empty for a row
-        that was scored."""
+        that was scored. Raises InvalidRequest where the batch lacks a column that the reward reads."""
         names = self.TEXT if self.wants_text else self.TENSORS
         needed = ("response",) if self.wants_text else self.TENSORS
         if self.scores_groups:
@@ -122,14 +124,16 @@ class RewardGroup(RoleGroup):
         return self.call("compute_reward", rows, ("rewards", "reward_errors"))
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:
-        """Scores pairs with a reward that learns. Returns columns chosen_scores and rejected_scores [rows]."""
+        """Scores both responses of pairs, columns prompt, chosen and rejected, with a reward that learns; longer ones
+        are cut to `max_response_tokens`. Returns columns chosen_scores and rejected_scores [rows]."""
         return self.call("compare_pairs", pairs, max_response_tokens=max_response_tokens)
 
     def update_reward(
         self, pairs: FutureBatch, loss: str, schedule: actor_pb2.Schedule, max_response_tokens: int
     ) -> FutureBatch:
-        """Updates a reward that learns on pairs, over all epochs and mini-batches of `schedule`. An update that fails
-        leaves the weights unchanged. Returns no columns."""
+        """Updates a reward that learns on pairs by `loss`, "bradley_terry" or "cost", over all epochs and mini-batches
+        of `schedule`; longer responses are cut to `max_response_tokens`. An update that fails leaves the weights
+        unchanged. Returns no columns."""
         return self.call(
             "update_reward",
             pairs,

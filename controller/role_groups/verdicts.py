@@ -49,10 +49,11 @@ class RewardCodec(BatchCodec):
 
     def rows_of(self, method: Method, responses: Sequence[Any], sizes: Sequence[int]) -> Batch:
         """Joins the rows in the responses of a call, as `BatchCodec.rows_of` does. For ComputeReward, makes columns
-        `rewards` and `reward_errors` from the verdicts.
+        `rewards` (see `rewards_of`) and `reward_errors` (see `failure_of`) from the verdicts instead.
 
         Raises:
-            RewardFailed: A rank did not return one verdict for each row that it was sent.
+            RewardFailed: A rank did not return one verdict for each row that it was sent, or some rows have one score
+                and others a score per token.
         """
         if method.name != "ComputeReward":
             return super().rows_of(method, responses, sizes)
@@ -65,7 +66,7 @@ class RewardCodec(BatchCodec):
 
 
 def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    """Makes one TextRow per row of a batch, from the columns that the controller holds.
+    """Makes one TextRow per row of a batch, from the columns that the controller holds; others are left out.
 
     Raises:
         InvalidRequest: The metadata of a row is not a JSON object, or cannot be represented in a request.
@@ -121,8 +122,8 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
 
 
 def failure_of(score: reward_pb2.RowScore) -> str:
-    """Returns the reason that a verdict has no reward to train on: its error, or a score that is not a finite
-    float32; empty where it has one."""
+    """Returns the reason that a verdict has no reward to train on, as text: its error, "no verdict", or a score that is
+    not a finite float32. Empty where the verdict has a usable score."""
     verdict = score.WhichOneof("verdict")
     if verdict in (None, "error"):
         return score.error or "no verdict"

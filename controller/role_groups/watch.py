@@ -33,14 +33,15 @@ class StatusWatch:
             task.cancel()
 
     def memory(self) -> dict[str, int]:
-        """Returns the resident and device memory of each service, in bytes, summed over its ranks."""
+        """Returns resident plus device memory of each service, in bytes by name, summed over the ranks that respond."""
         return {
             name: sum(status.memory_bytes + status.device_memory_bytes for status in list(ranks.values()))
             for name, ranks in list(self._statuses.items())
         }
 
     def gauges(self) -> dict[str, float]:
-        """Returns the gauges of each service by "service/name", summed over its ranks; see `Worker.gauges`."""
+        """Returns the newest gauges of each service by "service/name", summed over the ranks that respond; see
+        `Worker.gauges`."""
         totals: dict[str, float] = {}
         for service, ranks in list(self._statuses.items()):
             for status in list(ranks.values()):
@@ -50,8 +51,8 @@ class StatusWatch:
         return totals
 
     def running(self, groups: Mapping[str, RoleGroup]) -> dict[str, str]:
-        """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; empty
-        where it is unknown.
+        """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; an empty
+        text for a call whose progress is unknown.
 
         Args:
             groups: Role groups by name.

@@ -110,7 +110,8 @@ class Figures:
         return figures
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a step, by name."""
+        """Adds the metrics of a step, by name, to curves, first and last values, and peaks; to means only those of a
+        training step. Steps must be added in order."""
         self.last_step = max(step, self.last_step or 0)
         is_training = "time/step_s" in metrics
         self.steps += is_training
@@ -137,5 +138,5 @@ class Figures:
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:
-        """Returns the mean of a metric in `means`; None where it has no values."""
+        """Returns the mean of a metric over the training steps; None for a metric that is not in `means`."""
         return self.means[key].value if key in self.means else None

@@ -87,7 +87,8 @@ class SamplesWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Reads all lines of `metrics.jsonl`; see `each_step`."""
+    """Returns the metrics of each line of `metrics.jsonl`, by name, `step` included; an empty list where the file is
+    missing. Raises RlhfError where a line is damaged; an incomplete last line is skipped."""
     return list(each_step(run_dir))
 
 
@@ -103,7 +104,8 @@ def each_step(run_dir: Path) -> Iterator[dict[str, float]]:
 
 
 def read_samples(run_dir: Path) -> list[tuple[int, Sample]]:
-    """Reads all samples of `samples.jsonl`; see `each_sample`."""
+    """Returns (step, sample) for each line of `samples.jsonl`; an empty list where the file is missing. Raises
+    RlhfError where a line is damaged; an incomplete last line is skipped."""
     return list(each_sample(run_dir))
 
 

@@ -98,7 +98,8 @@ class Progress:
             self._status.memory[service] = num_bytes
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step; 0 is the evaluation before training. `metrics` are those of `metrics.jsonl`."""
+        """Shows a finished step, in the live display or as a plain line; 0 is the evaluation before training. `metrics`
+        are those of `metrics.jsonl`."""
         with self._lock:
             status = self._status
             status.step = step
@@ -110,7 +111,7 @@ class Progress:
             self._print(line)
 
     def message(self, text: str) -> None:
-        """Shows a line of text above the display."""
+        """Prints a line of text, above the live display where there is one."""
         self._print(text)
 
     def _print(self, text: str) -> None:

@@ -104,8 +104,8 @@ class Recorder:
             thread.join(1)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a finished step; step 0 is the evaluation before training. Writes a report if the
-        last one is `report_every_s` old."""
+        """Writes the metrics of a finished step to the files and the display; step 0 is the evaluation before training.
+        Writes a report if the last one is `report_every_s` old. Raises RlhfError where writing fails."""
         self._metrics.log(step, metrics)
         self._figures.add(step, metrics)
         self.progress.step(step, metrics)
@@ -114,13 +114,14 @@ class Recorder:
             self._reported_s = time.monotonic()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Records the sample responses of an evaluation after step `step`."""
+        """Writes the sample responses of an evaluation after step `step` to `samples.jsonl`, and keeps them for the
+        report. Raises RlhfError where writing fails."""
         self._samples.log(step, rows)
         self._figures.add_samples(step, rows)
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
-        phases (queue, fetch, compute, store) on the track of each rank."""
+        phases (queue, fetch, compute, store) on the track of each rank. Raises RlhfError where writing fails."""
         for record in records:
             args = {"step": step, "policy_version": record.policy_version}
             track = ("controller", record.service)
@@ -131,7 +132,8 @@ class Recorder:
         self._timeline.flush()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Writes `summary.json`, which has `figures` and the identity of the run."""
+        """Writes `summary.json`, which has `figures` and the identity of the run. Raises RlhfError where writing fails,
+        or where `metrics.jsonl` was deleted or replaced."""
         self._metrics.check()
         self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
 

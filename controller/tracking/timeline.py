@@ -98,7 +98,8 @@ class Timeline:
                 self._write("".join(f",\n{json_text(event)}" for event in events))
 
     def close(self) -> None:
-        """Writes the events that were added and ends the file. Raises as `flush`."""
+        """Writes the events that were added, ends the JSON array and closes the file. Raises RlhfError where writing
+        fails."""
         self.flush()
         self._end()
 

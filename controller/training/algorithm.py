@@ -106,17 +106,18 @@ class Algorithm:
         return configured
 
     def resolved(self, config: Config) -> dict[str, Any]:
-        """Returns a configuration that `configure` returned as the tables of a config file, with all keys that the
-        algorithm reads and their values. `configure` accepts such a file again."""
+        """Returns the tables of a config file for `config`, which `configure` must have returned: all keys that the
+        algorithm reads, with their values, defaults included. `configure` accepts such a file again."""
         unread = self._unread(config.algorithm)
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
 
     def _losses(self) -> list[str]:
-        """Returns the keys of the losses that the algorithm uses."""
+        """Returns those of the keys surrogate and value_loss that the algorithm reads; both where `reads` is None."""
         return [loss for loss in LOSSES if self.reads is None or loss in self.reads]
 
     def _loss_options(self, table: AlgorithmTable) -> dict[str, Any]:
-        """Returns the tables of the options of the losses, with their defaults."""
+        """Returns the tables surrogate_options and value_loss_options, as far as the algorithm reads these losses: all
+        options with their defaults, except those that are keys of `[algorithm]`."""
         return {
             f"{loss}_options": table.loss_options(loss).model_dump(
                 mode="json", exclude_none=True, exclude=table.shared_options(loss)
@@ -125,7 +126,8 @@ class Algorithm:
         }
 
     def _unread(self, table: AlgorithmTable) -> set[str]:
-        """Returns the keys that neither the algorithm nor its losses read."""
+        """Returns the keys of `[algorithm]` that neither the algorithm nor its losses read; none where `reads` is
+        None."""
         if self.reads is None:
             return set()
         of_losses = [{f"{loss}_options", *table.shared_options(loss)} for loss in self._losses()]
@@ -167,7 +169,7 @@ class Algorithm:
         return [name for name in config.services if name in needed or name in hosts]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
-        """Returns `services` without those whose key in `only_for` is 0."""
+        """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0."""
         given = config.algorithm.model_dump(exclude_unset=True)
         table = AlgorithmTable(**{**self.defaults, **given})
         return {

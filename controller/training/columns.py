@@ -82,7 +82,8 @@ def count_tokens(batch: Batch, name: str) -> int:
 
 
 def texts_of(batch: FutureBatch, name: str) -> list[str]:
-    """Waits for a column of texts that the controller holds, and returns them."""
+    """Waits for a column of texts that the controller holds, and returns one text per row. Raises the error of the call
+    that makes the column."""
     column = batch.result([name])[name]
     assert isinstance(column, LocalColumn)
     return column.texts

@@ -65,7 +65,8 @@ class Evaluator:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Numbers of the held-out rows that are evaluated [n] int64."""
+        """Numbers of the held-out rows that are evaluated [n] int64. With a limit, the first use reads all rows, and
+        raises ConfigError where all, or with `data.overlong` "error" one, are too long."""
         return rows_that_fit(self._data, self._limit, lambda prompt: prompt.text)
 
     @property
@@ -75,7 +76,8 @@ class Evaluator:
 
     def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:
         """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/, and
-        time/evaluation_s. All rows of the step are freed after each batch."""
+        time/evaluation_s. Appends the metrics to `history`. All rows of the step are freed after each batch, those of
+        its training too."""
         started = time.time()
         parts: list[Mapping[str, np.ndarray]] = []
         for batch in batches(self._data, self.rows, self._batch_rows):
@@ -105,7 +107,8 @@ def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBat
 
 
 def row_scores(scored: FutureBatch) -> np.ndarray:
-    """Waits for column rewards and returns the score of each response [rows] float64; scores per token are summed."""
+    """Waits for column rewards and returns the score of each response [rows] float64, scores per token summed; NaN for
+    a row that was not scored."""
     rewards = scored.result(["rewards"])["rewards"]
     assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
     if isinstance(rewards.values, Jagged):

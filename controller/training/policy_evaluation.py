@@ -44,7 +44,8 @@ class PolicyEvaluation:
     write_samples: Callable[[list[Sample]], None]
 
     def evaluation(self) -> Evaluation:
-        """Returns the `Evaluation` of held-out rows."""
+        """Returns the `Evaluation` that generates and scores greedy responses, and summarizes them as mean rewards.
+        Calls no service itself."""
         return Evaluation(self._measure, self._summarize)
 
     def _measure(self, prompts: FutureBatch) -> Measured:

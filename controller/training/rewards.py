@@ -39,7 +39,7 @@ Recipe = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failures:
-    """Handling of rows that could not be scored.
+    """Settings of what a `Reward` does with rows that could not be scored.
 
     Attributes:
         policy: "stop", "retry" or "drop_group"; see `algorithm.on_failed_reward`.
@@ -66,8 +66,8 @@ class Reward:
     Args:
         name: Name of the reward in the algorithm.
         groups: Role groups of its services, by name.
-        recipes: Weight of each service, by source of the rows.
-        failures: Handling of rows that could not be scored.
+        recipes: Weight of each service by name, for each source of rows by its label.
+        failures: Settings of what is done with rows that could not be scored.
         step_of: Function that returns the step of a batch, in whose metrics such rows are counted.
     """
 
@@ -86,8 +86,9 @@ class Reward:
         self._step_of = step_of
 
     def score(self, batch: FutureBatch, column: str = "rewards", **others: FutureBatch) -> FutureBatch:
-        """Scores a batch and returns it with its rewards. With policy drop_group, groups with a row that could not be
-        scored are left out; column "group" has the group of each row, and without it each row is its own group.
+        """Scores a batch and returns it with its rewards; waits for the verdicts unless the policy is stop. With policy
+        drop_group, groups with a row that could not be scored are left out; column "group" has the group of each row,
+        and without it each row is its own group.
 
         A composed reward also adds the scores of its services, unweighted and summed over the response, as columns
         "rewards/SERVICE" [rows] float64, with NaN where the service does not score the row.
@@ -125,8 +126,8 @@ class Reward:
         return scored
 
     def compute_reward(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows. Returns column rewards, one per row [rows] float64 or one per response token (jagged), and for
-        a composed reward the columns "rewards/SERVICE" of `score`.
+        """Scores rows; waits for the verdicts only with policy retry. Returns column rewards, one per row [rows]
+        float64 or one per response token (jagged), and for a composed reward the columns "rewards/SERVICE" of `score`.
 
         Raises:
             RewardFailed: Rows could not be scored; the text has the cause of the first. With policy retry, it is
@@ -156,7 +157,7 @@ class Reward:
 
     @property
     def _composed(self) -> list[str]:
-        """Names of all services, where the reward of any source is composed of several; else empty."""
+        """Names of the services of all sources, where the reward of any source is composed of several; else empty."""
         is_composed = any(len(recipe) > 1 for recipe in self._recipes.values())
         return (
             list(dict.fromkeys(name for recipe in self._recipes.values() for name in recipe))
@@ -174,8 +175,9 @@ class Reward:
         return FutureBatch.of(scores=np.full(rows, np.nan))["scores"]
 
     def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
-        """Scores rows for an evaluation. Returns column rewards as `compute_reward` does, except that with policy
-        drop_group a row that could not be scored has NaN."""
+        """Scores rows for an evaluation. Returns and raises as `compute_reward`, except with policy drop_group: then
+        waits, and returns only column rewards, in which a row that could not be scored has NaN; metric
+        reward/rows_dropped counts such rows."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)

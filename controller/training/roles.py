@@ -78,8 +78,8 @@ class Actor:
         return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the policy with the losses and the schedule of the config. Columns that the losses do not read are
-        not sent."""
+        """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch with mini-batches of
+        `mini_batch_size` rows. Columns that this loss does not read are not sent. Returns no columns."""
         config, algorithm = self._config, self._config.algorithm
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
@@ -110,15 +110,18 @@ class Actor:
         return self._group.compute_loss(texts)
 
     def log_likelihood(self, batch: FutureBatch) -> FutureBatch:
-        """Computes column log_probs of the response tokens with the current weights at temperature 1."""
+        """Computes column log_probs: the log-probability of each response token under the current weights at
+        temperature 1, whatever `rollout.temperature` is."""
         return self._group.compute_log_prob(batch, 1.0)
 
     def tokenize(self, rows: FutureBatch) -> FutureBatch:
-        """Tokenizes columns prompt and response; returns columns prompt_ids and response_ids."""
+        """Tokenizes columns prompt and response; returns columns prompt_ids and response_ids. Responses of more than
+        `rollout.max_response_tokens` tokens are cut; the others end with the EOS token."""
         return self._group.tokenize(rows, self._config.rollout.max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the policy on the negative log-likelihood of the responses, with the schedule of the config."""
+        """Updates the policy by the mean negative log-likelihood of the response tokens, in `algorithm.epochs` passes
+        with mini-batches of `mini_batch_size` rows. Returns no columns."""
         return self._group.update_supervised(
             batch, _schedule(self._config, batch, self._config.algorithm.epochs)
         )
@@ -132,12 +135,13 @@ class RewardModel:
         self._config = config
 
     def compare_pairs(self, pairs: FutureBatch) -> FutureBatch:
-        """Scores pairs of responses, columns prompt, chosen and rejected; returns columns chosen_scores and
-        rejected_scores [rows]."""
+        """Scores both responses of pairs, columns prompt, chosen and rejected, cut to `rollout.max_response_tokens`;
+        returns columns chosen_scores and rejected_scores [rows]."""
         return self._group.compare_pairs(pairs, self._config.rollout.max_response_tokens)
 
     def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:
-        """Updates the model on pairs, with the schedule of the config. `loss` is "bradley_terry" or "cost"."""
+        """Updates the model on pairs by `loss`, "bradley_terry" or "cost", in `algorithm.epochs` passes with
+        mini-batches of `mini_batch_size` pairs. Returns no columns."""
         schedule = _schedule(self._config, pairs, self._config.algorithm.epochs)
         return self._group.update_reward(pairs, loss, schedule, self._config.rollout.max_response_tokens)
 
@@ -154,7 +158,8 @@ class Critic:
         return self._group.compute_values(batch)
 
     def update_critic(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the value model with the loss and the schedule of the config."""
+        """Updates the value model by `algorithm.value_loss`, in `critic_epochs` passes over the batch with mini-batches
+        of `mini_batch_size` rows. Returns no columns."""
         algorithm = self._config.algorithm
         loss = value_loss(self._config)
         return self._group.update_critic(batch, loss, _schedule(self._config, batch, algorithm.critic_epochs))
@@ -168,7 +173,8 @@ class Reference:
         self._config = config
 
     def compute_ref_log_prob(self, batch: FutureBatch) -> FutureBatch:
-        """Computes column ref_log_probs: the log-probability of each response token under the reference policy."""
+        """Computes column ref_log_probs: the log-probability of each response token under the reference policy at
+        `rollout.temperature`."""
         return self._group.compute_ref_log_prob(batch, self._config.rollout.temperature)
 
 

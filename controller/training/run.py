@@ -88,22 +88,25 @@ class Run:
         return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
-        """Returns the policy that service `name` holds."""
+        """Returns an `Actor` that calls service `name`. Raises ConfigError where the run has no such service, or its
+        role is another."""
         group, groups = self.group(name, ActorGroup), self.groups.values()
         wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
         return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns the value model that service `name` holds."""
+        """Returns a `Critic` that calls service `name`. Raises ConfigError where the run has no such service, or its
+        role is another."""
         return Critic(self.group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
-        """Returns the reference policy that service `name` holds."""
+        """Returns a `Reference` that calls service `name`, or the actor without its adapters where it is the reference.
+        Raises ConfigError where the run has no such service, or its role is another."""
         return Reference(self.group(name, ReferenceGroup), self.config)
 
     def reward(self, name: str = "reward") -> Reward:
-        """Returns the reward or cost `name`: the service of this name, or the weighted sum of services in
-        `[rewards]`."""
+        """Returns a `Reward` for the reward or cost `name`: the service of this name, or the weighted sum of services
+        in `[rewards]`. Raises ConfigError where the run has no such service, or its role is another."""
         recipes = self.config.recipes(name)
         parts = {part: self.group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
         table = self.config.algorithm
@@ -111,12 +114,13 @@ class Run:
         return Reward(name, parts, recipes, failures, self.step_of)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
-        """Returns the reward model that service `name` trains."""
+        """Returns a `RewardModel` that calls service `name`, which must be a reward that learns. Raises ConfigError
+        where the run has no such service, or its role is another."""
         return RewardModel(self.group(name, RewardGroup), self.config)
 
     def group(self, name: str, kind: type[G]) -> G:
-        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other
-        packages, which have no method here.
+        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other packages,
+        for which a run has no method as `actor` or `critic`.
 
         Args:
             name: Name of the service.
@@ -139,7 +143,8 @@ class Run:
         return self._cluster.groups
 
     def step_of(self, batch: FutureBatch) -> StepContext:
-        """Returns the step that calls on these rows belong to."""
+        """Returns the step that calls on these rows belong to: `batch.step`, or the step begun last where that is None
+        or has ended."""
         return self._cluster.session.step_of(batch.step)
 
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
@@ -176,7 +181,8 @@ class Run:
                 return
 
     def keep(self, name: str, state: S) -> S:
-        """Registers a dataclass with state that the algorithm changes from step to step, and returns it."""
+        """Stores a dataclass with state that the algorithm changes from step to step in `kept` under `name`, and
+        returns it. Nothing is written to disk."""
         self.kept[name] = state
         return state
 
@@ -186,11 +192,13 @@ class Run:
         return lengths_of(batch.result(["response_ids"])["response_ids"])
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
-        """Waits for columns and returns their values by name; see `ColumnReader.fetch`."""
+        """Waits for columns and returns copies of their values by name: an array, a jagged array or a list of texts
+        each. Raises InvalidRequest for a column on the ranks that is not of floats, such as token ids."""
         return self._columns.fetch(batch, *names)
 
     def finish(self, trained: str = "actor") -> dict[str, Any]:
-        """Exports the trained model to the run directory, writes the summary and returns its figures by name.
+        """Exports the trained model to the run directory, writes `summary.json` and returns its figures by name. Waits
+        for the export. Raises InvalidRequest where no step was finished.
 
         Args:
             trained: Name of the service that was trained.

@@ -46,8 +46,8 @@ class Settled:
         return Settled(verdicts_of(found["rewards"]), causes, tried.calls)
 
     def replaced(self, rows: np.ndarray, again: Settled) -> Settled:
-        """Returns these verdicts with those on `rows`, which had failed, replaced by the verdicts of a later
-        attempt."""
+        """Returns these verdicts with those on `rows` [n], among them all that had failed, replaced by the n verdicts
+        of a later attempt. Only failures of that attempt remain; the calls of both are kept, and `parts` is empty."""
         verdicts = list(self.verdicts)
         for row, verdict in zip(rows, again.verdicts, strict=True):
             verdicts[row] = verdict
@@ -62,8 +62,8 @@ class Settled:
         return Settled(verdicts, causes, self.calls, parts)
 
     def error(self, name: str) -> RewardFailed:
-        """Makes the error of reward `name`, with the number of failed rows and the cause of the first. There must be
-        a failed row."""
+        """Returns, and does not raise, the error of reward `name`: its text has the number of failed rows and the cause
+        of the first. There must be a failed row."""
         row, cause = next(iter(self.causes.items()))
         return RewardFailed(
             f"{name}: {len(self.causes)} of {len(self.verdicts)} rows could not be scored; row {row}: {cause}"
@@ -154,7 +154,8 @@ def spread(rows: int, numbers: np.ndarray, verdicts: Sequence[Verdict]) -> np.nd
 
 
 def unscored(settled: Settled) -> Verdict:
-    """Returns NaN as a verdict of the same kind as those of scored rows: one score, or one for a token."""
+    """Returns NaN as a verdict of the same kind as those of scored rows: a float, which is also the case where no row
+    was scored, or an array with one NaN where the scores are per token."""
     scored = (v for row, v in enumerate(settled.verdicts) if row not in settled.causes)
     is_per_token = np.ndim(next(scored, 0.0)) == 1
     return np.asarray([np.nan]) if is_per_token else float("nan")

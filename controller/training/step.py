@@ -77,8 +77,9 @@ class Step:
         return FutureBatch.of(**result.columns).of_step(self.context)
 
     def finish(self, *batches: FutureBatch) -> None:
-        """Waits for all calls that made these batches. Must be called at the end of each step; the first batch is the
-        one that the step trained on. Raises the error of the first call that fails."""
+        """Waits for all calls that made these batches, and sets `batch` to the first of them, which must be the one
+        that the step trained on, and `records` to the records of the calls. Must be called at the end of each step.
+        Raises the error of the first call that fails."""
         self.batch = batches[0]
         self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
 
