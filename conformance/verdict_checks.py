@@ -28,7 +28,8 @@ def check_scores(target: RewardTarget) -> str:
 
 
 def check_repeatable(target: RewardTarget) -> str:
-    """Checks that the same rows get the same verdicts twice, else raises Caution. Sets `target.is_repeatable`."""
+    """Checks that the same rows get equal verdicts twice, up to rounding, else raises Caution. Sets
+    `target.is_repeatable`."""
     first, second = (target.score_units(target.units) for _ in range(2))
     target.is_repeatable = are_equal_by_unit(first, second)
     if not target.is_repeatable:

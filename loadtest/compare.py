@@ -63,7 +63,7 @@ def differences(before: Json, after: Json) -> list[Difference]:
 
 def differing_settings(before: Json, after: Json) -> list[str]:
     """Returns a text for each setting that differs, such as "rows: 1 and 8", since figures are then not comparable.
-    Target, objectives and data may differ."""
+    Target, objectives and data are not compared."""
     ours, theirs = before["settings"], after["settings"]
     names = [name for name in ours if name not in _NOT_COMPARED and ours[name] != theirs.get(name)]
     return [f"{name}: {ours[name]} and {theirs.get(name)}" for name in names]

@@ -84,8 +84,8 @@ class PromptData:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
-    """Makes a batch of prompts, at least one: columns prompt, ground_truth and metadata, one for each of the prompts'
-    `texts`, and source where it is not empty."""
+    """Makes a batch of prompts, at least one: columns prompt, ground_truth and metadata, one for each name in the first
+    prompt's `texts`, and source unless it is empty there. Every other prompt must have texts of the same names."""
     columns = {
         "prompt": [prompt.text for prompt in prompts],
         "ground_truth": [prompt.ground_truth for prompt in prompts],

@@ -172,8 +172,8 @@ def _is_unimplemented(error: RlhfError) -> bool:
 def _foreign_reward(
     name: str, address: str, answer: worker_pb2.DescribeResponse
 ) -> worker_pb2.DescribeResponse:
-    """Makes the description of a server that serves RewardService and no session: one rank that scores texts, without
-    an epoch. What it says itself, in `answer`, is the bounds of its scores and whether it scores groups."""
+    """Makes the description of a server that serves RewardService without sessions: one rank that scores texts, without
+    an epoch. Of its own `answer`, only `score_range` and `scores_groups` are used."""
     endpoint = common_pb2.Endpoint(address=address, service=name)
     return worker_pb2.DescribeResponse(
         role="reward",

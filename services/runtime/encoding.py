@@ -41,12 +41,13 @@ class ResponseEncoder:
     def encode(
         self, method: Method, call: common_pb2.Call, timing: common_pb2.Timing, result: CallResult
     ) -> Any:
-        """Stores the rows of a result and returns the response message of its call.
+        """Returns the response message of a call. Where `stores` is true, the rows of the result are stored and the
+        message refers to them, with columns of text in full; elsewhere the message has no rows.
 
         Args:
             method: Method of the call.
             call: Header of the call.
-            timing: Timing of the call so far; the time and bytes of storing are added to it.
+            timing: Timing of the call so far; its `store_s` and, where rows are stored, `stored_bytes` are set.
             result: Result of the method.
 
         Raises:

@@ -140,12 +140,12 @@ class RankServer:
         return port
 
     def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> list[worker_pb2.RankInfo]:
-        """Exchanges addresses with all ranks of the service; returns one RankInfo per rank, in rank order.
-        Collective.
+        """Exchanges addresses with all ranks of the service and sets `store.endpoint`; returns one RankInfo per rank,
+        in rank order. Collective.
 
         Raises:
             OutOfStep: A peer did not come.
-            ConfigError: Ranks are on several hosts, and one can be reached from its own host only.
+            ConfigError: Ranks are on several hosts, and one of them has a loopback address.
         """
         ranks = self.worker.ranks
         own = Endpoint(

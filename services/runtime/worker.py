@@ -302,7 +302,7 @@ class Worker:
         not created.
 
         Raises:
-            InvalidRequest: The directory is not below one of `output_roots`, or the path is invalid.
+            InvalidRequest: The directory is one of `output_roots` or outside all of them, or the path is invalid.
         """
         try:
             path = Path(directory).resolve()

@@ -77,7 +77,7 @@ class NcclReaderSession:
         self._joined.result()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs `work` in the session's thread, which NCCL may block forever; returns its future."""
+        """Submits `work` to the session's thread; returns its future, which never completes if NCCL blocks the thread."""
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:

@@ -43,7 +43,8 @@ class DeviceSources:
         return DeviceSources(store, cuda, nccl)
 
     def handlers(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Returns the grpc.aio handlers, as functions of (request, context), by method name."""
+        """Returns functions of (request, context) by method name, which return an awaitable, or an async iterator for
+        Attach and OpenStaging. They raise RlhfError, which the server's boundary turns into a gRPC status."""
         return {
             "Attach": lambda request, _: self._nccl_source().attach(request),
             "Prepare": lambda request, _: self._nccl_source().prepare(request),

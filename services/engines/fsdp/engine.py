@@ -188,7 +188,7 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """Returns the output layer of a model of one of the `FAMILIES` whose logits are a plain product of hidden states
+    """Returns the output layer of a model of one of the `FAMILIES`, if that layer is a plain product of hidden states
     and weight; None for any other model, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
         return None

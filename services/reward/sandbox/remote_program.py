@@ -154,5 +154,6 @@ def exception(name: str, text: str, named: Container[str] = ()) -> Exception:
 
 
 def named_in(code: str) -> set[str]:
-    """Returns the names of the built-in exceptions that occur in the code of a test, except Exception."""
+    """Returns the names of the built-in subclasses of Exception that `code`, the text of a test, contains anywhere,
+    even in a comment or as part of a longer name. An alias counts as its class: IOError gives OSError."""
     return {kind.__name__ for name, kind in BUILT_IN.items() if name in code} - {"Exception"}
