@@ -104,7 +104,8 @@ class RewardTarget:
     def request_of(
         self, units: Sequence[Sequence[Row]], first_group: int = 0
     ) -> reward_pb2.ComputeRewardRequest:
-        """Makes the request with the rows of units, each numbered as a group for a server that scores groups.
+        """Makes the request with the rows of all units; for a server that scores groups, the rows of a unit get the same
+        group number.
 
         Args:
             units: Lists of rows, such as those of the property `units`.

@@ -26,7 +26,8 @@ from controller.training.step import Step
 
 @algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))
 def remax(run: Run) -> None:
-    """Runs ReMax, which needs services actor, reference and reward. The KL is in the reward."""
+    """Runs ReMax, which needs services actor, reference and reward. The KL penalty is subtracted from
+    the rewards."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
@@ -41,8 +42,8 @@ def remax(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, the rewards of the greedy responses (column baselines)
-    and its log-probabilities. Then adds metrics to `step`, and updates `kl` for the next step."""
+    """Computes column advantages from columns rewards, baselines (the rewards of the greedy responses), log_probs
+    and ref_log_probs. Then adds metrics to `step`, and updates `kl` for the next step."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "baselines")
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(remax_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)

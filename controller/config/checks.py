@@ -15,7 +15,8 @@ Services = Mapping[str, ServiceTable]
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError where the pool of a service does not exist, or has fewer devices than the service has ranks."""
+    """Raises ValueError where a service names a pool that does not exist, or that has fewer devices than the service
+    has ranks. A service need not name a pool."""
     for name, table in services.items():
         if table.pool and table.pool not in pools:
             known = ", ".join(sorted(pools)) or "none"

@@ -23,7 +23,7 @@ counts."""
 
 
 class Data(Protocol[T]):
-    """Protocol of data whose rows are read one by one; `where` returns file and line of a row, for messages."""
+    """Protocol of data whose rows are read one by one; `where` returns the place of a row, for messages."""
 
     def __len__(self) -> int: ...
 
@@ -53,7 +53,7 @@ class Limit:
 
         Args:
             texts: The texts.
-            where: Function that returns file and line of a text by its index, for messages.
+            where: Function that returns the place of a text by its index, for messages.
 
         Raises:
             ConfigError: A text is longer than the limit, and `refuses` is True.
@@ -228,7 +228,8 @@ def _sample(data: Data[Any]) -> np.ndarray:
 
 
 def _read_fitting(data: Data[T], rows: np.ndarray, limit: Limit, text_of: Callable[[T], str]) -> dict[int, T]:
-    """Reads `rows` and returns those whose text is within the limit, by number."""
+    """Reads `rows` and returns those whose text is within the limit, by number. Raises ConfigError where a row cannot
+    be read, or where a text is too long and `limit.refuses` is True."""
     read = [data[int(row)] for row in rows]
     fits = limit.fits([text_of(each) for each in read], lambda i: data.where(int(rows[i])))
     return {int(row): each for row, each, is_short in zip(rows, read, fits, strict=True) if is_short}

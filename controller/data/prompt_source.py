@@ -71,7 +71,7 @@ class PromptSource:
         """Reads a row and renders its prompt.
 
         Raises:
-            ConfigError: The row is malformed, or the chat template cannot render it; the text has file and line.
+            ConfigError: The row is malformed, or the chat template cannot render it; the text has its place.
         """
         try:
             fields = self._fields(self._rows[row])
@@ -84,14 +84,14 @@ class PromptSource:
         return Prompt(fields["prompt"], _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:
-        """Returns file and line of a row, for messages."""
+        """Returns the place of a row for messages: file and line, or data set and row number."""
         return self._rows.where(row)
 
     def check(self) -> None:
         """Checks all rows by reading them once, and renders the prompts of the first `NUM_RENDERED`.
 
         Raises:
-            ConfigError: A row is malformed; the text has file and line.
+            ConfigError: A row is malformed; the text has its place.
         """
         for row, fields in enumerate(self._rows):
             try:
@@ -137,7 +137,7 @@ def no_template(messages: Any) -> str:
 
 
 class MalformedRow(Exception):
-    """Raised where a row is malformed; its caller turns it into a ConfigError with file and line."""
+    """Raised where a row is malformed; its caller turns it into a ConfigError with its place."""
 
 
 def _ground_truth(row: Row) -> str:

@@ -58,7 +58,7 @@ class PromptData:
         return self._sources[source][int(row) - self._first[source]]
 
     def where(self, row: int) -> str:
-        """Returns file and line of a row, for messages."""
+        """Returns the place of a row for messages: file and line, or data set and row number."""
         source = self._source_of(row)
         return self._sources[source].where(row - self._first[source])
 
@@ -127,7 +127,7 @@ class TextData:
         return self._text(self._rows[row], row)
 
     def where(self, row: int) -> str:
-        """Returns file and line of a row, for messages."""
+        """Returns the place of a row for messages: file and line, or data set and row number."""
         return self._rows.where(row)
 
     def _text(self, fields: Row, row: int) -> str:

@@ -78,7 +78,7 @@ class Figures:
 
     Attributes:
         last_step: Number of the last step with metrics; None before the first.
-        curves: Curve of each metric, by name.
+        curves: Curve of each metric without a prefix in `UNCHARTED`, and of `THROUGHPUT`, by name.
         first, last: First and last value of each metric, by name.
         means: Mean over the training steps that have it, for each metric with a prefix in `UNCHARTED`.
         peaks: Highest value of each metric with prefix mem/.

@@ -65,8 +65,9 @@ class Evaluator:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Numbers of the held-out rows that are evaluated [n] int64. With a limit, the first use reads all rows, and
-        raises ConfigError where all, or with `data.overlong` "error" one, are too long."""
+        """Numbers of the held-out rows that are evaluated [n] int64. Where the length of prompts is limited, the
+        first use reads all rows; raises ConfigError where all are too long, or where one is and `data.overlong` is
+        "error"."""
         return rows_that_fit(self._data, self._limit, lambda prompt: prompt.text)
 
     @property

@@ -33,7 +33,7 @@ def whole_blocks(start: int, nbytes: int, total: int) -> tuple[int, int]:
 
 
 def first_mismatch(data: memoryview, start: int, expected: tuple[int, ...]) -> int | None:
-    """Returns the position in the shard of the first block that does not match its checksum, or None if all match.
+    """Returns the byte position in the shard of the first block that does not match its checksum; None if all match.
 
     Args:
         data: Whole blocks of a shard.

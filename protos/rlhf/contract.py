@@ -145,7 +145,8 @@ def role_methods(role: str) -> Mapping[str, Method]:
     Raises:
         PluginError: There is no such role, its service cannot be imported, or a method of it cannot be called on a
             group of ranks: it streams, has the name of a method of WorkerService, does not declare the option
-            (rlhf.v1.method), or lacks the field `call` of its request or `outcome` of its response.
+            (rlhf.v1.method), or its request has no field `call` of type Call, or its response no `outcome` of type
+            Outcome.
     """
     methods = _service_methods(find_role(role).service)
     for method in methods.values():

@@ -72,7 +72,7 @@ class OptimizerOptions:
     min_ratio: float = 0.0
 
     def lr_at(self, step: int) -> float:
-        """Returns the learning rate of a step; the first step is number 0."""
+        """Returns the learning rate of a step, counted from 0: that of warm-up step i is at i - 1."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return self.lr * (self.min_ratio + (1 - self.min_ratio) * self._left(step))

@@ -84,7 +84,8 @@ class CallRunner:
         return response
 
     async def run(self, call: ActiveCall) -> Any:
-        """Runs a call from its fetch to its response; returns the response message of its method.
+        """Runs a call from its fetch to its response; returns the response message of its method. A call that fails
+        while it waits for its turn leaves the phase of the rank as it is.
 
         Raises:
             RlhfError: One of the errors that the proto names for the method.

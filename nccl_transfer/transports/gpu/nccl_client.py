@@ -77,7 +77,7 @@ class NcclReaderSession:
         self._joined.result()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Submits `work` to the session's thread; returns its future, which never completes if NCCL blocks the thread."""
+        """Submits `work` to the session's thread; returns its future, which never completes if NCCL blocks."""
         return self._worker.submit(work)
 
     def explain(self, error: CommunicatorError, where: str) -> RlhfError:

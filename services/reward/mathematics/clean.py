@@ -64,7 +64,8 @@ _REWRITES = [
 
 
 def cleaned(text: str) -> str:
-    """Returns an answer in normalised notation. Takes time linear in the length of `text`."""
+    """Returns an answer in normalised notation. Callers limit `text` first (`bounds.check_text`), since the time may
+    grow faster than its length."""
     text = "".join(map(_fraction, text)).translate(_SYMBOLS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
