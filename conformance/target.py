@@ -104,7 +104,7 @@ class RewardTarget:
     def request_of(
         self, units: Sequence[Sequence[Row]], first_group: int = 0
     ) -> reward_pb2.ComputeRewardRequest:
-        """Makes the request with the rows of all units; for a server that scores groups, the rows of a unit get the same
+        """Makes the request with the rows of all units; for a server that scores groups, the rows of a unit get one
         group number.
 
         Args:
