@@ -71,6 +71,7 @@ def finished(directory: Path) -> Path:
     return path.parent
 
 
+@pytest.mark.slow
 def test_the_script_of_the_examples_runs_its_own_algorithm_and_leaves_nothing(
     task: Task, tmp_path: Path, processes: Processes
 ) -> None:
@@ -300,6 +301,7 @@ def reward_only(config: Config, tmp_path: Path) -> Config:
     return config.model_copy(update={"services": {"reward": table}, "run": own})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["close", "exit", "raise", "SIGINT", "SIGKILL"])
 def test_launched_services_end_with_the_script_however_it_ends(
     reward_only: Config, tmp_path: Path, processes: Processes, ending: str
