@@ -122,7 +122,6 @@ load(Path({str(QUICKSTART)!r}), ("services.actor.rollout_engine=plain", "service
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
 def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path) -> None:
     tests = tmp_path / "test_engines_of_mine.py"

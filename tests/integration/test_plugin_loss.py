@@ -123,6 +123,7 @@ def runs(site: Site) -> Iterator[list[Path]]:
     assert up.wait(STOP_TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_the_statistics_of_the_loss_are_metrics(runs: list[Path]) -> None:
     for directory in runs:
         steps = [line for line in read_metrics(directory) if line["step"] > 0]
@@ -134,6 +135,7 @@ def test_the_statistics_of_the_loss_are_metrics(runs: list[Path]) -> None:
             assert "actor/clip_high" not in line
 
 
+@pytest.mark.slow
 def test_the_same_loss_by_either_name_trains_the_same_policy(runs: list[Path]) -> None:
     summaries = [json.loads((directory / "summary.json").read_text()) for directory in runs]
     assert len({summary["actor_sha256"] for summary in summaries}) == 1

@@ -202,6 +202,7 @@ def ran(site: Site) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_an_algorithm_calls_it_in_a_launched_run(ran: Path) -> None:
     lines = [line for line in read_metrics(ran) if line["step"] > 0]
     novelty = [line["novelty/mean"] for line in lines]
@@ -215,6 +216,7 @@ def test_an_algorithm_calls_it_in_a_launched_run(ran: Path) -> None:
     assert resolved["algorithm"]["options"] == {"bonus": 0.5}
 
 
+@pytest.mark.slow
 def test_token_ids_go_to_its_ranks_without_the_controller(ran: Path) -> None:
     """Prompts, rewards and one float per row pass through the controller; ids of responses do not."""
     summary = json.loads((ran / "summary.json").read_text())
