@@ -1,4 +1,4 @@
-"""Engines as a configuration knows them: a spec names an implementation and says what others must know of it, so that
+"""Declarations of engines: a spec names an implementation and has the facts that a configuration is checked by, so that
 names and options are checked where neither torch nor the engine is imported."""
 
 from __future__ import annotations

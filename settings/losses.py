@@ -89,6 +89,11 @@ def find_value_loss(name: str) -> LossSpec:
     return find_plugin("rlhf_cluster.value_losses", name, LossSpec, VALUE_LOSSES)
 
 
+LOSSES = {"surrogate": find_policy_loss, "value_loss": find_value_loss}
+"""Functions that find the losses per token, by the key of `[algorithm]` that names one. The options of each are in a
+table that is named like the key, with _options."""
+
+
 class LossTable(Strict):
     """Knobs that the losses of policy and value share."""
 

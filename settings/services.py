@@ -12,11 +12,9 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_class, nearest
 from rlhf.roles import find_role
 from settings.explain import explain
+from settings.losses import LOSSES
 from settings.service import ServiceTable
 from settings.strict import override, read_toml
-
-LOSS_KEYS = ("surrogate", "value_loss")
-"""Keys of `[algorithm]` that name losses."""
 
 
 def table_type(role: str) -> type[ServiceTable]:
@@ -102,5 +100,5 @@ def named_losses(path: Path, settings: tuple[str, ...] = ()) -> frozenset[str]:
         settings: Overrides "key.path=value" of the file's values.
     """
     table = override(read_toml(path), settings).get("algorithm", {})
-    given = [table.get(key) for key in LOSS_KEYS] if isinstance(table, dict) else []
+    given = [table.get(key) for key in LOSSES] if isinstance(table, dict) else []
     return frozenset(name for name in given if isinstance(name, str))

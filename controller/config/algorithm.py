@@ -8,22 +8,17 @@ from pydantic import model_validator
 
 from rlhf.errors import ConfigError
 from settings.losses import (
+    LOSSES,
     PolicyLossTable,
     PpoOptions,
     ValueClipOptions,
     ValueLossTable,
-    find_policy_loss,
-    find_value_loss,
 )
 from settings.strict import Fraction, NotNegative, Positive, Strict, validate
 
 MAX_KL_ERROR = 0.2
 """Bound of the relative error |KL / target - 1| from which an adaptive KL coefficient is updated (Ziegler et al.
 2019), so that it changes by at most this share per horizon."""
-
-LOSSES = {"surrogate": find_policy_loss, "value_loss": find_value_loss}
-"""Functions that find the losses per token, by the key of `[algorithm]` that names one. The options of each are in a
-table that is named like the key, with _options."""
 
 
 class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTable):

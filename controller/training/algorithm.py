@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.config.algorithm import LOSSES, AlgorithmTable
+from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
@@ -14,7 +14,7 @@ from rlhf.contract import group_methods
 from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
-from settings.losses import PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
+from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
 from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")

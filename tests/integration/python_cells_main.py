@@ -22,7 +22,7 @@ def code_cells(notebook: Path) -> list[str]:
 
 
 def process_state() -> dict[str, Any]:
-    """What a run must leave as it is."""
+    """State of the process that a run must not change: signal handlers, search path and garbage collector."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     return {
         "handlers": handlers,

@@ -48,7 +48,7 @@ def config_of(table: RewardTable) -> Config:
 
 
 def connected(table: RewardTable, use: Callable[[RewardGroup], Any]) -> Any:
-    """What `use` returns for the group of a running reward."""
+    """Returns the result of `use` for the role group of a running reward."""
     cluster = Cluster(config_of(table), Session(timeout_s=TIMEOUT_S))
     try:
         cluster.connect()

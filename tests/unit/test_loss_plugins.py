@@ -14,7 +14,7 @@ from torch import Tensor
 from unit.test_model_worker import make_critic, make_rows, update
 
 from controller.algorithms import find_algorithm
-from controller.config.algorithm import LOSSES, AlgorithmTable
+from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config, load
 from controller.config.rollout import RolloutTable
 from controller.training.algorithm import Algorithm, algorithm
@@ -23,7 +23,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, critic_pb2
 from services.actor.losses import surrogate_of
 from services.roles.loss_options import PolicyLossOptions, ValueLossOptions, read_knobs, token_loss
-from settings.losses import POLICY_LOSSES, VALUE_LOSSES, LossSpec, find_policy_loss
+from settings.losses import LOSSES, POLICY_LOSSES, VALUE_LOSSES, LossSpec, find_policy_loss
 from settings.services import named_losses
 from settings.strict import Positive, Strict
 
