@@ -140,7 +140,7 @@ def check(config: Path, settings: tuple[str, ...], only: tuple[str, ...]) -> Non
 @click.argument("service", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on with what is added, until Ctrl-C.")
 def logs(config: Path, service: str | None, follow: bool) -> None:
-    """Show the log of SERVICE, or of all services that `up` of CONFIG started last."""
+    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one."""
     deployment = state.find(config)
     directory = Path(deployment.log_dir) if deployment else _log_dir(config)
     services = load(config, deployment.settings if deployment else ()).services

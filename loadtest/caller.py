@@ -127,7 +127,7 @@ class Caller:
 
     async def release(self) -> None:
         """Frees the rows that the session's calls have left in the service, in up to SETTLE_S seconds. Does nothing for
-        a method without outputs; errors are ignored."""
+        a method without outputs or a service that does not describe itself; errors are ignored."""
         if self._has_header and self._method.outputs:
             request = worker_pb2.ReleaseRequest(session=self._session.name, all_steps=True)
             await self._ask_all("Release", request)

@@ -116,8 +116,8 @@ def _dtypes(batch: Batch) -> dict[str, str]:
 
 
 def _column(column: RemoteColumn, views: Sequence[memoryview], writable: bool) -> Values:
-    """Builds a column from the bytes of its runs: a list of strings for text; else a view if there is one run, unless
-    it must be writable and is not, or a copy if there are several."""
+    """Builds a column from the bytes of its runs: a list of strings for text; else an array, which is a view if there
+    is one run, and a copy if there are several or if the view is read-only and `writable` is set."""
     if column.dtype == TEXT:
         try:
             return decode_texts(Jagged(np.frombuffer(b"".join(views), np.uint8), column.elements))

@@ -50,7 +50,7 @@ def nice_ticks(low: float, high: float, target: int = 5, whole: bool = False) ->
     """Returns evenly spaced round numbers, 1, 2 or 5 times a power of ten apart, that enclose [low, high].
 
     Args:
-        target: Roughly the number of intervals; there are at most `target` + 2.
+        target: Number of intervals to aim for; there are at most `target` + 1 intervals, so `target` + 2 numbers.
         whole: Only integers.
     """
     if high - low <= 1e-9 * max(abs(low), abs(high), _LEAST):

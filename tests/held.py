@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from dataclasses import astuple, dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 THREADS_OF_GRPC = ("event_engine", "grpc_global_tim", "lifeguard", "resolver-execut", "default-executo")
@@ -22,6 +23,8 @@ class Held:
     memfds: int
     memfd_mappings: int
     threads: int
+    open: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """What the descriptors refer to."""
 
     @staticmethod
     def by(pid: int) -> Held:
@@ -33,6 +36,7 @@ class Held:
             sum("memfd:rlhf-arena" in target for target in targets),
             sum("memfd:rlhf-arena" in line for line in maps),
             sum(_name(task) not in THREADS_OF_GRPC for task in (process / "task").iterdir()),
+            tuple(targets),
         )
 
     @staticmethod
@@ -41,14 +45,16 @@ class Held:
         return Held.by(os.getpid())
 
     def __le__(self, other: Held) -> bool:
-        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        counts = ("fds", "memfds", "memfd_mappings", "threads")
+        return all(getattr(self, name) <= getattr(other, name) for name in counts)
 
 
 def assert_no_more_than(before: Held, within_s: float = 5.0) -> None:
     """This process holds no more than it did, once what was under way has ended."""
     deadline = time.monotonic() + within_s
     while not (now := Held.here()) <= before:
-        assert time.monotonic() < deadline, f"{now} after {before}"
+        new = [*(Counter(now.open) - Counter(before.open)).elements()]
+        assert time.monotonic() < deadline, f"{now} after {before}; new: {new}"
         time.sleep(0.01)
 
 

@@ -100,8 +100,8 @@ def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Raises ValueError where `max_log_prob_drift` is not 0, but the training engine does not recompute
-    log-probabilities or top_k or top_p truncate sampling."""
+    """Raises ValueError where `max_log_prob_drift` is not 0 and either `recompute_log_probs` is false, or top_k or
+    top_p truncate sampling."""
     if not algorithm.max_log_prob_drift:
         return
     if not algorithm.recompute_log_probs:

@@ -70,7 +70,8 @@ def make_config(
         services: Further services by name, each on devices of its own. Default: none.
 
     Raises:
-        ConfigError: The configuration is invalid, as for a config file; or two pools have one name, or two services.
+        ConfigError: The configuration is invalid, as for a config file; or two services have
+            one name, or two pools of one name have different devices.
     """
     pools: dict[str, list[str]] = {}
     tables = {name: _given(table) for name, table in services.items()}

@@ -71,7 +71,7 @@ class Dealt:
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A call of a method on all ranks of a role group.
+    """A call of a method on all ranks of a role group; `run` executes it.
 
     Attributes:
         callee: The ranks that are called.

@@ -56,7 +56,7 @@ class CriticGroup(RoleGroup):
     """Role group of a critic, a value model."""
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
-        """Computes column values: for each response token the value of the state before it."""
+        """Computes column `values`: for each response token, the value of the state before it."""
         return self.call("compute_values", batch)
 
     def update_critic(

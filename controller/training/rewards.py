@@ -215,8 +215,9 @@ class Reward:
         return [total for total in totals if total is not None]
 
     def _settle(self, batch: FutureBatch) -> Settled:
-        """Waits for the verdict on every row, and sends failed rows again where the policy is retry; with all rows of
-        their groups to a service that scores groups."""
+        """Waits for the verdict on each row: the weighted sum over the services that score it. With policy retry, sends
+        failed rows again, up to `retries` times; to a service that scores groups, with all rows of their groups. Rows
+        that still fail are in `causes` of the result; they raise no error."""
         batch = with_groups(batch)
         parts = self._parts(batch)
         # All services are called before the first is waited for.

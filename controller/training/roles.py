@@ -78,8 +78,8 @@ class Actor:
         return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch with mini-batches of
-        `mini_batch_size` rows. Columns that this loss does not read are not sent. Returns no columns."""
+        """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in mini-batches (see
+        `Config.mini_batches`). Columns that this loss does not read are not sent. Returns no columns."""
         config, algorithm = self._config, self._config.algorithm
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
@@ -121,7 +121,7 @@ class Actor:
 
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:
         """Updates the policy by the mean negative log-likelihood of the response tokens, in `algorithm.epochs` passes
-        with mini-batches of `mini_batch_size` rows. Returns no columns."""
+        over the batch in mini-batches (see `Config.mini_batches`). Returns no columns."""
         return self._group.update_supervised(
             batch, _schedule(self._config, batch, self._config.algorithm.epochs)
         )
@@ -140,26 +140,26 @@ class RewardModel:
         return self._group.compare_pairs(pairs, self._config.rollout.max_response_tokens)
 
     def update_reward(self, pairs: FutureBatch, loss: str) -> FutureBatch:
-        """Updates the model on pairs by `loss`, "bradley_terry" or "cost", in `algorithm.epochs` passes with
-        mini-batches of `mini_batch_size` pairs. Returns no columns."""
+        """Updates the model on pairs by `loss`, "bradley_terry" or "cost", in `algorithm.epochs` passes
+        over them in mini-batches (see `Config.mini_batches`). Returns no columns."""
         schedule = _schedule(self._config, pairs, self._config.algorithm.epochs)
         return self._group.update_reward(pairs, loss, schedule, self._config.rollout.max_response_tokens)
 
 
 class Critic:
-    """A critic (value model), as an algorithm calls it."""
+    """The critic (value model) as an algorithm calls it: calls the critic's ranks with the options of the config."""
 
     def __init__(self, group: CriticGroup, config: Config) -> None:
         self._group = group
         self._config = config
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
-        """Computes column values: for each response token the value of the state before it."""
+        """Computes column `values`: for each response token, the value of the state before it."""
         return self._group.compute_values(batch)
 
     def update_critic(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the value model by `algorithm.value_loss`, in `critic_epochs` passes over the batch with mini-batches
-        of `mini_batch_size` rows. Returns no columns."""
+        """Updates the value model by `algorithm.value_loss`, in `critic_epochs` passes over the batch in mini-batches
+        (see `Config.mini_batches`). Returns no columns."""
         algorithm = self._config.algorithm
         loss = value_loss(self._config)
         return self._group.update_critic(batch, loss, _schedule(self._config, batch, algorithm.critic_epochs))

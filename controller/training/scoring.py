@@ -111,7 +111,8 @@ def verdicts_of(column: Column) -> list[Verdict]:
 
 
 def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
-    """Returns the sum of two verdicts on a row; `verdict` itself where `total` is None.
+    """Returns the sum of two verdicts on a row; `verdict` itself where `total` is None. `name` is the reward's name,
+    for the message of an error.
 
     Raises:
         RewardFailed: The verdicts differ in shape: a score of the response and one per token, or other token counts.

@@ -9,8 +9,8 @@ from services.roles.losses import MAX_LOG_RATIO, masked, masked_sum
 
 
 def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
-    """Returns the log-ratio of each sequence, [B, 1]: the mean, or the sum if not `mean`, over its response tokens,
-    clamped to +-20; 0 for an empty sequence."""
+    """Returns the log-ratio of each sequence, [B, 1]: the mean over its response tokens, or the sum if not `mean`. This
+    mean or sum is clamped to +-20; it is 0 for an empty sequence."""
     total_B1 = masked(log_ratio_BT, mask_BT).sum(dim=1, keepdim=True)
     if mean:
         total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

@@ -46,8 +46,9 @@ class TextCodec:
         return [stop.cut(text) for text in texts] if stop else texts
 
     def pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
-        """Returns texts as sequences that end with an end-of-sequence token. The first token of a text is the prompt
-        of its sequence, and all later ones are the response, so that the loss covers them.
+        """Returns texts as sequences that end with an end-of-sequence token, which is added where it is missing, unless
+        the tokenizer has none. The first token of a text is the prompt of its sequence, and all later ones are the
+        response, so that the loss covers them.
 
         Raises:
             InvalidRequest: A text has no tokens, and the tokenizer no end-of-sequence token.

@@ -49,9 +49,9 @@ def speed_up(model: nn.Module, layer: type[Linear] = Linear) -> None:
     """Makes a model's modules of exactly the classes `nn.Linear` and `Linear` compute as `layer` does, in place. Their
     weights, names and hooks are not changed.
 
-    The class of each module is assigned, since both classes have the same attributes and differ in `forward` alone. New
-    modules would need the parameters, ties and hooks of the old ones, and a patch of torch's class would reach other
-    models of the process.
+    The class of each module is assigned, since `nn.Linear` and `layer` have the same attributes and differ in `forward`
+    alone. New modules would need the parameters, ties and hooks of the old ones, and a patch of torch's class would
+    reach other models of the process.
     """
     for module in model.modules():
         # Exactly these classes: subclasses may compute something else.

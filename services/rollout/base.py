@@ -107,8 +107,8 @@ class RolloutEngine(ABC):
     def create(
         cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
     ) -> Self:
-        """Builds the rollout engine of an actor. Its weights are loaded (`load_weights`) before it generates.
-        Collective.
+        """Builds the rollout engine of an actor. Its weights must be loaded (`load_weights`) before it
+        generates. Collective.
 
         Args:
             table: table of the service: `table.model` is the model's directory, `table.dtype` its type.
@@ -159,7 +159,8 @@ class RolloutEngine(ABC):
 
         Raises:
             GenerationStopped: `should_stop` returned True.
-            ValueError: a prompt is empty, or too long for the model or the memory together with its response.
+            ValueError: there are no prompts; a prompt is empty, or too long for the model or the memory together with
+                its response; or the engine does not support one of the options.
             FloatingPointError: the model's output is not finite.
             EngineOffloaded: the engine is asleep.
             FailedAlone: this rank failed in a way not listed above, while other ranks with the same rows wait for it.
@@ -168,7 +169,7 @@ class RolloutEngine(ABC):
         self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
         check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
-        self._check_sampling(sampling)
+        self._check_request(lengths, sampling)
         try:
             return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
         except (GenerationStopped, FloatingPointError):
@@ -178,8 +179,9 @@ class RolloutEngine(ABC):
                 raise
             raise FailedAlone(f"{type(error).__name__}: {error}") from error
 
-    def _check_sampling(self, sampling: SamplingOptions) -> None:  # noqa: B027 - most engines support all options
-        """Raises ValueError if the engine does not support one of the options. Default: supports all."""
+    def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:  # noqa: B027 - no engine must
+        """Raises ValueError if the engine cannot respond to prompts of these lengths, [rows] int64, or does not support
+        one of the options; on all ranks that generate the same rows alike. Default: the engine can."""
 
     def check_awake(self) -> None:
         """Raises EngineOffloaded if the engine is asleep, and so can neither generate nor load weights. `generate`

@@ -45,8 +45,8 @@ class HFRollout(RolloutEngine):
 
     Args:
         model: a model that is whole on this rank, or a decoder, such as that of a sharded model.
-        token_budget: most tokens of the KV cache, that is rows * (longest prompt + max_new_tokens) of a batch.
-            Further rows are generated in later batches.
+        token_budget: most tokens of the KV cache, that is most of rows * (longest prompt + max_new_tokens) in one
+            batch. Rows that do not fit are generated in later batches.
     """
 
     name = "hf"
@@ -88,6 +88,14 @@ class HFRollout(RolloutEngine):
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
         ]
         return _in_order(parts, responses)
+
+    def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:
+        if lengths.max() + sampling.max_new_tokens > self._token_budget:
+            row = lengths.argmax()
+            raise ValueError(
+                f"row {row} has {lengths[row]} prompt tokens, with {sampling.max_new_tokens} new ones more than the "
+                f"{self._token_budget} tokens of the KV cache (rollout_tokens)"
+            )
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         return self._decoder.agreed(should_stop)

@@ -51,7 +51,8 @@ class StopMatcher:
         self._tails: list[deque[int]] = [deque(maxlen=longest + 1) for _ in range(num_rows)]
 
     def ended(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Adds the next token of some responses; returns, for each, whether it ends the response.
+        """Adds the next token of some responses; returns, for each, whether its text now contains a stop string.
+        End-of-sequence tokens do not count.
 
         Args:
             rows: numbers of the responses, from 0, each at most once.

@@ -123,7 +123,7 @@ class VLLMRollout(RolloutEngine):
             self._engine.collective_rpc(_zero_kv_cache)
             raise
 
-    def _check_sampling(self, sampling: SamplingOptions) -> None:
+    def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:
         check_temperature(sampling)
 
     def _run(self, num_rows: int, watch: StopMatcher | None, meter: Meter) -> list[Any]:

@@ -67,7 +67,8 @@ class CallQueue:
         Args:
             method: Method that is called.
             registration: How the worker has registered the method.
-            request: Request message. A call without an id is given one, on a service of one rank.
+            request: Request message. A call without an id is given one if the service has one rank, and is refused
+                otherwise.
             timeout_s: Seconds that the call may take.
 
         Returns:

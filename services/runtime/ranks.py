@@ -240,8 +240,9 @@ class Ranks:
         self.agree(error, until)
 
     def leave(self) -> None:
-        """Destroys the default process group, after waiting up to 5 s for the other ranks to do so too. Does nothing
-        while a round is under way, since its peers may never come."""
+        """Destroys the default process group once all ranks have called this. If they do not within 5 s, logs a warning
+        and keeps the group. Does nothing where there is no process group, or while a round is under way, since its
+        peers may never come."""
         if self.store is None or (self.round is not None and not self.round.is_over):
             return  # a group cannot be ended while a rank waits in it for peers that will not come
         import torch.distributed as dist

@@ -85,8 +85,9 @@ class TurnQueue:
         self._pass_on()
 
     def abandon(self, session: str, number: int) -> None:
-        """Notes that no call with this sequence number will run, so that later calls of the session do not wait for
-        it; no effect where `TurnOrder.abandon` has none."""
+        """Lets later calls of the session run without waiting for this sequence number. A call may still `join` with
+        the number while it is not below `next`. No effect if a call with the number waits or runs, or if `join` would
+        refuse the number."""
         self._turns.abandon(session, number)
         self._pass_on()
 

@@ -121,9 +121,9 @@ class TurnOrder:
         self.abandon(ticket.session, ticket.number)
 
     def abandon(self, session: str, number: int) -> None:
-        """Notes that no call with this sequence number will run, so that later calls do not wait for it. A call may
-        still `join` with the number while it is not below `next`. Has no effect if a call with this number waits or
-        runs, or if `join` would refuse the number."""
+        """Lets later calls run without waiting for this sequence number. A call may still `join` with the number while
+        it is not below `next`. No effect if a call with the number waits or runs, or if `join` would refuse the
+        number."""
         is_free = number not in self._waiting and self._runs != (session, number)
         if session == self._session and is_free and self.next <= number < self.next + MAX_WAITING:
             self._abandoned.add(number)

@@ -1,5 +1,7 @@
 """A rollout engine that decodes greedily alone."""
 
+import numpy as np
+
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from settings.engines import RolloutSpec
@@ -8,7 +10,8 @@ from settings.engines import RolloutSpec
 class GreedyRollout(HFRollout):
     name = "greedy"
 
-    def _check_sampling(self, sampling: SamplingOptions) -> None:
+    def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:
+        super()._check_request(lengths, sampling)
         if not sampling.greedy:
             raise ValueError("engine greedy decodes greedily alone")
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.rollout.base import SamplingOptions
+from services.rollout.hf import HFRollout
 from services.testing.rollouts import RolloutContract
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,6 +43,17 @@ class TestVLLM(RolloutContract):
 
         yield
         cleanup_dist_env_and_memory()
+
+
+def test_ranks_that_generate_together_refuse_a_prompt_too_long_for_the_cache_alike() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=128, **sizes))
+    rollout = HFRollout(model, token_budget=10)
+    rollout.ranks_together = 2
+    with pytest.raises(
+        ValueError, match=r"row 1 has 7 prompt tokens, with 4 new ones more than the 10 tokens"
+    ):
+        rollout.generate([[1], [1] * 7], SamplingOptions(max_new_tokens=4), np.zeros(2, np.int64))
 
 
 @needs_vllm

@@ -27,7 +27,7 @@ def math(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
 
     Raises:
         ValueError: The ground truth cannot be read.
-        GaveUp: The response's answer is too long, or too large to compute with.
+        GaveUp: The response's answer is too long, nested too deep, or too large to compute with.
     """
     truth = read_truth(ground_truth)
     found = last_answer(response)

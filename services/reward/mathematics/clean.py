@@ -84,8 +84,8 @@ def _fraction(character: str) -> str:
 
 
 def _without_wrapping(text: str) -> str:
-    """Returns an answer without spaces at its ends, punctuation at its end, braces around it, and a leading "=" or
-    "+"."""
+    r"""Strips an answer until nothing changes: spaces at its ends, the characters ".,;:" and a LaTeX line break `\\` at
+    its end, a leading "=" or "+", and a pair of braces {} around the whole."""
     while True:
         stripped = (
             text.strip().rstrip(" .,;:").removesuffix("\\\\").removeprefix("=").removeprefix("+").strip()
