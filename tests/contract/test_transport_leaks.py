@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +35,8 @@ def test_restarts_of_a_source_leave_nothing_at_its_readers(make, transport, new_
         fetch(fetcher, peer.put(random_array("int32", (4,))))
         peer.kill()
         peer.close()
+        # Resources are freed once the end of their source is known, when the next one is read from.
+        wait_until(lambda: not any(each.name == "liveness" for each in threading.enumerate()))
 
     for _ in range(2):
         work()
