@@ -101,8 +101,8 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
 
 
 def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
-    """Returns a future of the results of all futures, in order, which is resolved when all are done. Of several
-    exceptions the first in this order becomes its own."""
+    """Returns a future of the results of all futures, in order, which is resolved when all are done. If
+    futures fail, its exception is that of the first failed one in the order of `futures`."""
     together = promise()
 
     def settle(_: object = None) -> None:

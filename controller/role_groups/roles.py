@@ -131,8 +131,8 @@ class RewardGroup(RoleGroup):
     def update_reward(
         self, pairs: FutureBatch, loss: str, schedule: actor_pb2.Schedule, max_response_tokens: int
     ) -> FutureBatch:
-        """Updates a reward that learns on pairs by `loss`, "bradley_terry" or "cost", over all epochs and mini-batches
-        of `schedule`; longer responses are cut to `max_response_tokens`. An update that fails leaves the weights
+        """Trains a reward that learns on `pairs`, with `loss` "bradley_terry" or "cost", for all epochs and
+        mini-batches of `schedule`; longer responses are cut to `max_response_tokens`. An update that fails leaves the weights
         unchanged. Returns no columns."""
         return self.call(
             "update_reward",

@@ -134,7 +134,8 @@ class Figures:
         self.samples[step] += samples
 
     def points(self, key: str) -> list[Point]:
-        """Returns the points (step, value) of a metric's curve; none for an unknown metric."""
+        """Returns the points (step, value) of a metric's curve; an empty list for a metric that is not in
+        `curves`."""
         return self.curves[key].points if key in self.curves else []
 
     def mean(self, key: str) -> float | None:

@@ -158,7 +158,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class _Tracks:
-    """Assigns numbers to processes and threads, from 1 in the order of their first events."""
+    """Assigns numbers to processes, and within each process to threads, from 1 in the order of their first events.
+    Events of one track that overlap in part get different threads."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}

@@ -72,7 +72,8 @@ class Evaluator:
 
     @property
     def left_out(self) -> int:
-        """Number of held-out rows that are left out because they are too long."""
+        """Number of held-out rows that are left out because their prompts are too long. The first use may read all
+        rows; see `rows`."""
         return len(self._data) - len(self.rows)
 
     def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:

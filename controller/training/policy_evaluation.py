@@ -87,7 +87,8 @@ class PolicyEvaluation:
         return [name for name in (*alone, *composed) if name not in own]
 
     def _write_samples(self, prompts: FutureBatch, responses: FutureBatch, scores: np.ndarray) -> None:
-        """Writes samples for those rows of a batch that are among the first `run.samples` held-out rows."""
+        """Writes samples for those rows of a batch that are among the first `run.samples` evaluated rows; generates
+        their responses again if `responses` has no text."""
         column = prompts.result([ROW])[ROW]
         assert isinstance(column, LocalColumn)
         count = int(np.sum(np.asarray(column.values) < self.config.run.samples))

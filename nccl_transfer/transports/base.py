@@ -162,8 +162,8 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
-    """Checks all ranges of a request before the first byte is sent: a reader allocates memory for ranges once it
-    receives bytes, so they have to exist.
+    """Checks all ranges of a request before the first byte is sent. A reader allocates memory for all ranges when the
+    first bytes arrive, so every range must exist by then.
 
     Raises:
         Refused: The request is for another epoch of the service, or a shard was released.

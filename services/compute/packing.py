@@ -144,11 +144,12 @@ class Packing:
 
 
 def skip_unread_positions_in_last_layer(layer: Any) -> None:
-    """Makes the last layer of a Llama-like model accept an argument `read_N`, positions [N] of a packed row, and
-    compute its outputs at these positions alone, in this order. Keys and values are computed at all positions.
+    """Makes the last layer of a Llama-like model accept an optional argument `read_N`, positions [N] of a packed row,
+    and compute its outputs at these positions alone, in this order; without it, at all positions. Keys and values are
+    computed at all positions.
 
-    The layer's `forward` is replaced, not the layer: its name, weights and hooks stay, FSDP gathers its
-    weights as before, and a subclass would be needed for each model family.
+    Replaces the layer's `forward`, not the layer, so that its name, weights and hooks stay and FSDP gathers its weights
+    as before. A replacement layer would need a subclass for each model family.
     """
     whole, reading = layer.forward, None
 

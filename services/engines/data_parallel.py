@@ -142,7 +142,7 @@ class DataParallelEngine(ShardedEngine):
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         """Returns the shape of a whole tensor of the model, given its name and `tensor`, which may be this rank's
-        shard of it. Default: the shape of `tensor`."""
+        shard of it. Default: the shape of `tensor`, which for a DTensor is that of the whole tensor."""
         return tuple(tensor.shape)
 
     def _gather_companions(self) -> Callable[[Path], None]:

@@ -55,6 +55,8 @@ class ModelScorer(Scorer):
         return "model"
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
+        """Scores prompt and response of each row as one text. Nothing is truncated: a row with too many characters, or
+        with too many or no tokens, gets an error instead of a score. Raises as `Scorer.score_texts`."""
         if self.input_form == worker_pb2.INPUT_FORM_TENSOR:
             return super().score_texts(rows, call)
         texts = [row.prompt + row.response for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,12 @@ class TestVLLM(RolloutContract):
 
 
 def test_ranks_that_generate_together_refuse_a_prompt_too_long_for_the_cache_alike() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=128, **sizes))
     rollout = HFRollout(model, token_budget=10)
     rollout.ranks_together = 2

@@ -66,7 +66,7 @@ class PeerConnection(ABC):
             deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            DeadlineExceeded: Earlier transfers held the lock until the deadline.
+            DeadlineExceeded: The deadline has passed, or earlier transfers held the lock until then.
             Refused: The transport was closed.
         """
         if not self._turn.acquire(timeout=remaining_s(deadline, source)):

@@ -26,7 +26,8 @@ class WeightSharding(ABC):
 
     Attributes:
         kept: This rank's weights (or shards of them) in the type of the optimizer, by name.
-        weights: The same weights in the type that the stage computes in; `kept` itself if the types are equal.
+        weights: With replicas, the same weights in the type that the stage computes in; `kept` itself if the types
+            are equal. With shards, always `kept` itself: FSDP casts weights when it gathers them.
         is_primary: Whether this rank counts its weights in norms and writes them to checkpoints. Of data ranks with
             replicas, one does.
     """
