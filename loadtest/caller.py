@@ -101,7 +101,8 @@ class Caller:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Ends the session, in up to SETTLE_S seconds, and closes the clients; ignores ranks that do not answer."""
+        """Ends the session on all ranks, waiting at most SETTLE_S seconds, and closes the clients. Errors of ranks are
+        ignored. Where calls have no header, only closes the clients."""
         if self._has_header:
             await self._ask_all("EndSession", worker_pb2.EndSessionRequest(session=self._session.name))
         await close_all(self._clients)
@@ -150,10 +151,14 @@ class Caller:
         return client.call(self._method, request, self._timeout_s)
 
     async def _ask_all(self, name: str, request: Any) -> None:
-        """Calls a method of WorkerService on every rank, and ignores errors of ranks that died or do not serve it."""
-        calls = (connections[0].call(WORKER[name], request, SETTLE_S) for connections in self._clients)
-        with contextlib.suppress(RlhfError):
-            await asyncio.gather(*calls)
+        """Calls a method of WorkerService on every rank and waits for all answers; ignores errors of ranks that died or
+        do not serve it."""
+
+        async def ask(client: RankClient) -> None:
+            with contextlib.suppress(RlhfError):
+                await client.call(WORKER[name], request, SETTLE_S)
+
+        await asyncio.gather(*(ask(connections[0]) for connections in self._clients))
 
     def _reply(self, responses: Sequence[Any]) -> Reply:
         timings = [

@@ -112,8 +112,8 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         settings: Overrides "key.path=value" of the file's values.
 
     Raises:
-        ConfigError: The file cannot be read or is invalid; the text is one line with file, key, what is wrong and
-            what is allowed.
+        ConfigError: The file cannot be read or is invalid, or a setting has no "=" or goes below a value; the text is
+            one line that says what is wrong, and where.
     """
     return validate(Config, override(read_toml(path), settings), str(path))
 

@@ -132,8 +132,8 @@ class RewardGroup(RoleGroup):
         self, pairs: FutureBatch, loss: str, schedule: actor_pb2.Schedule, max_response_tokens: int
     ) -> FutureBatch:
         """Trains a reward that learns on `pairs`, with `loss` "bradley_terry" or "cost", for all epochs and
-        mini-batches of `schedule`; longer responses are cut to `max_response_tokens`. An update that fails leaves the weights
-        unchanged. Returns no columns."""
+        mini-batches of `schedule`; longer responses are cut to `max_response_tokens`. An update that fails leaves the
+        weights unchanged. Returns no columns."""
         return self.call(
             "update_reward",
             pairs,

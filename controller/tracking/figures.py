@@ -97,7 +97,8 @@ class Figures:
 
     @staticmethod
     def read(run_dir: Path) -> Figures:
-        """Accumulates the figures of a run directory from its files `metrics.jsonl` and `samples.jsonl`.
+        """Accumulates the figures of a run directory from its files `metrics.jsonl` and `samples.jsonl`; a missing file
+        adds nothing.
 
         Raises:
             RlhfError: A file is damaged.

@@ -61,8 +61,8 @@ def is_heldout(pair: Pair, percent: int) -> bool:
 
 
 def shortened(prompt: str, count: Count, most: int) -> str:
-    """Returns the last turns of a prompt, as many as fit into `most` tokens, where a turn is a text of the human with
-    the answer to it; empty where not even the last one fits."""
+    """Returns the longest end of a prompt that consists of whole turns and has at most `most` tokens; empty where the
+    last turn alone has more. A turn is a text of the human and the answer to it."""
     turns = prompt.split(HUMAN)[1:]
     kept = ""
     for turn in reversed(turns):

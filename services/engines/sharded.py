@@ -237,7 +237,7 @@ class ShardedEngine(TrainEngine):
 
 
 def _weight_name(state_name: str) -> str:
-    """Returns the NAME of a name "weight.NAME", "exp_avg.NAME" or "exp_avg_sq.NAME"."""
+    """Returns NAME from the name of a state, "weight.NAME", "exp_avg.NAME" or "exp_avg_sq.NAME"."""
     return state_name.partition(".")[2]
 
 

@@ -25,8 +25,9 @@ def check_temperature(sampling: SamplingOptions) -> None:
 
 
 def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
-    """Returns vLLM's sampling parameters for one row with the given seed. Stop strings are not passed on: if
-    there are any, vLLM is to return each row's tokens so far at every step, for the caller to match."""
+    """Returns vLLM's sampling parameters for one row with the given seed; greedy rows take no seed. Stop strings are
+    not passed on: if there are any, vLLM returns all tokens so far of the row at every step, and the caller matches
+    them; otherwise it returns the row once, at its end."""
     greedy: dict[str, Any] = {"temperature": 0.0}
     drawn: dict[str, Any] = {
         "temperature": sampling.temperature,

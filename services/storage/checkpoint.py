@@ -151,7 +151,8 @@ def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[
 
 
 def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: str) -> int:
-    """Copies the overlap of a stored box with `shard` into the shard; returns the number of elements copied."""
+    """Copies the overlap of `stored`, a safetensors slice at `stored_offsets`, with `shard` into the shard; returns the
+    number of elements copied. Raises ValueError, with `name`, where the dtypes differ."""
     begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
     ends = [
         min(mine + size, theirs + stored_size)

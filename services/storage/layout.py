@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks keep parts of the tensor and not the whole."""
+        """Whether the tensor is cut into parts, be it one part only. If not, each rank of the stage keeps it whole."""
         return self.parts > 0
 
     @property

@@ -251,6 +251,13 @@ def test_what_is_not_toml_is_refused_with_its_line(tmp_path: Path) -> None:
         load(write(tmp_path / "c.toml", "run = = 3"))
 
 
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b'run.name = "caf\xe9"')
+    with pytest.raises(ConfigError, match=r"c\.toml: not TOML: 'utf-8' codec can't decode"):
+        load(path)
+
+
 def test_settings_are_toml_values_or_text() -> None:
     config = load(QUICKSTART, ("run.steps=7", "run.name=mine", "algorithm.whiten_advantages=false"))
     assert (config.run.steps, config.run.name, config.algorithm.whiten_advantages) == (7, "mine", False)

@@ -62,7 +62,7 @@ class NcclReaderSession:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator that `join` has created."""
+        """The communicator that `join` has created; `join` must have returned."""
         assert self._joined is not None
         return self._joined.result()
 

@@ -73,7 +73,8 @@ class NcclSession:
         self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
     def finish(self) -> None:
-        """Stops the transaction's timer and frees its staged bytes. The communicator stays usable."""
+        """Stops the transaction's timer and has the session's thread free the staged bytes, without waiting for it.
+        The communicator stays usable."""
         if self._timer is not None:
             self._timer.cancel()
         if not self.ended.is_set():

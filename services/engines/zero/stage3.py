@@ -97,7 +97,8 @@ class FrozenStage3(Partitions):
     """Partitions of a model without optimizer at stage 3: each rank keeps a partition of each weight.
 
     Args:
-        model, root: as in `Stage3Partitions`.
+        model: the model, whose weights are partitioned already (`partition_weights`).
+        root: as in `Stage3Partitions`.
     """
 
     has_all = False

@@ -46,7 +46,8 @@ def read(text: str) -> tuple:
 
 
 def _with_imaginary_unit(tree: Any) -> Any:
-    """Returns an expression with the variable i, as which the parser reads it, replaced by the imaginary unit."""
+    """Returns an expression with the variable i, as which the parser reads it, replaced by the imaginary unit. A tree
+    that is no Expr, such as a set or an equation, is returned as it is."""
     for symbol in tree.free_symbols:
         if symbol.name == "i" and isinstance(tree, Expr):
             return tree.subs(symbol, I)

@@ -91,8 +91,8 @@ def limits(table: SandboxTable) -> dict[str, int]:
 
 
 def python(module: str) -> list[str]:
-    """Returns the command that runs `main` of a module of this package, in an interpreter without the module
-    `site`."""
+    """Returns the command that runs `main` of a module of this package, such as "candidate", in an interpreter without
+    the module `site`."""
     return [INTERPRETER, "-sSB", "-c", f"from {PACKAGE.replace('/', '.')}.{module} import main; main()"]
 
 
