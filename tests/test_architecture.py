@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "client": {"rlhf", "client"},
     "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
     "deploy": {"rlhf", "settings", "reports", "controller.config", "deploy"},
-    "conformance": {"rlhf", "conformance"},
-    "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
+    "conformance": {"rlhf", "settings", "conformance"},
+    "loadtest": {"rlhf", "settings", "reports", "nccl_transfer", "client", "loadtest"},
     "reports": {"reports"},
 }
 OURS = (
