@@ -158,6 +158,19 @@ def test_connections_are_opened_and_accepted_in_one_file() -> None:
     assert wrong == []
 
 
+def test_grpc_servers_are_made_in_the_same_file() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in MAY_IMPORT
+        for path in sources(room)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("grpc.server", "grpc.aio.server", "aio.server")
+        and path.name != "channels.py"
+    ]
+    assert wrong == []
+
+
 @dataclass(frozen=True)
 class Module:
     """A file of the product and the modules of ours that it imports, by where: at its top, or inside a function."""

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 START_TIMEOUT_S = 110.0
 RUN_TIMEOUT_S = 150.0
 CALL_S = 5.0
+COMMAND_S = 60.0
 OWN = {"actor": "lone_actor", "critic": "critic", "reference": "reference", "reward": "reward"}
 """Services of the config that all tests share, by role."""
 ROLES = tuple(OWN)
@@ -52,7 +53,7 @@ class Site:
     def tokens(self) -> list[str]:
         return list(self.security.tokens.values())
 
-    def run(self, *command: str, timeout_s: float = CALL_S * 6) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
         process = self.processes.start(*command)
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
