@@ -33,6 +33,8 @@ from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
+from rlhf.rendezvous import is_on_one_host
+from rlhf.security import current
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
@@ -168,6 +170,7 @@ class RankServer:
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
         check_reachable(ranks.endpoints, self._hosts.listen)
+        self._warn_of_plain_collectives()
         infos = []
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
             pipeline, tensor, data = ranks.mesh.position(rank)
@@ -176,6 +179,14 @@ class RankServer:
                 worker_pb2.RankInfo(endpoint=endpoint_to_proto(endpoint), position=position, **detail)
             )
         return infos
+
+    def _warn_of_plain_collectives(self) -> None:
+        """Logs a warning, on rank 0, if this process has certificates and the ranks are on several hosts."""
+        if current().certificates and self.worker.ranks.rank == 0 and not is_on_one_host(os.environ):
+            logging.warning(
+                "warning: gloo, NCCL and the store between the hosts of this service have no TLS; they need a network "
+                "that nobody else reaches (SECURITY.md)"
+            )
 
     def _add_services(
         self, server: grpc.aio.Server, ranks_info: Sequence[worker_pb2.RankInfo], serving: Any

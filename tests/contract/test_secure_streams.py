@@ -108,6 +108,13 @@ def test_a_reader_with_certificates_does_not_read_in_plaintext(security: Securit
         read(security, put(store, x=np.arange(100)))
 
 
+def test_the_certificate_of_a_client_does_not_make_a_source(security: Security, certificates: Path) -> None:
+    files = {"certificate": certificates.parent / "client.pem", "key": certificates.parent / "client.key"}
+    pretender = SecurityTable.model_validate({**read_toml(certificates)["security"], **files}).load()
+    with source(pretender) as (store, _), pytest.raises(ServiceLost, match="certificate"):
+        read(security, put(store, x=np.arange(100)))
+
+
 def test_the_key_alone_opens_nothing(security: Security, certificates: Path) -> None:
     with source(security) as (store, server):
         put(store, x=np.arange(100))

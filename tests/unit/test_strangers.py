@@ -16,6 +16,7 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
+from deploy.certificates import TABLE, write_certificates
 from rlhf import channels
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
@@ -27,7 +28,8 @@ from services.runtime import server
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from settings.reward import RewardTable
-from settings.security import load_security
+from settings.security import SecurityTable, load_security
+from settings.strict import read_toml
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -126,6 +128,34 @@ def test_no_method_answers_a_client_without_the_right_certificate(
             channel.close()
 
     while_serving(security, use)
+
+
+def test_the_certificate_of_a_client_does_not_make_a_service(security: Security, certificates: Path) -> None:
+    files = {"certificate": certificates.parent / "client.pem", "key": certificates.parent / "client.key"}
+    pretender = SecurityTable.model_validate({**read_toml(certificates)["security"], **files}).load()
+
+    def use(address: str) -> dict[str, str]:
+        with grpc.secure_channel(address, credentials(certificates)) as channel:
+            return codes(channel, [DESCRIBE], security.token)
+
+    assert while_serving(pretender, use) == {DESCRIBE: "UNAVAILABLE"}
+
+
+def test_a_name_that_all_services_share_stands_for_their_hosts(tmp_path: Path) -> None:
+    write_certificates(tmp_path / "certs", ("every-service",), days=1)
+    table = read_toml(tmp_path / "certs" / TABLE)["security"]
+
+    def use(address: str) -> tuple[str, str]:
+        found = []
+        for name in ("every-service", "another-service"):
+            with (
+                adopted(SecurityTable.model_validate({**table, "server_name": name}).load()),
+                channels.open_channel(address) as channel,
+            ):
+                found.append(codes(channel, [DESCRIBE], None)[DESCRIBE])
+        return found[0], found[1]
+
+    assert while_serving(SecurityTable.model_validate(table).load(), use) == ("OK", "UNAVAILABLE")
 
 
 def test_a_client_in_plaintext_is_told_nothing(security: Security, certificates: Path) -> None:
