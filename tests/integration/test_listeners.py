@@ -26,7 +26,7 @@ def listed() -> set[str]:
 
 
 def open_ports(cluster: Cluster) -> Iterator[str]:
-    """Name of each port of the ranks, as in SECURITY.md, "unknown" for one that is none of them."""
+    """Name of each port of the ranks, as in SECURITY.md. A rank without torch has no port of gloo, any other two."""
     places = ports_by_process(cluster.processes.living())
     arenas = abstract_sockets()
     for name in cluster.config.services:
@@ -41,11 +41,10 @@ def open_ports(cluster: Cluster) -> Iterator[str]:
                 yield from known
                 if rank.endpoint.memfd_socket in arenas:
                     yield "arena"
-                rest = len(ours - set(known.values()))
-                is_alone = len(service.description.ranks) == 1
-                yield from ["gloo" if rest <= 2 and not is_alone else "unknown"] * rest
-    # No other process has a port.
-    yield from ["unknown"] * len(places)
+                rest = ours - set(known.values())
+                yield from ["gloo"] * min(len(rest), 2)
+                assert len(rest) <= 2, f"{name}: {rest}"
+    assert not places, "a process that is no rank has a port"
 
 
 def test_services_of_rlhf_deploy_listen_on_the_configured_hosts_alone(cluster: Cluster) -> None:
