@@ -27,6 +27,7 @@ from settings.security import SecurityTable, load_security
 from settings.strict import read_toml
 
 MIB = 1 << 20
+Values = np.ndarray | Jagged[np.ndarray]
 EPOCH = 2
 
 
@@ -55,7 +56,7 @@ def read(security: Security, *batches: Batch, within_s: float = 10.0) -> list[di
         return [dict(each.values) for each in rows]
 
 
-def put(store: TensorStore, **columns: object) -> Batch:
+def put(store: TensorStore, **columns: Values) -> Batch:
     return store.put_batch(Batch.of(**columns), Lease("run", 1))
 
 
@@ -66,7 +67,7 @@ def test_rows_arrive_over_tls_as_they_are(security: Security) -> None:
     with source(security) as (store, _):
         whole = put(store, large=large)
         many = put(store, ragged=ragged, number=np.arange(len(lengths)))
-        picked = many.take(range(0, len(lengths), 2))
+        picked = many.take(np.arange(0, len(lengths), 2))
         (first, second, third) = read(security, whole, many, picked)
     assert_same_bits(first["large"], large)
     assert isinstance(second["ragged"], Jagged)

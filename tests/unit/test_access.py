@@ -40,7 +40,7 @@ def names(services: Mapping[str, Mapping[str, Method]], access: Access) -> set[s
 
 def test_every_method_of_every_role_is_of_the_class_that_it_is_known_for() -> None:
     """A new method has to be added here, and with it the decision who may call it."""
-    services = SERVICES | {role: role_methods(role) for role in BUILT_IN}
+    services = {**SERVICES, **{role: role_methods(role) for role in BUILT_IN}}
     assert names(services, Access.READ) == READ
     assert names(services, Access.CALL) == CALL
     assert names(services, Access.ADMINISTER) == ADMINISTER

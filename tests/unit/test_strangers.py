@@ -83,7 +83,7 @@ def codes(
     channel: grpc.Channel, paths: Iterable[str], token: str | None, timeout_s: float = 2.0
 ) -> dict[str, str]:
     """How an empty call of each method ended, or OK after its first response."""
-    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     found = {}
     for path in paths:
         call: Any = channel.stream_stream(path)(iter([b""]), timeout=timeout_s, metadata=metadata)
@@ -200,7 +200,9 @@ def test_a_token_reaches_as_far_as_its_class_and_no_token_nowhere(
 def test_a_refusal_says_in_a_sentence_what_is_needed(security: Security, certificates: Path) -> None:
     def said(channel: grpc.Channel, metadata: list[tuple[str, str]]) -> str:
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/rlhf.v1.WorkerService/SaveCheckpoint")(b"", timeout=5, metadata=metadata)
+            channel.unary_unary("/rlhf.v1.WorkerService/SaveCheckpoint")(
+                b"", timeout=5, metadata=tuple(metadata)
+            )
         return caught.value.details()  # type: ignore[attr-defined]
 
     def use(address: str) -> list[str]:
@@ -252,7 +254,7 @@ def test_a_call_inside_a_stream_needs_what_it_needs_outside(security: Security, 
 def test_a_token_to_read_does_not_show_the_way_to_rows(security: Security, certificates: Path) -> None:
     def describe(channel: grpc.Channel, access: Access) -> Any:
         answer = channel.unary_unary(DESCRIBE)(
-            b"", timeout=5, metadata=[("authorization", f"Bearer {security.tokens[access]}")]
+            b"", timeout=5, metadata=(("authorization", f"Bearer {security.tokens[access]}"),)
         )
         (rank,) = worker_pb2.DescribeResponse.FromString(answer).ranks
         return rank.endpoint
