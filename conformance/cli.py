@@ -17,6 +17,7 @@ from conformance.reward import check_rules
 from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
+from settings.security import security_option
 
 USAGE_ERROR = 2
 STYLES = {
@@ -36,6 +37,7 @@ PROBES = (
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@security_option
 @click.version_option(package_name="rlhf-cluster")
 def main() -> None:
     """Check a server against the contract."""

@@ -30,6 +30,7 @@ from controller.tracking.run_directory import RunDirectory
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.security import adopted
 
 CONFIG_FILE = "config.toml"
 LOGS = "logs"
@@ -155,6 +156,7 @@ def _open(plan: Plan, progress: Progress, *, launch: bool, keep_weights: bool, t
     config, opened = plan.config, contextlib.ExitStack()
     with contextlib.ExitStack() as unless_opened:
         unless_opened.push(opened)
+        opened.enter_context(adopted(config.security.load()))
         directory = opened.enter_context(_new_directory(plan))
         resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
         for line in arena_warnings(config, longest_prompt(config, plan.data)):

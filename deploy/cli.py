@@ -15,14 +15,17 @@ from types import FrameType
 
 import click
 
-from controller.config.config import load
+from controller.config.config import Config, load
 from deploy import health, preflight, state
+from deploy.certificates import write_certificates
 from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
 from deploy.processes import POLL_S
 from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.security import adopt
+from settings.security import security_option
 
 READY = "ready"
 """The line on stdout that says that all services are healthy."""
@@ -93,7 +96,7 @@ def status(config: Path, settings: tuple[str, ...]) -> None:
     """
     deployment = state.find(config)
     supervisor = state.supervisor(deployment) if deployment else None
-    services = load(config, settings or (deployment.settings if deployment else ())).services
+    services = _load(config, settings or (deployment.settings if deployment else ())).services
     with ThreadPoolExecutor(max_workers=max(1, len(services))) as pool:
         answers = list(pool.map(health.ask, [table.address for table in services.values()]))
     rows = [("SERVICE", "ADDRESS", "STATE", "RANKS", "EPOCH", "SUPERVISOR")]
@@ -106,6 +109,41 @@ def status(config: Path, settings: tuple[str, ...]) -> None:
     if deployment and deployment.settings:
         click.echo(f"started with {_flags(deployment.settings)}")
     if any(answer.state != health.SERVING for answer in answers):
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="HOST",
+    help="Name or address of a host of services; repeatable.",
+)
+@click.option(
+    "--days", default=365, show_default=True, type=click.IntRange(1), help="Days until the end of validity."
+)
+def certs(directory: Path, hosts: tuple[str, ...], days: int) -> None:
+    """Make a CA, certificates and tokens in DIRECTORY, for tests and closed networks, and print the table [security]
+    that uses them.
+
+    The certificate of services is valid for this host's loopback and for each HOST.
+    """
+    click.echo(write_certificates(directory, hosts, days), nl=False)
+
+
+@main.command("health")
+@click.argument("address", metavar="HOST:PORT")
+@security_option
+def check_health(address: str) -> None:
+    """Ask the service at an address for its health, and print it; the exit code is 1 unless it serves.
+
+    For probes that run in the service's own container, where gRPC probes of the platform have no certificate.
+    """
+    answer = health.ask(address)
+    click.echo(f"{address}: {answer.state}")
+    if answer.state != health.SERVING:
         sys.exit(1)
 
 
@@ -156,6 +194,13 @@ def logs(config: Path, service: str | None, follow: bool) -> None:
             click.echo(f"{log.stem} | {line}" if len(found) > 1 else line)
 
 
+def _load(path: Path, settings: tuple[str, ...]) -> Config:
+    """Reads a config, and gives this process the credentials of its table `[security]`."""
+    config = load(path, settings)
+    adopt(config.security.load())
+    return config
+
+
 def _log_dir(config: Path) -> Path:
     """Directory of logs without --log-dir."""
     return (Path("runs/logs") / config.stem).resolve()
@@ -168,7 +213,7 @@ def _up(
     log_dir: Path,
     only: tuple[str, ...],
 ) -> None:
-    config = load(config_path, settings)
+    config = _load(config_path, settings)
     deployment = Deployment(str(config_path.resolve()), str(log_dir), settings)
     received = _catch_signals()
     with (

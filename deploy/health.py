@@ -24,15 +24,27 @@ CHANNEL_OPTIONS = [
 SERVING = "serving"
 NOT_SERVING = "not serving"
 NOT_REACHABLE = "not reachable"
+REFUSED = "refused"
+_STATES = {
+    grpc.StatusCode.UNAVAILABLE: NOT_REACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: NOT_REACHABLE,
+    grpc.StatusCode.UNAUTHENTICATED: REFUSED,
+    grpc.StatusCode.PERMISSION_DENIED: REFUSED,
+}
 
 
 class Probe:
-    """Polls the health of the service at an address without blocking."""
+    """Polls the health of the service at an address without blocking.
+
+    Attributes:
+        reason: Message of the last health check that failed, such as that of a certificate; empty: none has.
+    """
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._check = _check(self._channel)
         self._question: Any = None
+        self.reason = ""
 
     def serving(self) -> bool:
         """Whether the health check that an earlier call started has been answered with SERVING; False while it is
@@ -42,7 +54,10 @@ class Probe:
         if not self._question.done():
             return False
         question, self._question = self._question, None
-        return question.exception() is None and _serves(question.result())
+        if question.exception() is not None:
+            self.reason = question.details() or ""
+            return False
+        return _serves(question.result())
 
     def close(self) -> None:
         """Closes the channel."""
@@ -54,7 +69,7 @@ class HealthAnswer:
     """Answer of a service to a health check."""
 
     state: str
-    """State of the service: SERVING, NOT_SERVING or NOT_REACHABLE."""
+    """State of the service: SERVING, NOT_SERVING, NOT_REACHABLE or REFUSED."""
     ranks: int | None = None
     """Number of ranks; None where the service does not serve Describe or is not reachable."""
     epoch: int | None = None
@@ -63,13 +78,13 @@ class HealthAnswer:
 
 def ask(address: str) -> HealthAnswer:
     """Calls the health check and Describe of the service at an address, each with a timeout of `ANSWER_TIMEOUT_S`,
-    and returns the answers. Does not raise: a health check that is not answered gives `NOT_REACHABLE`, one that ends
-    with another error `NOT_SERVING`."""
+    and returns the answers. Does not raise: a health check that is not answered gives `NOT_REACHABLE`, one that this
+    process's token does not allow `REFUSED`, one that ends with another error `NOT_SERVING`."""
     with open_channel(address, CHANNEL_OPTIONS) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
-            return HealthAnswer(NOT_REACHABLE if _unreachable(error) else NOT_SERVING)
+            return HealthAnswer(_STATES.get(error.code(), NOT_SERVING))  # type: ignore[attr-defined]
         state = SERVING if _serves(reply) else NOT_SERVING
         try:
             described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(
@@ -88,7 +103,3 @@ def _check(channel: grpc.Channel) -> Any:
 
 def _serves(reply: health_pb2.HealthCheckResponse) -> bool:
     return reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-def _unreachable(error: grpc.RpcError) -> bool:
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ def check(config: Config, names: list[str]) -> None:
 
     Raises:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist,
-            a model does not divide over its mesh, or an address cannot be served.
+            a model does not divide over its mesh, an address cannot be served or is open to other hosts in plaintext,
+            or a file of `[security]` cannot be read.
     """
     for name in names:
         check_torch(name, config.services[name])
@@ -30,6 +31,10 @@ def check(config: Config, names: list[str]) -> None:
         check_model_fits(name, config.services[name])
     for name in names:
         check_address(name, config.services[name])
+    security = config.security.load()
+    for name in names:
+        table = config.services[name]
+        security.check_listening(table.bind_address.rpartition(":")[0], f"services.{name}.{table.bind_key}")
 
 
 def check_torch(name: str, table: Service) -> None:

@@ -166,8 +166,9 @@ class Supervisor:
             service.healthy = True
             self._say(f"{service.name}: healthy after {waited:.1f} s")
         elif waited > service.table.startup_timeout_s:
+            reason = f" ({service.probe.reason})" if service.probe.reason else ""
             raise DeadlineExceeded(
-                f"service {service.name}: not healthy after {service.table.startup_timeout_s:g} s"
+                f"service {service.name}: not healthy after {service.table.startup_timeout_s:g} s{reason}"
                 f"{evidence(service.log)}"
             )
 

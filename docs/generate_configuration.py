@@ -23,6 +23,7 @@ from settings.actor import LoraTable
 from settings.engines import VllmTable, ZeroTable
 from settings.model import OptimizerTable
 from settings.reward import JudgeTable, SandboxTable
+from settings.security import SecurityTable
 from settings.service import ServiceTable
 from settings.services import table_type
 
@@ -32,6 +33,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[[data.sources]]", SourceTable),
     ("[rollout]", RolloutTable),
     ("[algorithm]", AlgorithmTable),
+    ("[security]", SecurityTable),
     ("[services.NAME] of every role", ServiceTable),
     *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),

@@ -17,6 +17,7 @@ from loadtest.payloads import Lengths
 from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
 from rlhf.errors import ConfigError, RlhfError
+from settings.security import security_option
 
 USAGE_ERROR = 2
 OBJECTIVE_MISSED = 3
@@ -24,6 +25,7 @@ DEFAULT_RATE = 10.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@security_option
 @click.version_option(package_name="rlhf-cluster")
 @click.argument("role", required=False)
 @click.option("--target", metavar="HOST:PORT", help="Where the service, or its rank 0, serves.")

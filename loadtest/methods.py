@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpc_health.v1 import health_pb2
 
+from rlhf.access import Access
 from rlhf.contract import SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError
@@ -17,6 +18,7 @@ HEALTH_CHECK = Method(
     streams=False,
     takes_stream=False,
     spec=None,
+    access=Access.READ,
 )
 
 OF_ALL = ("Describe", "Synchronize")

@@ -13,9 +13,13 @@ from nccl_transfer.transports.grpc_stream import GrpcTransport
 from nccl_transfer.transports.memfd import MemfdTransport
 from nccl_transfer.transports.tcp import TcpTransport
 from rlhf.errors import ConfigError
+from rlhf.security import current
 
 ENTRY_POINTS = "rlhf_cluster.transports"
 """Entry-point group in which installed packages declare transports, as NAME = "module:TransportClass"."""
+
+PLAIN = (NcclTransport.name,)
+"""Transports that move rows in plaintext also where this process has certificates, and are then used only by name."""
 
 _registry: dict[str, type[Transport]] = {}
 _broken: dict[str, str] = {}
@@ -61,7 +65,8 @@ def available() -> list[str]:
 
 
 def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
-    """Creates the named transports, in the order given. Default: all available ones, in order of preference.
+    """Creates the named transports, in the order given. Default: all available ones, in order of preference, and where
+    this process has certificates without those of PLAIN.
 
     Raises:
         ConfigError: A name is unknown (the message lists the known names), or a transport is not available (the
@@ -73,7 +78,8 @@ def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
             raise ConfigError(f"unknown transport {name!r}; known: {', '.join(names())}")
         if name in reasons:
             raise ConfigError(f"transport {name!r} is not available: {reasons[name]}")
-    return [_registry[name]() for name in wanted or available()]
+    chosen = wanted or [name for name in available() if name not in PLAIN or current().certificates is None]
+    return [_registry[name]() for name in chosen]
 
 
 @functools.cache

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from deploy.certificates import TABLE, write_certificates
 
 # No test is about its own time. The same examples every time; the profile "new" draws others.
 settings.register_profile("same", deadline=None, derandomize=True)
@@ -16,3 +20,19 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
     interrupt are to get it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file security.toml of a CA for all tests, beside its certificates and tokens."""
+    directory = tmp_path_factory.mktemp("certificates")
+    write_certificates(directory, (), days=1)
+    return directory / TABLE
+
+
+@pytest.fixture(scope="session")
+def other_certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of another CA."""
+    directory = tmp_path_factory.mktemp("other_certificates")
+    write_certificates(directory, (), days=1)
+    return directory / TABLE

@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "client": {"rlhf", "client"},
     "controller": {"rlhf", "settings", "reports", "nccl_transfer", "client", "controller"},
     "deploy": {"rlhf", "settings", "reports", "controller.config", "deploy"},
-    "conformance": {"rlhf", "conformance"},
-    "loadtest": {"rlhf", "reports", "nccl_transfer", "client", "loadtest"},
+    "conformance": {"rlhf", "settings", "conformance"},
+    "loadtest": {"rlhf", "settings", "reports", "nccl_transfer", "client", "loadtest"},
     "reports": {"reports"},
 }
 OURS = (
@@ -154,6 +154,19 @@ def test_connections_are_opened_and_accepted_in_one_file() -> None:
         for path in sources(room)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in makers and path.name != "channels.py"
+    ]
+    assert wrong == []
+
+
+def test_grpc_servers_are_made_in_the_same_file() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in MAY_IMPORT
+        for path in sources(room)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("grpc.server", "grpc.aio.server", "aio.server")
+        and path.name != "channels.py"
     ]
     assert wrong == []
 

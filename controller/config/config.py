@@ -16,6 +16,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from settings.security import SecurityTable
 from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
 
@@ -36,6 +37,8 @@ class Config(Strict):
     rewards: dict[str, dict[str, float]] = {}
     """Rewards and costs that are weighted sums of several services: by the name that an algorithm or a source uses,
     the weight of each service."""
+    security: SecurityTable = SecurityTable()
+    """Certificates and tokens of the controller and the services."""
     services: dict[str, Service]
     """Tables of the services by name. Algorithms use the service named like its role by default."""
 

@@ -12,7 +12,7 @@ import grpc.aio
 
 from client.rank import WORKER, RankClient
 from controller.config.config import Config
-from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost
 from rlhf.roles import find_role
 from rlhf.v1 import common_pb2, worker_pb2
 
@@ -121,6 +121,8 @@ class Discovery:
                 except (ServiceLost, DeadlineExceeded) as error:
                     if time.monotonic() + RETRY_S > deadline:
                         raise ServiceLost(f"{self._named(name)}{_connection_failure(error)}") from error
+                except NotAuthenticated:
+                    raise
                 except RlhfError as error:
                     if _is_unimplemented(error) and table.role == "reward":
                         return _foreign_reward(name, table.address, worker_pb2.DescribeResponse())

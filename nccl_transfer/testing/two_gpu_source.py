@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-import grpc.aio
 import numpy as np
 
 from nccl_transfer.refs.batch import Batch
@@ -20,8 +19,8 @@ from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.device import Cuda
 from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.channels import listen
-from rlhf.contract import CHANNEL_OPTIONS
+from rlhf.channels import listen, open_server
+from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 
 TYPED_SHAPE = (257, 3)
 """Shape of the row in the columns of each element type."""
@@ -63,7 +62,9 @@ async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connectio
     rows = {name: expected(name) for name in names(sizes)}
     store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
     sources = DeviceSources(store, cuda, nccl)
-    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    server, _ = open_server(
+        CHANNEL_OPTIONS, {each.path: each.access for each in SERVICES["transfer"].values()}
+    )
     add_transfer_service(server, sources.handlers())
     address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
     store.endpoint = Endpoint(

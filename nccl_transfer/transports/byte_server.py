@@ -1,4 +1,5 @@
-"""The serving side of the tcp transport: streams the shards of a store to readers that know its key."""
+"""The serving side of the tcp transport: streams the shards of a store to readers that know its key, and over TLS to
+those that have a certificate too, where this process has certificates."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import logging
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -21,8 +23,19 @@ from nccl_transfer.refs.ranges import cut_chunks
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
-from nccl_transfer.transports.tcp import DATA, END, ERROR, FRAME, KEY_BYTES, MAGIC, MAX_REQUEST_BYTES, REQUEST
+from nccl_transfer.transports.tcp import (
+    DATA,
+    END,
+    ERROR,
+    FRAME,
+    KEY_BYTES,
+    MAGIC,
+    MAX_REQUEST_BYTES,
+    REQUEST,
+    disconnect,
+)
 from rlhf.errors import RlhfError, to_status
+from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
 CHUNK_BYTES = 4 << 20
@@ -38,6 +51,9 @@ MAX_STRANGERS = 256
 """Maximum number of connections that have not sent a valid key; a further one closes the oldest of them."""
 
 ACCEPT_PAUSE_S = 0.1
+
+MAX_JOINED = 64 << 10
+"""Largest frame in bytes that is encrypted as one piece, which copies it; of others each piece is encrypted alone."""
 
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -91,7 +107,8 @@ class _Reader:
 
 
 class ByteServer:
-    """TCP server that streams the shards of a store to readers that know its key.
+    """TCP server that streams the shards of a store to readers that know its key; over TLS where this process has
+    certificates, and then only to readers with a certificate of the same CA.
 
     One thread accepts connections and reads the headers of requests. Only a request with the right key is passed to the
     pool of threads that answer, so a client without the key uses one file descriptor and no thread, and there are at
@@ -118,6 +135,7 @@ class ByteServer:
         self._frames = frames
         self._key = secrets.token_bytes(KEY_BYTES)
         self.key = self._key.hex()
+        self._certificates = current().certificates
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # [::] listens on all addresses, IPv4 included, as in gRPC.
         both = family == socket.AF_INET6
@@ -142,8 +160,7 @@ class ByteServer:
         self._thread.join()
         with self._lock:
             for connection in self._busy:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                disconnect(connection)
         self._streams.shutdown()
         for reader in self._returned:
             reader.connection.close()
@@ -177,6 +194,8 @@ class ByteServer:
             connection, _ = self._listener.accept()
             for level, option, value in _OPTIONS:
                 connection.setsockopt(level, option, value)
+            if self._certificates is not None:
+                connection = self._certificates.accept_tls(connection)
         except BlockingIOError:
             return
         except OSError as error:
@@ -190,6 +209,7 @@ class ByteServer:
             self._drop(strangers[0])
 
     def _wait_for_request(self, reader: _Reader) -> None:
+        reader.connection.setblocking(False)
         self._waiting[reader.connection] = reader
         self._selector.register(reader.connection, selectors.EVENT_READ, reader)
 
@@ -208,20 +228,20 @@ class ByteServer:
         self._selector.unregister(reader.connection)
 
     def _read_header(self, reader: _Reader) -> None:
-        """Receives part of a header. Passes a connection whose header is complete and has the right key to the pool of
-        threads; closes one that ended or sent another header."""
+        """Receives part of a header, or of the TLS handshake before it. Passes a connection whose header is complete
+        and has the right key to the pool of threads; closes one that ended or sent another header."""
         try:
-            received = reader.connection.recv(REQUEST.size - len(reader.header), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        if not received:
-            return self._drop(reader)
-        reader.header += received
-        if len(reader.header) < REQUEST.size:
-            reader.due = reader.due or time.monotonic() + STALL_S
+            while len(reader.header) < REQUEST.size:
+                received = reader.connection.recv(REQUEST.size - len(reader.header))
+                if not received:
+                    return self._drop(reader)
+                reader.header += received
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if reader.header:
+                reader.due = reader.due or time.monotonic() + STALL_S
             return None
+        except OSError:
+            return self._drop(reader)
         magic, given, nbytes = REQUEST.unpack(reader.header)
         if magic != MAGIC or not hmac.compare_digest(given, self._key) or nbytes > MAX_REQUEST_BYTES:
             return self._drop(reader)
@@ -276,6 +296,10 @@ def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:
     """Sends one frame: a header with kind and size, then the pieces of the payload."""
     nbytes = sum(map(len, pieces))
     rest: list[memoryview] = [memoryview(FRAME.pack(kind, nbytes)), *pieces]
+    if isinstance(connection, ssl.SSLSocket):
+        for piece in rest if nbytes > MAX_JOINED else [b"".join(rest)]:
+            connection.sendall(piece)
+        return
     while rest:
         sent = connection.sendmsg(rest)
         while rest and sent >= len(rest[0]):

@@ -1,9 +1,11 @@
-"""The tcp transport: bytes over plain TCP connections, from the source's arena into the reader's memory."""
+"""The tcp transport: bytes over TCP connections, from the source's arena into the reader's memory; over TLS where this
+process has certificates (`rlhf.security`), and then to sources with TLS alone."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.base import Reading, Transport, remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status
+from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
 MAX_REQUEST_BYTES = 64 << 20
@@ -27,6 +30,13 @@ FRAME = struct.Struct("<II")
 """Header of a frame of the answer: kind, and size of the payload in bytes."""
 DATA, END, ERROR = 1, 2, 3
 """Kinds of frames: bytes of the ranges, end of the answer, serialized google.rpc.Status."""
+
+
+def disconnect(connection: socket.socket) -> None:
+    """Ends a connection that another thread reads or writes; that thread gets an error, or the end, and closes it."""
+    with contextlib.suppress(OSError):
+        # Of the socket: with TLS, the method of the connection would take the encryption away under that thread.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class TcpTransport(Transport):
@@ -53,8 +63,7 @@ class TcpTransport(Transport):
             idle, self._idle = self._idle, {}
             for connection in self._busy:
                 # The thread that reads from it sees its end and closes it.
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                disconnect(connection)
         for connection in (each for some in idle.values() for each in some):
             connection.close()
 
@@ -107,8 +116,8 @@ def _is_alive(connection: socket.socket) -> bool:
     """Whether an idle connection is alive. Its source sends nothing, so a readable connection has ended."""
     connection.setblocking(False)
     try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
+        connection.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
         return True
     except OSError:
         return False
@@ -117,12 +126,16 @@ def _is_alive(connection: socket.socket) -> bool:
 
 def _connect(source: Endpoint, deadline: float) -> socket.socket:
     host = source.address.rpartition(":")[0].strip("[]")
+    certificates = current().certificates
     try:
         connection = socket.create_connection((host, source.data_port), remaining_s(deadline, source))
+        if certificates is not None:
+            connection.settimeout(remaining_s(deadline, source))
+            connection = certificates.connect_tls(connection, host)
     except TimeoutError as error:
         raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
     except OSError as error:
-        raise ServiceLost(f"{source}: its data port cannot be reached: {error.strerror}") from error
+        raise ServiceLost(f"{source}: its data port cannot be reached: {error.strerror or error}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -146,7 +159,8 @@ def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: 
                 if not room:
                     raise TransferError(f"{source}: sent {nbytes} bytes more than asked")
                 connection.settimeout(remaining_s(deadline, source))
-                count = connection.recvmsg_into(room)[0]
+                is_tls = isinstance(connection, ssl.SSLSocket)
+                count = connection.recv_into(room[0]) if is_tls else connection.recvmsg_into(room)[0]
                 if count == 0:
                     raise ServiceLost(f"{source}: the connection ended")
                 sink.advance(count)

@@ -57,6 +57,16 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def is_loopback(host: str) -> bool:
+    """Returns whether only this host can connect to a server that listens on `host`: a name or address whose IP
+    addresses are all of loopback. False for a wildcard and for a name that is not known."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
 def probe(address: str) -> None:
     """Checks that a server can listen on an address: binds it and releases it again.
 

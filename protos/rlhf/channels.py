@@ -1,18 +1,24 @@
-"""Opens gRPC channels and server ports. Encryption and authentication of connections would be added in this file
-alone."""
+"""Opens gRPC channels and servers, with the credentials of this process (`rlhf.security`), and in this file alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from rlhf.access import Access
 from rlhf.contract import PLAIN_OPTIONS
+from rlhf.guard import Guard
+from rlhf.security import Certificates, current
 
 Options = Sequence[tuple[str, Any]]
 """gRPC channel arguments, by name."""
+
+
+MOST_RPCS = 1 << 14
+"""Most RPCs, streams included, that a server handles at a time; further ones end with RESOURCE_EXHAUSTED."""
 
 
 def open_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.Channel:
@@ -22,12 +28,35 @@ def open_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.Channel
         address: host:port.
         options: gRPC channel arguments. Default: PLAIN_OPTIONS, which any server accepts.
     """
-    return grpc.insecure_channel(address, options)
+    certificates = current().certificates
+    if certificates is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, _credentials(certificates), _named(options, certificates))
 
 
 def open_aio_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.aio.Channel:
     """Opens a grpc.aio channel for the running event loop; otherwise as `open_channel`."""
-    return grpc.aio.insecure_channel(address, options)
+    certificates = current().certificates
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, _credentials(certificates), _named(options, certificates))
+
+
+def open_server(options: Options, classes: Mapping[str, Access]) -> tuple[grpc.aio.Server, Guard]:
+    """Makes a grpc.aio server that asks for tokens where this process has some; `listen` gives it a port.
+
+    Args:
+        options: gRPC channel arguments.
+        classes: Class of each method, by path, as for `Guard`.
+
+    Returns:
+        The server, and the guard that knows what its clients may do.
+    """
+    security = current()
+    guard = Guard(security, classes)
+    interceptors = [guard] if security.tokens else []
+    server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MOST_RPCS)
+    return server, guard
 
 
 def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
@@ -36,4 +65,22 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
     Raises:
         RuntimeError: The address cannot be bound.
     """
-    return server.add_insecure_port(address)
+    certificates = current().certificates
+    if certificates is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, certificates.server_credentials())
+
+
+def _credentials(certificates: Certificates) -> grpc.ChannelCredentials:
+    """Returns the credentials of a channel: certificate, and token if this process has one, which gRPC sends over
+    encrypted connections alone."""
+    credentials, token = certificates.channel_credentials(), current().token
+    if not token:
+        return credentials
+    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+
+
+def _named(options: Options, certificates: Certificates) -> Options:
+    """Returns the options with the name that the server's certificate must have, if it is not the host's."""
+    name = certificates.server_name
+    return (*options, ("grpc.ssl_target_name_override", name)) if name else options

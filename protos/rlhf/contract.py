@@ -11,6 +11,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
+from rlhf.access import Access
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import PluginError, load_object
 from rlhf.roles import BUILT_IN, find_role
@@ -48,6 +49,7 @@ class Method:
         streams: Whether the method streams responses.
         takes_stream: Whether the method takes a stream of requests.
         spec: Its MethodSpec, the transfer protocol and batch columns; None if the .proto declares none.
+        access: Class of the method. If the .proto declares none: CALL with a MethodSpec, else ADMINISTER.
     """
 
     service: str
@@ -57,6 +59,7 @@ class Method:
     streams: bool
     takes_stream: bool
     spec: Any | None
+    access: Access
 
     @functools.cached_property
     def path(self) -> str:
@@ -113,6 +116,9 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
             streams=method.server_streaming,
             takes_stream=method.client_streaming,
             spec=spec,
+            access=Access(
+                options.Extensions[common_pb2.access] or (Access.CALL if spec else Access.ADMINISTER)
+            ),
         )
     return found
 

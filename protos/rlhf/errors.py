@@ -4,6 +4,8 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
 │   └── ConfigError            INVALID_ARGUMENT     a configuration is invalid; nothing was started
 ├── Refused                    FAILED_PRECONDITION  a valid request that the current state does not allow
+├── NotAuthenticated           UNAUTHENTICATED      a client has no token, or an unknown one
+├── NotAllowed                 PERMISSION_DENIED    a client's token does not allow the method
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
 ├── DeadlineExceeded           DEADLINE_EXCEEDED    a call or a wait took longer than allowed
 ├── CallCancelled              CANCELLED            a call was asked to stop
@@ -61,6 +63,18 @@ class Refused(RlhfError):
     released rows."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class NotAuthenticated(RlhfError):
+    """A client has sent no token to a service that asks for one, or a token that it does not know."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class NotAllowed(RlhfError):
+    """The token of a client does not allow the method."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class ServiceLost(RlhfError):

@@ -13,6 +13,7 @@ from google.rpc import status_pb2
 
 from rlhf.contract import SERVICES, Method
 from rlhf.errors import InvalidRequest, Refused
+from rlhf.guard import Guard
 from rlhf.v1 import worker_pb2
 from services.runtime.deadlines import time_to_answer
 from services.runtime.execution import CallQueue
@@ -32,6 +33,7 @@ class DispatchStream:
         queue: Runs the calls.
         methods: The methods that may be called, by full gRPC path, such as "/rlhf.v1.ActorService/UpdateActor".
         status_of: Returns the status of a call that failed.
+        guard: Decides whether the stream's client may make a call.
         context: The stream's gRPC context.
     """
 
@@ -40,11 +42,14 @@ class DispatchStream:
         queue: CallQueue,
         methods: Mapping[str, tuple[Method, Registration]],
         status_of: StatusOf,
+        guard: Guard,
         context: grpc.aio.ServicerContext,
     ) -> None:
         self._queue = queue
         self._methods = methods
         self._status_of = status_of
+        self._guard = guard
+        self._granted = guard.granted(context)
         self._context = context
         self._writing = asyncio.Lock()
         self._answering: set[asyncio.Task[None]] = set()
@@ -106,6 +111,7 @@ class DispatchStream:
                 )
             method, registration = self._methods[message.method]
             request = method.parse(message.request)
+            self._guard.check(self._granted, method, request)
             check_name("call.call_id", request.call.call_id)
             call_id = request.call.call_id
             if message.only_known and not self._queue.knows(call_id):

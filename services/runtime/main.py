@@ -20,7 +20,7 @@ import click
 import uvloop
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf import addresses
+from rlhf import addresses, security
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.plugins import load_object
 from rlhf.rendezvous import VARIABLE
@@ -33,6 +33,7 @@ from settings import meshes
 from settings.actor import ActorTable
 from settings.fit import check_model_fits
 from settings.model import ModelTable
+from settings.security import load_security
 from settings.service import ServiceTable
 from settings.services import load_service, named_losses, output_roots
 
@@ -96,6 +97,7 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
             _remove_torchrun_directories()
             _warn_of_open_store()
             table = load_service(config, name, settings)
+            security.adopt(load_security(config, settings))
             _check(table, spec.name, name)
             choose = worker_class or load_object(spec.worker, FunctionType)
             _serve(table, name, choose, output_roots(config, table, settings), named_losses(config, settings))
@@ -141,7 +143,8 @@ def _warn_of_open_store() -> None:
 
 
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """Checks role, number of ranks, model directory, size of the model and port, before torch is imported.
+    """Checks role, number of ranks, model directory, size of the model, port, and whether it may be open to other
+    hosts, before torch is imported.
 
     Raises:
         ConfigError: One of these checks fails.
@@ -163,6 +166,7 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
             raise ConfigError(
                 f"services.{name}.{table.bind_key}: {table.bind_address}: {error.strerror}"
             ) from None
+    security.current().check_listening(host_addresses(table).listen, f"services.{name}.{table.bind_key}")
 
 
 def _serve(

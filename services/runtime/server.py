@@ -30,9 +30,11 @@ from nccl_transfer.transports import (
     host_id,
 )
 from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.channels import listen
+from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
+from rlhf.rendezvous import is_on_one_host
+from rlhf.security import current
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
@@ -47,7 +49,11 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_allowed_incoming_connections", 4096),
+    ("grpc.server_handshake_timeout_ms", 20_000),
 )
+"""gRPC options of a rank's server. A rank has a connection from each rank that reads its rows over grpc or relays them,
+and from the controller."""
 
 
 class RankServer:
@@ -84,7 +90,8 @@ class RankServer:
         """
         self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        classes = {each.path: each.access for some in self._services().values() for each in some.values()}
+        server, self._guard = open_server(SERVER_OPTIONS, classes)
         self.port = self._bind(server, self.worker.table)
         arena = ArenaServer(self.store)
         stream = ByteServer(self.store, self._hosts.listen.strip("[]"))
@@ -163,6 +170,7 @@ class RankServer:
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
         check_reachable(ranks.endpoints, self._hosts.listen)
+        self._warn_of_plain_collectives()
         infos = []
         for rank, (endpoint, detail) in enumerate(zip(ranks.endpoints, details, strict=True)):
             pipeline, tensor, data = ranks.mesh.position(rank)
@@ -171,6 +179,14 @@ class RankServer:
                 worker_pb2.RankInfo(endpoint=endpoint_to_proto(endpoint), position=position, **detail)
             )
         return infos
+
+    def _warn_of_plain_collectives(self) -> None:
+        """Logs a warning, on rank 0, if this process has certificates and the ranks are on several hosts."""
+        if current().certificates and self.worker.ranks.rank == 0 and not is_on_one_host(os.environ):
+            logging.warning(
+                "warning: gloo, NCCL and the store between the hosts of this service have no TLS; they need a network "
+                "that nobody else reaches (SECURITY.md)"
+            )
 
     def _add_services(
         self, server: grpc.aio.Server, ranks_info: Sequence[worker_pb2.RankInfo], serving: Any
@@ -187,6 +203,7 @@ class RankServer:
                 self.store,
                 ranks_info,
                 boundary,
+                self._guard,
                 self._stop,
                 self._drained,
             ).handlers(),
@@ -210,6 +227,7 @@ class RankServer:
         method, registration = self.methods[method.snake_name]
 
         async def run(request: Any, context: Any) -> Any:
+            self._guard.check(self._guard.granted(context), method, request)
             response = self.queue.start(method, registration, request, timeout_s(context))
             return await self.queue.wait(request.call.call_id, response)
 

@@ -13,8 +13,10 @@ import psutil
 
 from nccl_transfer.refs.wire_ranks import mesh_to_proto
 from nccl_transfer.store.store import TensorStore
+from rlhf.access import Access
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, ServiceLost
+from rlhf.guard import Guard
 from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary
@@ -40,6 +42,7 @@ class WorkerHandlers:
         store: Store of the rank's rows.
         ranks_info: RankInfo of each rank of the service, in rank order.
         boundary: Turns errors of calls on a Dispatch stream into statuses.
+        guard: Knows what the client of an RPC may do.
         stop: Event that is set when the rank begins to shut down; ends Watch.
         drained: Event that is set once the last call has been answered; ends Dispatch.
     """
@@ -53,6 +56,7 @@ class WorkerHandlers:
         store: TensorStore,
         ranks_info: Sequence[worker_pb2.RankInfo],
         boundary: RpcBoundary,
+        guard: Guard,
         stop: asyncio.Event,
         drained: asyncio.Event,
     ) -> None:
@@ -63,6 +67,7 @@ class WorkerHandlers:
         self._store = store
         self._ranks_info = ranks_info
         self._boundary = boundary
+        self._guard = guard
         self._stop = stop
         self._drained = drained
         self._process = psutil.Process()
@@ -104,6 +109,8 @@ class WorkerHandlers:
         )
         if not request.brief:
             answer.ranks.extend(self._ranks_info)
+            if self._guard.granted(context) < Access.CALL:
+                _hide_keys(answer)
             answer.methods.extend(
                 worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
                 for method, registration in self._methods.values()
@@ -147,7 +154,7 @@ class WorkerHandlers:
     async def _dispatch(self, requests: Any, context: Any) -> None:
         """Serves one Dispatch stream until its caller ends it; raises ServiceLost once the rank has drained."""
         methods = {method.path: (method, registration) for method, registration in self._methods.values()}
-        stream = DispatchStream(self._queue, methods, self._boundary.status_of, context)
+        stream = DispatchStream(self._queue, methods, self._boundary.status_of, self._guard, context)
         serving = asyncio.ensure_future(stream.serve())
         stopping = asyncio.ensure_future(self._drained.wait())
         try:
@@ -175,3 +182,10 @@ class WorkerHandlers:
     async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:
         self._queue.introduce(request.session, request.endpoints)
         return worker_pb2.IntroduceResponse()
+
+
+def _hide_keys(answer: worker_pb2.DescribeResponse) -> None:
+    """Removes from the endpoints of a description all that opens a way to the rows of a rank."""
+    for rank in answer.ranks:
+        for field in ("data_key", "memfd_socket"):
+            rank.endpoint.ClearField(field)

@@ -31,6 +31,7 @@ from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.wire_ranks import mesh_from_proto
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
+from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
 from rlhf.errors import RlhfError, from_rpc_error
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
@@ -84,10 +85,10 @@ class Service:
         self.name = name
         self.session = f"test-{uuid.uuid4().hex}"
         self.sequence = 0
-        self._channels = [grpc.insecure_channel(address, CHANNEL_OPTIONS)]
+        self._channels = [open_channel(address, CHANNEL_OPTIONS)]
         self.description = self.ask("Describe")
         self.addresses = [rank.endpoint.address for rank in self.description.ranks]
-        self._channels += [grpc.insecure_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
+        self._channels += [open_channel(other, CHANNEL_OPTIONS) for other in self.addresses[1:]]
         youngest = max(self.ask("Describe", rank).session_started_unix_ns for rank in self.ranks)
         self._started_unix_ns = max(time.time_ns(), youngest + 1000)
         self.mesh = mesh_from_proto(self.description.mesh)

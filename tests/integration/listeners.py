@@ -64,6 +64,13 @@ def assert_closed(processes: Iterable[psutil.Process], config: Config) -> None:
     assert {host for host, _ in found} == {host for host, _ in addresses}
 
 
+def ports_by_process(processes: Iterable[psutil.Process]) -> dict[int, set[tuple[str, int]]]:
+    """Host and port of every TCP socket on which a process accepts connections, by process id; without processes that
+    have none."""
+    found = {process.pid: set(_listeners_of(process.pid)) for process in processes}
+    return {pid: places for pid, places in found.items() if places}
+
+
 def attack(processes: Iterable[psutil.Process], marker: Path) -> list[str]:
     """Writes pickles that make `marker` into every store of torch among the listeners; returns where there were any."""
     places = {f"{'127.0.0.1' if is_any(host) else host}:{port}" for host, port in listeners(processes)}

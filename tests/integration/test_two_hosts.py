@@ -15,13 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
+from deploy.certificates import TABLE, write_certificates
 from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
 from integration.listeners import attack, is_any, listeners
 from rlhf.errors import OutOfStep, ServiceLost
+from rlhf.security import adopted
+from settings.security import SecurityTable, load_security
+from settings.strict import read_toml
 
 IP = shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
 pytestmark = [
@@ -85,7 +90,8 @@ def addressed(config: Config, addresses: dict[str, str], directory: Path) -> Con
         for role, address in addresses.items()
     }
     run = config.run.model_copy(update={"directory": directory, "steps": 2})
-    return config.model_copy(update={"services": services, "run": run})
+    trusted = SecurityTable(allow_plaintext=True)
+    return config.model_copy(update={"services": services, "run": run, "security": trusted})
 
 
 def run(config: Config, path: Path, processes: Processes, *arguments: str) -> Path:
@@ -261,3 +267,29 @@ def test_a_rank_that_dies_on_one_host_ends_the_service_on_both_with_the_next_cal
         assert isinstance(dead, ServiceLost)
         wait_until(lambda: not processes.living(), END_S, "the service's end on both hosts")
         service.close()
+
+
+@pytest.mark.full
+def test_services_with_certificates_on_two_hosts_give_the_numbers_of_one(
+    hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
+) -> None:
+    write_certificates(tmp_path / "certificates", (hosts.here, hosts.there), days=1)
+    file = tmp_path / "certificates" / TABLE
+    secured = SecurityTable.model_validate(read_toml(file)["security"])
+    config = apart.model_copy(update={"security": secured})
+    path = write_config(config, tmp_path / "secure.toml")
+    commands = {role: on_one(role, config, path) for role in ROLES}
+    commands |= {role: hosts.on_there(*commands[role]) for role in THERE}
+    with serving(commands.values(), config) as processes:
+        outcome = Outcome.of(run(config, path, processes))
+        with adopted(load_security(file)):
+            traffic = traffic_of(config)
+        for role in ROLES:
+            with (
+                grpc.insecure_channel(config.services[role].address) as channel,
+                pytest.raises(grpc.RpcError),
+            ):
+                channel.unary_unary("/rlhf.v1.WorkerService/Describe")(b"", timeout=CALL_S)
+    assert outcome == one_host
+    assert set(traffic["reference"]) == {"memfd"}
+    assert set(traffic["critic"]) == {"tcp"}

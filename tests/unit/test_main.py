@@ -100,3 +100,14 @@ def test_a_reward_learns_only_by_a_model() -> None:
     assert worker_class(table) is RewardWorker
     with pytest.raises(ConfigError, match="a reward of kind function has nothing to learn"):
         worker_class(table.model_copy(update={"optimizer": OptimizerTable()}))
+
+
+def test_a_rank_that_other_hosts_reach_does_not_start_without_certificates(tmp_path: Path) -> None:
+    config = tmp_path / "reward.toml"
+    config.write_text(
+        '[services.reward]\nrole = "reward"\naddress = "127.0.0.1:7199"\nbind_host = "0.0.0.0"\n'
+    )
+    command = [sys.executable, "-m", "services", "reward", "--config", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "fatal: reward: services.reward.bind_host: other hosts reach 0.0.0.0" in ended.stderr

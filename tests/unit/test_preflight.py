@@ -72,3 +72,30 @@ def test_a_service_that_asks_for_no_package_needs_none(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name, table in load(QUICKSTART).services.items():
         preflight.check_engines(name, table)
+
+
+def test_a_service_that_other_hosts_reach_is_refused_without_certificates(certificates: Path) -> None:
+    def check(*settings: str) -> None:
+        preflight.check(
+            load(QUICKSTART, (f"services.reward.address=127.0.0.1:{free_port()}", *settings)), ["reward"]
+        )
+
+    everywhere = "services.reward.bind_host=0.0.0.0"
+    check()
+    with pytest.raises(ConfigError, match=r"services\.reward\.bind_host: other hosts reach 0\.0\.0\.0"):
+        check(everywhere)
+    check(everywhere, "security.allow_plaintext=true")
+    files = {"ca": "ca.pem", "certificate": "service.pem", "key": "service.key"}
+    check(everywhere, *(f"security.{key}={certificates.parent / name}" for key, name in files.items()))
+
+
+def test_a_missing_certificate_is_named_before_anything_starts(tmp_path: Path) -> None:
+    files = (f"security.{key}={tmp_path / key}" for key in ("ca", "certificate", "key"))
+    config = load(QUICKSTART, (f"services.reward.address=127.0.0.1:{free_port()}", *files))
+    with pytest.raises(ConfigError, match=f"security: {tmp_path}/ca: No such file or directory"):
+        preflight.check(config, ["reward"])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

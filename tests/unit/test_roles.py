@@ -28,6 +28,7 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
+from rlhf.access import Access
 from rlhf.contract import group_methods, role_methods
 from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
@@ -137,6 +138,7 @@ def test_the_methods_of_a_service_of_another_package_are_read(monkeypatch: pytes
     methods = group_methods(role(monkeypatch, service=service(monkeypatch)))
     assert methods["compute_length"].inputs == ("response_ids",)
     assert methods["compute_length"].outputs == ("length",)
+    assert methods["compute_length"].access is Access.CALL
     assert "synchronize" in methods
 
 

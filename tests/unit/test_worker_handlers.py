@@ -9,6 +9,8 @@ import pytest
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
+from rlhf.guard import Guard
+from rlhf.security import PLAINTEXT
 from rlhf.v1 import worker_pb2
 from services.runtime import worker_handlers
 from services.runtime.boundary import RpcBoundary
@@ -34,7 +36,9 @@ def test_the_cpu_is_looked_up_once_and_not_for_each_describe(monkeypatch: pytest
         store, stop = TensorStore(1 << 16), asyncio.Event()
         queue = CallQueue(worker, store, Fetcher("", []))
         boundary = RpcBoundary(worker, "reward", stop)
-        handlers = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, stop, stop).handlers()
+        guard = Guard(PLAINTEXT, {})
+        made = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, guard, stop, stop)
+        handlers = made.handlers()
         for _ in range(3):
             answer = await handlers["Describe"](worker_pb2.DescribeRequest(), cast(Any, None))
             assert answer.cpu == "a CPU"

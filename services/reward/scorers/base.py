@@ -13,6 +13,9 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.runtime.worker import CallContext, CallResult, CallRows
 
+MOST_TEXT_ROWS = 1 << 20
+"""Most text rows of one call."""
+
 
 class GaveUp(Exception):
     """A verifier gives up on a response, which then scores 0. The message is the cause in one word, such as
@@ -78,8 +81,13 @@ def score_request(
         call: Context of the call.
 
     Raises:
-        InvalidRequest: The request has both text rows and a batch, or rows in a form that the scorer does not read.
+        InvalidRequest: The request has more than MOST_TEXT_ROWS text rows, text rows and a batch, or rows in a form
+            that the scorer does not read.
     """
+    if len(request.text_rows) > MOST_TEXT_ROWS:
+        raise InvalidRequest(
+            f"compute_reward: {len(request.text_rows)} text rows; at most {MOST_TEXT_ROWS} are allowed in a call"
+        )
     if not request.HasField("batch"):
         scores = scorer.score_texts(request.text_rows, call)
         return CallResult(fields={"scores": scores}, metrics=scorer.metrics)

@@ -1,0 +1,186 @@
+"""The credentials of this process: certificates for mutual TLS, and tokens.
+
+A process has one identity. Its entry point reads it from the configuration and adopts it before the first connection;
+channels, servers and transports then ask `current`. The default, PLAINTEXT, has no credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import grpc
+
+from rlhf.access import Access
+from rlhf.addresses import is_loopback
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files of one process.
+
+    Attributes:
+        ca: Path of the certificates that sign those of all peers.
+        certificate: Path of this process's certificate chain, for servers and clients alike.
+        key: Path of its private key.
+        server_name: Name that the certificate of every server has to contain; empty: the host that the client
+            connects to.
+    """
+
+    ca: Path
+    certificate: Path
+    key: Path
+    server_name: str = ""
+
+    @cached_property
+    def _server_context(self) -> ssl.SSLContext:
+        context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A ticket would be data on an idle connection, which readers take for its end.
+        context.num_tickets = 0
+        return context
+
+    @cached_property
+    def _client_context(self) -> ssl.SSLContext:
+        return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def check(self) -> None:
+        """Raises ConfigError if a file cannot be read, is not PEM, or the key is not that of the certificate."""
+        try:
+            _ = self._server_context, self._client_context
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"security: {self.ca}, {self.certificate} and {self.key} are not a CA, a certificate and its key: "
+                f"{error.reason or error}"
+            ) from None
+        except OSError as error:
+            unreadable = next(
+                (each for each in (self.ca, self.certificate, self.key) if not _is_readable(each)), ""
+            )
+            raise ConfigError(f"security: {unreadable or self.ca}: {error.strerror}") from None
+
+    def accept_tls(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Wraps a connection that a server has accepted, without a handshake yet; the client must have a certificate of
+        the CA."""
+        return self._server_context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def connect_tls(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
+        """Wraps a client's connection to `host` and performs the handshake within the socket's timeout. Raises OSError
+        where it fails, as where the server has no certificate of the CA for its name."""
+        return self._client_context.wrap_socket(connection, server_hostname=self.server_name or host)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Returns gRPC's credentials of a server, which requires a certificate of its clients."""
+        return grpc.ssl_server_credentials([self._pair()], self.ca.read_bytes(), require_client_auth=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Returns gRPC's credentials of a client, without a token."""
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), *self._pair())
+
+    def _pair(self) -> tuple[bytes, bytes]:
+        return self.key.read_bytes(), self.certificate.read_bytes()
+
+    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        context.load_verify_locations(self.ca)
+        return context
+
+
+@dataclass(frozen=True)
+class Security:
+    """Credentials of a process, and what it allows others.
+
+    Attributes:
+        certificates: Files for mutual TLS; None: connections are in plaintext.
+        tokens: Token of each class of methods that this process accepts as a server; empty: it asks for none, and
+            every client with a certificate may do all. Needs certificates.
+        token: Token that this process sends as a client; empty: none.
+        allow_plaintext: Whether servers may listen beyond loopback without certificates.
+    """
+
+    certificates: Certificates | None = None
+    tokens: Mapping[Access, str] = field(default_factory=dict, repr=False)
+    token: str = field(default="", repr=False)
+    allow_plaintext: bool = False
+
+    def grant(self, token: str) -> Access | None:
+        """Returns the class that a client with this token may use, ADMINISTER where this process asks for none; None
+        for a token that is none of `tokens`. Takes the same time for every token of a length."""
+        if not self.tokens:
+            return Access.ADMINISTER
+        given, granted = _digest(token), None
+        for access, known in self.tokens.items():
+            if hmac.compare_digest(_digest(known), given):
+                granted = access
+        return granted
+
+    def check_listening(self, host: str, key: str) -> None:
+        """Checks that a server may listen on a host.
+
+        Args:
+            host: Name or address, or a wildcard such as 0.0.0.0.
+            key: Key of the configuration that names the host, for the message.
+
+        Raises:
+            ConfigError: Other hosts can connect, and connections would be in plaintext without `allow_plaintext`.
+        """
+        if not (self.certificates or self.allow_plaintext or is_loopback(host)):
+            raise ConfigError(
+                f"{key}: other hosts reach {host}, and anybody there could control the service: set ca, certificate "
+                "and key in [security], or allow_plaintext = true on a network where everybody is trusted"
+            )
+
+
+PLAINTEXT = Security()
+"""Credentials of a process that has none."""
+
+_current = PLAINTEXT
+
+
+def current() -> Security:
+    """Returns the credentials of this process."""
+    return _current
+
+
+def adopt(security: Security) -> None:
+    """Sets the credentials of this process, for connections and servers that are opened from now on."""
+    global _current
+    _current = security
+
+
+@contextlib.contextmanager
+def adopted(security: Security) -> Iterator[None]:
+    """Context manager within which this process has these credentials, and after which it has those of before."""
+    before = current()
+    adopt(security)
+    try:
+        yield
+    finally:
+        adopt(before)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _no_password() -> str:
+    raise ConfigError(
+        "security.key: the key is encrypted; services start without a terminal, so it must not be"
+    )
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        with path.open("rb"):
+            return True
+    except OSError:
+        return False
