@@ -84,6 +84,8 @@ def open_planned(
         recorder = opened.enter_context(Recorder(directory, progress, known))
         opened.enter_context(recorder.following(cluster.running, cluster.memory))
         saver = _checkpointer(plan, config, cluster, recorder, known, termination or Termination())
+        if saver:
+            opened.callback(saver.close)
         resumed = plan.resumes.run if plan.resumes else None
         parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
         run = Run(*parts, checkpointer=saver, resumed=resumed)

@@ -89,25 +89,32 @@ class CheckpointStore:
         return partial
 
     def commit(
-        self, step: int, state: Mapping[str, Any], metric: str = "", value: float | None = None
+        self,
+        step: int,
+        state: str,
+        written: Mapping[str, Digest],
+        metric: str = "",
+        value: float | None = None,
     ) -> Commit:
-        """Completes the checkpoint of a step, whose services have written and synced their directories below
+        """Completes the checkpoint of a step, whose services have written and synced their files below
         `partial(step)`: writes controller.json and files.json, renames the directory, and writes COMMIT and LATEST.
 
         Args:
             step: Number of the step.
-            state: State of the controller as JSON values.
+            state: Text of controller.json.
+            written: Digests of the files that the services have written, by path relative to the checkpoint.
             metric: Name of the metric `checkpoint.best`. Default: none.
             value: Its value in the step. Default: none.
 
         Raises:
-            RlhfError: Writing failed; earlier checkpoints are as before.
+            RlhfError: A file of `written` is not there, or writing failed; earlier checkpoints are as before.
         """
         partial, place = self.partial(step), self.place(step)
-        write_atomically(partial / CONTROLLER, json_text(state, indent=1) + "\n")
+        write_atomically(partial / CONTROLLER, state)
         with writing(self.path, partial.name):
-            digests = {path: asdict(digest_of(partial / path)) for path in sorted(_files(partial))}
-        files = json_text(digests, indent=1) + "\n"
+            digests = {**written, CONTROLLER: digest_of(partial / CONTROLLER)}
+            _check_written(partial, digests)
+        files = json_text({name: asdict(digests[name]) for name in sorted(digests)}, indent=1) + "\n"
         write_atomically(partial / FILES, files)
         with writing(self.path, place.name):
             shutil.rmtree(place, ignore_errors=True)
@@ -173,6 +180,22 @@ class CheckpointStore:
         if path.parent != self.place(commit.step):
             raise _damaged(path, f"it is of step {commit.step}")
         return commit
+
+
+def _check_written(directory: Path, digests: Mapping[str, Digest]) -> None:
+    """Raises RlhfError unless the directory has exactly these files, with these sizes, as this host sees it; and syncs
+    its directories to disk."""
+    found = {name: (directory / name).stat().st_size for name in _files(directory)}
+    for name in sorted(found.keys() | digests.keys()):
+        if name not in found:
+            raise RlhfError(
+                f"checkpoint {directory}: {name} was written by a rank, and this host does not see it; checkpoints "
+                "need a file system that the controller and all ranks share"
+            )
+        if name not in digests or found[name] != digests[name].size:
+            raise RlhfError(f"checkpoint {directory}: {name} is not as a rank has written it")
+    for path in {(directory / name).parent for name in digests}:
+        sync_directory(path)
 
 
 def _read_text(path: Path) -> str:

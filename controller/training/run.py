@@ -239,6 +239,8 @@ class Run:
         totals, history = self._metrics, self._evaluator.history
         if not totals.steps:
             raise InvalidRequest("the algorithm finished no step")
+        if self._checkpointer:
+            self._checkpointer.settle()
         group = self.group(trained, RoleGroup)
         directory = str(self.recorder.directory.output(trained))
         saved = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
+from controller.checkpoints.digests import Digest, digest_of
 from controller.checkpoints.facts import check_config, check_contents, check_platform
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
@@ -40,7 +41,8 @@ def write(store: CheckpointStore, step: int, **commit: Any) -> Commit:
     service.mkdir()
     (service / "rank-00000.safetensors").write_bytes(bytes(range(200)))
     (service / "manifest.json").write_text("{}")
-    return store.commit(step, {**STATE, "step": step}, **commit)
+    written = {f"actor/{path.name}": digest_of(path) for path in service.iterdir()}
+    return store.commit(step, json.dumps({**STATE, "step": step}), written, **commit)
 
 
 class TestStore:
@@ -123,12 +125,20 @@ class TestStore:
         with pytest.raises(ConfigError, match="no such directory"):
             ResumePoint.find(tmp_path / "run")
 
+    def test_files_that_this_host_does_not_see_are_named(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        store.begin(5)
+        with pytest.raises(
+            RlhfError, match=r"actor/shard was written by a rank, and this host does not see it"
+        ):
+            store.commit(5, "{}", {"actor/shard": Digest(5, "")})
+
     def test_a_failed_write_leaves_the_checkpoints_before(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path)
         commit = write(store, 5)
         (store.begin(10) / FILES).mkdir()  # where a file is to be
         with pytest.raises(RlhfError, match=r"while writing files.json"):
-            store.commit(10, STATE)
+            store.commit(10, "{}", {})
         assert store.commits() == [commit]
 
 
