@@ -130,7 +130,7 @@ def _connect(
         if point:
             check_platform(point.facts["platform"], platform_of(services), elsewhere=plan.elsewhere)
 
-    states = {name: point.place_of(name) for name in stateful} if point else {}
+    states = {name: point.place_of(name) for name in stateful} if point else plan.loads
     cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, admit=admit, states=states)
     if point:
         cut_files(directory.path, point.marks)

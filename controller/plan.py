@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class Plan:
         identity: Identity of the run.
         resumes: Checkpoint that the run is resumed from; None for a run that begins.
         elsewhere: Whether it may be resumed on services that compute in another way.
+        loads: Directory of a sharded checkpoint that a service begins with in place of its model directory, by name;
+            of a run that is not resumed.
     """
 
     algorithm: Algorithm
@@ -45,6 +48,7 @@ class Plan:
     identity: Identity
     resumes: ResumePoint | None = None
     elsewhere: bool = False
+    loads: Mapping[str, Path] = field(default_factory=dict)
 
     @staticmethod
     def of(algorithm: Algorithm, config: Config) -> Plan:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoints.saver import FORMAT
-from controller.checkpoints.store import CheckpointStore
+from controller.checkpoints.store import CheckpointStore, Commit
 from controller.tracking.marks import Mark, check_marks
 from rlhf.errors import ConfigError, RlhfError
 
@@ -49,15 +49,36 @@ class ResumePoint:
                 f"run directory {run_dir}: there is no complete checkpoint to resume from in {store.path.name}/; a run "
                 "writes them with checkpoint.every"
             )
-        newest = commits[-1]
-        content = store.verify(newest)
+        point = ResumePoint._verified(run_dir, store, commits[-1])
+        check_marks(run_dir, point.marks)
+        return point
+
+    @staticmethod
+    def at(directory: Path) -> ResumePoint:
+        """Verifies one checkpoint of a run, RUN/checkpoints/step-N, to read it alone.
+
+        Raises:
+            ConfigError: The directory is no complete checkpoint.
+            RlhfError: A file of it is damaged; the text names it.
+        """
+        run_dir = directory.resolve().parent.parent
+        store = CheckpointStore(run_dir)
+        for commit in store.commits():
+            if store.place(commit.step) == directory.resolve():
+                return ResumePoint._verified(run_dir, store, commit)
+        raise ConfigError(
+            f"{directory} is neither a complete checkpoint (RUN/checkpoints/step-N) nor a model directory"
+        )
+
+    @staticmethod
+    def _verified(run_dir: Path, store: CheckpointStore, commit: Commit) -> ResumePoint:
+        content = store.verify(commit)
         if content["format"] != FORMAT:
             raise RlhfError(
-                f"checkpoint {store.place(newest.step)} has format {content['format']}, and this version reads {FORMAT}"
+                f"checkpoint {store.place(commit.step)} has format {content['format']}, and this version reads {FORMAT}"
             )
         marks = {name: Mark(**fields) for name, fields in content["files"].items()}
-        check_marks(run_dir, marks)
-        return ResumePoint(run_dir, newest.step, content["run"], marks, content["facts"])
+        return ResumePoint(run_dir, commit.step, content["run"], marks, content["facts"])
 
     @property
     def started_unix_ns(self) -> int:

@@ -5,7 +5,7 @@
     checkpoints/step-20/files.json      sha256 and size of every other file
     checkpoints/step-20/controller.json state of the controller
     checkpoints/step-20/SERVICE/        state of a service, written by its ranks
-    checkpoints/step-30.partial/        not complete, or about to be removed
+    checkpoints/step-30.ID.partial/     not complete; ID differs from controller to controller
 
 A directory without COMMIT is no checkpoint. LATEST is for people and scripts: the newest COMMIT decides.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -71,14 +72,16 @@ class CheckpointStore:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir.resolve() / DIRECTORY
+        # Ranks may still write for a controller that was killed.
+        self._partial = f".{secrets.token_hex(4)}{PARTIAL}"
 
     def place(self, step: int) -> Path:
         """Returns the path of the complete checkpoint of a step."""
         return self.path / f"step-{step}"
 
     def partial(self, step: int) -> Path:
-        """Returns the path at which the checkpoint of a step is written, until `commit`."""
-        return self.path / f"step-{step}{PARTIAL}"
+        """Returns the path at which this object writes the checkpoint of a step, until `commit`."""
+        return self.path / f"step-{step}{self._partial}"
 
     def begin(self, step: int) -> Path:
         """Makes an empty directory at `partial(step)` and returns its path. Raises RlhfError where that fails."""
