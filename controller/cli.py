@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tomli_w
 from controller import algorithms
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
+from controller.evaluate import evaluate
 from controller.foresight import check_models
 from controller.job import resume, run
 from controller.plan import Plan
@@ -36,7 +38,7 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     context.exit()
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--algo",
     default="",
@@ -79,7 +81,9 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
 )
 @click.option("--dry-run", is_flag=True, help="Check the config and print it, resolved; start nothing.")
 @click.version_option(package_name="rlhf-cluster")
+@click.pass_context
 def main(
+    context: click.Context,
     algo: str,
     config_path: Path | None,
     launch: bool,
@@ -99,7 +103,9 @@ def main(
     termination.install()
     # A user's own algorithm may be in the working directory.
     sys.path.append(str(Path.cwd()))
-    try:
+    if context.invoked_subcommand:
+        return
+    with _errors_shown():
         if run_dir is not None:
             _check_alone(algo=algo, config=config_path, **{"continue": keep_weights, "dry-run": dry_run})
             done = resume(
@@ -128,6 +134,53 @@ def main(
                 owns_process=True,
                 termination=termination,
             )
+    if headline := _headline(done.summary):
+        click.echo(headline)
+    click.echo(f"report:            {done.directory / 'report.html'}")
+    click.echo(f"run directory:     {done.directory}")
+
+
+@main.command("evaluate")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
+@click.option("--take-over", is_flag=True, help="End the run that has the services.")
+@click.option("--samples", default=0, type=click.IntRange(0), help="Responses to each prompt, for pass@k.")
+@click.option("--solved-at", default=1.0, help="Lowest score of a response that is right, for pass@k.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
+)
+def evaluate_command(
+    directory: Path,
+    config_path: Path | None,
+    launch: bool,
+    take_over: bool,
+    samples: int,
+    solved_at: float,
+    settings: tuple[str, ...],
+) -> None:
+    """Measure a policy on the held-out rows: DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory,
+    which needs --config."""
+    with _errors_shown():
+        done = evaluate(
+            directory,
+            config_path=config_path,
+            settings=settings,
+            samples=samples,
+            solved_at=solved_at,
+            launch=launch,
+            take_over=take_over,
+        )
+    for name, value in done.summary.items():
+        click.echo(f"{name}: {value:.6g}")
+    click.echo(f"run directory:     {done.directory}")
+
+
+@contextlib.contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Context manager that ends the process with one line and a status where its block fails or is interrupted."""
+    try:
+        yield
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
         click.echo(f"stopped by {signal.Signals(number).name}", err=True)
@@ -135,10 +188,6 @@ def main(
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    if headline := _headline(done.summary):
-        click.echo(headline)
-    click.echo(f"report:            {done.directory / 'report.html'}")
-    click.echo(f"run directory:     {done.directory}")
 
 
 def _given(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.checkpoint import CheckpointTable
@@ -14,6 +13,7 @@ from controller.opening import open_planned
 from controller.plan import Plan
 from controller.tracking.progress import Progress
 from controller.training.algorithm import Algorithm
+from controller.training.pass_at_k import sampled_evaluation
 from controller.training.run import Run
 from rlhf.errors import ConfigError
 from settings.strict import override, validate
@@ -49,18 +49,25 @@ def evaluate(
     """
     point = None if (directory / MODEL_FILE).is_file() else ResumePoint.at(directory)
     config = _config(directory, point, config_path, settings)
-    made: dict[str, Any] = {}
-
-    def evaluation(run: Run) -> None:
-        made.update(run.evaluate_once(samples, solved_at))
-
     plan = Plan.of(Algorithm(evaluation, trains=_actor(config)), config)
     if point:
         plan = replace(plan, loads={_actor(config): point.place_of(_actor(config))})
     with open_planned(plan, Progress(), launch=launch, take_over=take_over) as opened:
-        plan.algorithm(opened)
-        opened.recorder.summary({"evaluated": str(directory), **made})
-        return FinishedRun(opened.directory, made)
+        measured = evaluation(opened, samples, solved_at)
+        opened.recorder.summary({"evaluated": str(directory), **measured})
+        return FinishedRun(opened.directory, measured)
+
+
+def evaluation(run: Run, samples: int = 0, solved_at: float = 1.0) -> dict[str, float]:
+    """Measures the policy of a run, records the metrics as those of step 0, and returns them by name; arguments as in
+    `evaluate`."""
+    metrics = run.evaluate()
+    if samples:
+        sampled = sampled_evaluation(run.actor(), run.reward(), samples, solved_at)
+        metrics |= run.evaluate(sampled, max(1, run.config.run.evaluation_rows // samples))
+    run.recorder.step(0, metrics)
+    prefix = "evaluation/"
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def _config(

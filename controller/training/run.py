@@ -25,7 +25,6 @@ from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, lengths_of
 from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
-from controller.training.pass_at_k import sampled_evaluation
 from controller.training.policy_evaluation import PolicyEvaluation
 from controller.training.rewards import Failures, Reward
 from controller.training.roles import Actor, Critic, Reference, RewardModel
@@ -204,23 +203,15 @@ class Run:
             if is_last:
                 return
 
-    def evaluate_once(self, samples: int = 0, solved_at: float = 1.0) -> dict[str, float]:
-        """Measures the policy on the held-out rows by greedy responses, outside of steps; writes the metrics as those
-        of step 0, and returns them by name.
+    def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
+        """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/.
 
         Args:
-            samples: Number of sampled responses to each prompt, for pass@k; 0: none.
-            solved_at: Lowest score of a response that solves its prompt.
+            evaluation: Measures the rows. Default: as for `steps`.
+            batch_rows: Maximum number of rows in a batch. Default: run.evaluation_rows.
         """
-        step, table = self._cluster.session.newest, self.config.run
-        metrics = self._evaluator.evaluate(step, self._policy_evaluation())
-        if samples:
-            sampled = sampled_evaluation(self.actor(), self.reward(), samples, solved_at)
-            rows = max(1, table.evaluation_rows // samples)
-            metrics |= self._evaluator.evaluate(step, sampled, rows)
-        self._cluster.end_step(step)
-        self.recorder.step(0, metrics)
-        return {name: value for each in self._evaluator.history for name, value in each.items()}
+        newest = self._cluster.session.newest
+        return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
 
     def keep(self, name: str, state: S) -> S:
         """Registers a dataclass with state that the algorithm changes from step to step, and returns it. Checkpoints

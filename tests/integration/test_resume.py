@@ -12,9 +12,10 @@ import pytest
 from controller import job
 from controller.checkpoints.store import CheckpointStore
 from controller.config.config import Config
+from controller.evaluate import evaluate
 from controller.tracking.metrics import read_metrics
 from controller.tracking.timeline import read_events
-from integration.harness import Cluster, wait_until
+from integration.harness import Cluster, wait_until, write_config
 from integration.resuming import RUN_TIMEOUT_S, Results, resumable, with_tables
 from rlhf.errors import ConfigError, RlhfError
 from settings.strict import read_toml
@@ -124,6 +125,22 @@ def test_other_rows_are_refused(stopped: Path) -> None:
     other.write_text(path.read_text().replace("1", "2"))
     with pytest.raises(ConfigError, match=r"data.train.0: the contents are not those"):
         job.resume(stopped, settings=("run.steps=2", f"data.train='{other}'"))
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_has_done(
+    stopped: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    place, last = CheckpointStore(stopped).place(1), read_metrics(stopped)[-1]
+    settings = (f"run.directory='{tmp_path}'",)
+    measured = dict(evaluate(place, settings=settings, samples=3, solved_at=0.5).summary)
+    names = [name.removeprefix("evaluation/") for name in last if name.startswith("evaluation/")]
+    assert {name: measured[name] for name in names} == {name: last[f"evaluation/{name}"] for name in names}
+    assert 0 <= measured["pass_at_1"] <= measured["pass_at_2"] <= measured["pass_at_3"] <= 1
+    config = write_config(cluster.config, tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match=r"services.actor: .* was started with another config: model is"):
+        evaluate(stopped / "actor", config_path=config, settings=settings)
+    with pytest.raises(ConfigError, match="is neither a complete checkpoint"):
+        evaluate(tmp_path)
 
 
 def test_another_algorithm_is_refused(stopped: Path) -> None:

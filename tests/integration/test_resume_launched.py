@@ -76,8 +76,9 @@ def launched(config: Config, names: dict[str, str], **changes: dict[str, Any]) -
 
 def undisturbed(config: Config, directory: Path, algorithm: str) -> Results:
     """The results of the run that nobody kills, on services that it launches."""
-    chosen = with_tables(config, run={"directory": directory / "undisturbed"})
-    return Results.of(job.run(chosen, algorithm, launch=True).directory)
+    with resumable(config, directory / "undisturbed", algorithm=algorithm, options=LAUNCHED) as run:
+        run.finish(run.start())
+        return Results.of(run.run_dir)
 
 
 @pytest.mark.slow
