@@ -248,7 +248,7 @@ class TestKept:
             "ä",
             "x",
         )
-        assert isinstance(found.single, np.float32)
+        assert found.single.dtype == np.float32
         assert found.single == np.float32(0.1)
         assert found.recent == deque([1.0, math.inf])
         assert found.recent.maxlen == 3
