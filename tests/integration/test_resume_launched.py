@@ -145,19 +145,17 @@ def test_every_engine_goes_on_with_the_same_results(engine: str, config: Config,
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_that_is_killed_at_any_moment_goes_on(seed: int, cluster: Cluster, tmp_path: Path) -> None:
-    chosen = with_tables(cluster.select(**{role: role for role in ROLES}), run={"steps": 10})
+    chosen = with_tables(cluster.select(**{role: role for role in ROLES}), run={"steps": 60})
     table = with_tables(chosen, run={"directory": tmp_path / "undisturbed"})
     expected = Results.of(job.run(table, "ppo").directory)
     with resumable(with_tables(chosen, checkpoint={"every": 1}), tmp_path) as run:
         process = run.start()
         run.kill_after(process, 1)
         process = run.resume()
-        for seconds in moments(seed, 20, 4.0):
-            if not sleep_until(process, seconds):
-                break
+        for seconds in moments(seed, 20, 3.0):
+            assert sleep_until(process, seconds), "the run is too short for so many kills"
             run.kill(process)
-            store = CheckpointStore(run.run_dir)
-            assert store.commits()
+            assert CheckpointStore(run.run_dir).commits()
             process = run.resume()
         run.finish(process)
         assert Results.of(run.run_dir) == expected
