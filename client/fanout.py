@@ -102,10 +102,10 @@ class FanOut:
         answered = zip(self.clients, answers, strict=True)
         return [client for client, answer in answered if _is_silent(answer)]
 
-    async def reach_all(self, method: Method, request: Any, timeout_s: float) -> None:
+    async def reach_all(self, method: Method, request: Any, timeout_s: float) -> list[Any]:
         """Makes an idempotent unary call to every rank with `RankClient.reach`, which retries it where a connection
-        breaks, and drops the responses. Raises the first RlhfError of a rank."""
-        await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
+        breaks, and returns the responses in rank order. Raises the first RlhfError of a rank."""
+        return await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
 
     async def _settled(
         self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float

@@ -1,5 +1,6 @@
-"""The interface for scripts and notebooks: `run` executes an algorithm, `open_run` opens a run whose calls are made by
-hand, and resource pools, services and further tables make its configuration. docs/python.md is its guide.
+"""The interface for scripts and notebooks: `run` executes an algorithm, `resume` goes on with a run from its last
+checkpoint, `open_run` opens a run whose calls are made by hand, and resource pools, services and further tables make
+its configuration. docs/python.md is its guide.
 
 Importing it needs no torch. Runs leave the process as it is: signal handlers, `sys.path`, the garbage collector.
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 from controller.advantage import Advantage
 from controller.config.algorithm import AlgorithmTable
+from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config, load
 from controller.config.data import DataTable, SourceTable
 from controller.config.pools import ResourcePool, make_config
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
-from controller.job import FinishedRun, open_run, run
+from controller.job import FinishedRun, open_run, resume, run
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import Algorithm, algorithm
@@ -32,6 +34,7 @@ __all__ = [
     "Advantage",
     "Algorithm",
     "AlgorithmTable",
+    "CheckpointTable",
     "Config",
     "ConfigError",
     "CriticTable",
@@ -55,5 +58,6 @@ __all__ = [
     "load_quickstart",
     "make_config",
     "open_run",
+    "resume",
     "run",
 ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import tomli_w
 
 from controller import algorithms
+from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
+from controller.evaluate import evaluate
 from controller.foresight import check_models
-from controller.job import Plan, run
+from controller.job import resume, run
+from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
@@ -34,12 +38,12 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     context.exit()
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--algo",
-    required=True,
+    default="",
     metavar="NAME",
-    help=f"{', '.join(algorithms.known_names())}, or module:function.",
+    help=f"{', '.join(algorithms.known_names())}, or module:function. Required, except with --resume.",
 )
 @click.option(
     "--config", "config_path", type=click.Path(path_type=Path), help="TOML file. Default: the quickstart."
@@ -63,15 +67,31 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     help="Go on from the weights that the services have, not anew.",
 )
 @click.option("--take-over", is_flag=True, help="End the run that has the services.")
+@click.option(
+    "--resume",
+    "run_dir",
+    metavar="DIRECTORY",
+    type=click.Path(path_type=Path),
+    help="Go on with a run from its newest checkpoint, in its directory.",
+)
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="With --resume: allow other meshes, engines and machines; results then differ by rounding.",
+)
 @click.option("--dry-run", is_flag=True, help="Check the config and print it, resolved; start nothing.")
 @click.version_option(package_name="rlhf-cluster")
+@click.pass_context
 def main(
+    context: click.Context,
     algo: str,
     config_path: Path | None,
     launch: bool,
     settings: tuple[str, ...],
     keep_weights: bool,
     take_over: bool,
+    run_dir: Path | None,
+    elsewhere: bool,
     dry_run: bool,
 ) -> None:
     """Run an algorithm of RLHF over role services.
@@ -79,27 +99,88 @@ def main(
     Without --config it builds the quickstart's model and data, launches those of the quickstart's services that the
     algorithm needs, and runs.
     """
-    signal.signal(signal.SIGTERM, _terminated)
+    termination = Termination()
+    termination.install()
     # A user's own algorithm may be in the working directory.
     sys.path.append(str(Path.cwd()))
-    try:
-        algorithm = algorithms.find_algorithm(algo)
-        config = (
-            load(config_path, settings) if config_path else load_quickstart(algorithm.quickstart, settings)
-        )
-        if dry_run:
-            _show(algorithm, config, launch=launch or config_path is None, has_data=config_path is not None)
-            return
-        if config_path is None:
-            build_quickstart(config)
-        done = run(
-            config,
-            algorithm,
-            launch=launch or config_path is None,
-            keep_weights=keep_weights,
+    if context.invoked_subcommand:
+        return
+    with _errors_shown():
+        if run_dir is not None:
+            _check_alone(algo=algo, config=config_path, **{"continue": keep_weights, "dry-run": dry_run})
+            done = resume(
+                run_dir,
+                settings=settings,
+                launch=launch,
+                take_over=take_over,
+                elsewhere=elsewhere,
+                owns_process=True,
+                termination=termination,
+            )
+        else:
+            algorithm, config = _given(algo, config_path, settings, elsewhere=elsewhere)
+            launch |= config_path is None
+            if dry_run:
+                _show(algorithm, config, launch=launch, has_data=config_path is not None)
+                return
+            if config_path is None:
+                build_quickstart(config)
+            done = run(
+                config,
+                algorithm,
+                launch=launch,
+                keep_weights=keep_weights,
+                take_over=take_over,
+                owns_process=True,
+                termination=termination,
+            )
+    if headline := _headline(done.summary):
+        click.echo(headline)
+    click.echo(f"report:            {done.directory / 'report.html'}")
+    click.echo(f"run directory:     {done.directory}")
+
+
+@main.command("evaluate")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
+@click.option("--take-over", is_flag=True, help="End the run that has the services.")
+@click.option("--samples", default=0, type=click.IntRange(0), help="Responses to each prompt, for pass@k.")
+@click.option("--solved-at", default=1.0, help="Lowest score of a response that is right, for pass@k.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
+)
+def evaluate_command(
+    directory: Path,
+    config_path: Path | None,
+    launch: bool,
+    take_over: bool,
+    samples: int,
+    solved_at: float,
+    settings: tuple[str, ...],
+) -> None:
+    """Measure a policy on the held-out rows: DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory,
+    which needs --config."""
+    with _errors_shown():
+        done = evaluate(
+            directory,
+            config_path=config_path,
+            settings=settings,
+            samples=samples,
+            solved_at=solved_at,
+            launch=launch,
             take_over=take_over,
-            owns_process=True,
         )
+    for name, value in done.summary.items():
+        click.echo(f"{name}: {value:.6g}")
+    click.echo(f"run directory:     {done.directory}")
+
+
+@contextlib.contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Context manager that ends the process with one line and a status where its block fails or is interrupted."""
+    try:
+        yield
     except KeyboardInterrupt as stopped:
         number = stopped.args[0] if stopped.args else signal.SIGINT
         click.echo(f"stopped by {signal.Signals(number).name}", err=True)
@@ -107,10 +188,32 @@ def main(
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
-    if headline := _headline(done.summary):
-        click.echo(headline)
-    click.echo(f"report:            {done.directory / 'report.html'}")
-    click.echo(f"run directory:     {done.directory}")
+
+
+def _given(
+    algo: str, config_path: Path | None, settings: tuple[str, ...], *, elsewhere: bool
+) -> tuple[Algorithm, Config]:
+    """Returns the algorithm and the configuration of a new run, from the options of these names.
+
+    Raises:
+        UsageError: --algo is missing, or --elsewhere is given.
+        ConfigError: There is no such algorithm, or the configuration is invalid.
+    """
+    if not algo:
+        raise click.UsageError("Missing option '--algo'.")
+    if elsewhere:
+        raise click.UsageError("--elsewhere goes with --resume.")
+    algorithm = algorithms.find_algorithm(algo)
+    if config_path:
+        return algorithm, load(config_path, settings)
+    return algorithm, load_quickstart(algorithm.quickstart, settings)
+
+
+def _check_alone(**given: object) -> None:
+    """Raises ConfigError where an option, given by its name, does not go with --resume."""
+    wrong = [f"--{name}" for name, value in given.items() if value]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: a resumed run has its own; --set changes what may differ")
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:
@@ -144,11 +247,6 @@ def _headline(summary: Mapping[str, Any]) -> str:
         (".1%", name) if name == "accuracy" else (".4g", "mean reward" if name == "reward" else name)
     )
     return f"held-out {shown}: {before:{shape}} before, {after:{shape}} after {summary['steps']} steps"
-
-
-def _terminated(number: int, _: object) -> NoReturn:
-    """Handles SIGTERM as Ctrl-C: raises KeyboardInterrupt with the number of the signal."""
-    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":

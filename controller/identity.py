@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Identity:
             checkout.
         started_unix_ns: Start of the run, Unix time in nanoseconds.
         seed: Seed of the run.
+        resumed: One entry for each time that the run was resumed: step, command line, version, commit and time.
     """
 
     algorithm: str
@@ -37,6 +38,7 @@ class Identity:
     commit: str
     started_unix_ns: int
     seed: int
+    resumed: tuple[Mapping[str, Any], ...] = ()
 
     @staticmethod
     def of(algorithm: str, seed: int, started_unix_ns: int) -> Identity:
@@ -44,6 +46,28 @@ class Identity:
         command_line = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         version = importlib.metadata.version("rlhf-cluster")
         return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
+
+    def resuming(self, stored: Mapping[str, Any], step: int) -> Identity:
+        """Returns the identity of a run that this process resumes.
+
+        Args:
+            stored: Identity of the run as `with_services` has returned it.
+            step: Number of the step after which it is resumed.
+        """
+        entry = {
+            "step": step,
+            "command_line": self.command_line,
+            "version": self.version,
+            "commit": self.commit,
+            "at": self.started,
+        }
+        kept = {name: stored[name] for name in ("algorithm", "command_line", "version", "commit")}
+        return replace(
+            self,
+            **kept,
+            started_unix_ns=stored["started_unix_ns"],
+            resumed=(*stored.get("resumed", ()), entry),
+        )
 
     @property
     def started(self) -> str:
@@ -74,6 +98,7 @@ class Identity:
             "started": self.started,
             "started_unix_ns": self.started_unix_ns,
             "seed": self.seed,
+            **({"resumed": list(self.resumed)} if self.resumed else {}),
             "services": {
                 name: _platform(said) | ({"began_from": origins[name]} if name in origins else {})
                 for name, said in services.items()

@@ -1,39 +1,22 @@
-"""One run from its configuration to its summary: makes the plan and the run directory, starts or finds the services,
-opens the session and executes the algorithm. For the command line, for scripts and for notebooks alike."""
+"""One run from its configuration, or from its last checkpoint, to its summary. For the command line, for scripts and
+for notebooks alike."""
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
-from client.session import Session
-from controller.algorithms import AnyAlgorithm, as_algorithm, reference_of
-from controller.config.config import AnyConfig, Config, as_config
-from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
-from controller.data.prompts import PromptData, TextData, load_data
-from controller.foresight import arena_warnings, check_models
-from controller.identity import Identity
-from controller.launch import LaunchedServices
-from controller.role_groups.admission import with_measured
-from controller.role_groups.cluster import Cluster, spare_garbage_collector
+from controller.algorithms import AnyAlgorithm, as_algorithm
+from controller.checkpoints.termination import Termination
+from controller.config.config import AnyConfig, as_config
+from controller.opening import open_planned
+from controller.plan import Plan
+from controller.role_groups.cluster import spare_garbage_collector
 from controller.tracking.metrics import read_metrics
 from controller.tracking.progress import Progress
-from controller.tracking.recorder import Recorder
-from controller.tracking.run_directory import RunDirectory
-from controller.training.algorithm import Algorithm
 from controller.training.run import Run
-from rlhf.errors import ConfigError, RlhfError
-from rlhf.security import adopted
-
-CONFIG_FILE = "config.toml"
-LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -63,6 +46,7 @@ def run(
     keep_weights: bool = False,
     take_over: bool = False,
     owns_process: bool = False,
+    termination: Termination | None = None,
 ) -> FinishedRun:
     """Executes a run and returns it when it has ended. Services that it launched are stopped in any case.
 
@@ -74,12 +58,59 @@ def run(
         take_over: Whether to end another run that holds the services.
         owns_process: Whether the process exists for this run alone, so that its garbage collector may be changed;
             see `spare_garbage_collector`.
+        termination: Handlers of SIGTERM of this process, which ask for a checkpoint. Default: there are none.
 
     Raises:
         RlhfError: The run failed; the text is one line that names service, rank and cause.
     """
     plan = Plan.of(as_algorithm(algorithm), as_config(config))
-    with _open(plan, Progress(), launch=launch, keep_weights=keep_weights, take_over=take_over) as opened:
+    opened = open_planned(
+        plan,
+        Progress(),
+        launch=launch,
+        keep_weights=keep_weights,
+        take_over=take_over,
+        termination=termination,
+    )
+    return _executed(plan, opened, owns_process=owns_process)
+
+
+def resume(
+    run_dir: Path | str,
+    algorithm: AnyAlgorithm | None = None,
+    *,
+    settings: tuple[str, ...] = (),
+    launch: bool = False,
+    take_over: bool = False,
+    elsewhere: bool = False,
+    owns_process: bool = False,
+    termination: Termination | None = None,
+) -> FinishedRun:
+    """Goes on with a run from its newest checkpoint, in its directory, and returns it when it has ended. On the same
+    meshes, threads, CPUs and versions its numbers are those of a run that was never interrupted.
+
+    Args:
+        run_dir: The run directory.
+        algorithm: The algorithm, for one that is a function of a script or a notebook. Default: the algorithm whose
+            name the run has recorded.
+        settings: Overrides "key.path=value" of the run's config, for example `run.steps=200`. Few keys may differ.
+        launch, take_over, owns_process, termination: As in `run`. Services that are running load the checkpoint.
+        elsewhere: Whether the run may go on on other meshes, engines, threads, CPUs or versions, with results that
+            differ by rounding.
+
+    Raises:
+        ConfigError: There is no checkpoint, or config, data, models or services are not those of the checkpoint; the
+            text names the differing keys.
+        RlhfError: A file of the checkpoint is damaged, which the text names; or the run failed.
+    """
+    plan = Plan.resuming(Path(run_dir), algorithm, settings, elsewhere=elsewhere)
+    opened = open_planned(plan, Progress(), launch=launch, take_over=take_over, termination=termination)
+    return _executed(plan, opened, owns_process=owns_process)
+
+
+def _executed(plan: Plan, opened: Run, *, owns_process: bool) -> FinishedRun:
+    """Executes the algorithm of a plan on its opened run, closes the run, and returns it."""
+    with opened:
         if owns_process:
             spare_garbage_collector()
         plan.algorithm(opened)
@@ -112,153 +143,4 @@ def open_run(
     """
     plan = Plan.of(as_algorithm(algorithm), as_config(config))
     progress = Progress(is_live=False)
-    return _open(plan, progress, launch=launch, keep_weights=keep_weights, take_over=take_over)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run whose configuration and data were checked, and that is not connected to services yet.
-
-    Attributes:
-        algorithm: The algorithm.
-        config: Configuration with the algorithm's defaults; see `Algorithm.configure`.
-        data: Training prompts and held-out prompts.
-        pretrain: Texts of data.pretrain; None where it is not set.
-        identity: Identity of the run.
-    """
-
-    algorithm: Algorithm
-    config: Config
-    data: tuple[PromptData, PromptData]
-    pretrain: TextData | None
-    identity: Identity
-
-    @staticmethod
-    def of(algorithm: Algorithm, config: Config) -> Plan:
-        """Makes the plan of a run that starts now: checks configuration and models, and reads the data. Raises
-        ConfigError where one of them cannot be used."""
-        started_unix_ns = time.time_ns()
-        config = algorithm.configure(config)
-        check_models(config)
-        data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
-        texts = config.data.pretrain
-        pretrain = TextData.load(texts, "data.pretrain") if texts else None
-        identity = Identity.of(reference_of(algorithm), config.run.seed, started_unix_ns)
-        return Plan(algorithm, config, data, pretrain, identity)
-
-    def resolved(self, config: Config) -> str:
-        """Returns `config` with all defaults as TOML, below a comment with the identity of the run."""
-        return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
-
-
-def _open(plan: Plan, progress: Progress, *, launch: bool, keep_weights: bool, take_over: bool) -> Run:
-    """Returns a connected run, which closes all that is opened here, in reverse order, when it is closed."""
-    config, opened = plan.config, contextlib.ExitStack()
-    with contextlib.ExitStack() as unless_opened:
-        unless_opened.push(opened)
-        opened.enter_context(adopted(config.security.load()))
-        directory = opened.enter_context(_new_directory(plan))
-        resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
-        for line in arena_warnings(config, longest_prompt(config, plan.data)):
-            progress.message(line)
-        launched = None
-        if launch:
-            progress.message(
-                f"starting services: {', '.join(config.services)}; logs: {directory.path / LOGS}"
-            )
-            launched = opened.enter_context(LaunchedServices(config, resolved, directory.path / LOGS))
-        opened.enter_context(_explained(launched))
-        cluster = Cluster(config, _session(plan, directory, take_over=take_over))
-        opened.callback(cluster.close)
-        outputs = {plan.algorithm.trains: directory.output(plan.algorithm.trains)}
-        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs)
-        # With the measured libraries in the file, a later run of it computes the same bits.
-        directory.write_text(CONFIG_FILE, plan.resolved(with_measured(config, cluster.descriptions)))
-        services = cluster.token_services()
-        limits = prompt_limit(config, services), text_limit(config, services)
-        if line := _limit_line(plan.data, limits[0]):
-            progress.message(line)
-        progress.message(f"run directory: {directory.path}")
-        progress.begin(config.run.steps)
-        known = plan.identity.with_services(cluster.descriptions, cluster.origins)
-        recorder = opened.enter_context(Recorder(directory, progress, known))
-        opened.enter_context(recorder.following(cluster.running, cluster.memory))
-        run = Run(config, plan.data, cluster, recorder, plan.pretrain, limits, opened)
-        unless_opened.pop_all()
-        return run
-
-
-@contextlib.contextmanager
-def _new_directory(plan: Plan) -> Iterator[RunDirectory]:
-    """Context manager that makes the run directory, and removes it again where the run ends with an error before it
-    has written anything of use."""
-    table = plan.config.run
-    directory = RunDirectory.create(table.directory, table.name, algorithm=plan.algorithm.name)
-    try:
-        yield directory
-    except (RlhfError, KeyboardInterrupt) as error:
-        # The error of a refused config needs no logs; that of a lost service does.
-        unused = {CONFIG_FILE, LOGS} if isinstance(error, ConfigError) else {CONFIG_FILE}
-        directory.remove_if_only(unused)
-        raise
-
-
-@contextlib.contextmanager
-def _explained(launched: LaunchedServices | None) -> Iterator[None]:
-    """Context manager that adds the launcher's explanation to a ServiceLost of its body, and the path of the service's
-    log to an error with a remote traceback."""
-    try:
-        yield
-    except RlhfError as error:
-        explained = pointing_to_log(launched.explain(error) if launched else error, launched)
-        if explained is error:
-            raise
-        raise explained from error
-
-
-def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session:
-    table = plan.config.run
-    return Session(
-        name=f"{directory.path.name}-{secrets.token_hex(4)}",
-        started_unix_ns=plan.identity.started_unix_ns,
-        seed=table.seed,
-        timeout_s=table.call_timeout_s,
-        save_timeout_s=table.save_timeout_s,
-        balance=table.balance,
-        take_over=take_over,
-    )
-
-
-def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str:
-    """Returns a line for the terminal on how many prompts of a sample are too long, or that lengths are not checked;
-    empty where no prompt of the sample is too long.
-
-    Args:
-        data: Training prompts and held-out prompts.
-        limit: Limit on the length of prompts; None: not checked.
-    """
-    if limit is None:
-        return "prompts are not checked for their length: their tokens cannot be counted here (see data.tokenizer)"
-    (long, of), (long_heldout, of_heldout) = (
-        overlong_share(rows, limit, lambda prompt: prompt.text) for rows in data
-    )
-    if not long and not long_heldout:
-        return ""
-    return (
-        f"prompts of more than {limit.tokens} tokens are left out ({limit.why}): {long} of {of} training rows looked "
-        f"at, {long_heldout} of {of_heldout} held-out ones"
-    )
-
-
-def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> RlhfError:
-    """Returns the error itself, or, for an unforeseen exception in a service, an error that also says which log has
-    its traceback.
-
-    Args:
-        error: The error that ended the run.
-        launched: The services that the run launched; None where they were running.
-    """
-    if type(error) is not RlhfError or not error.remote_traceback or not error.service:
-        return error
-    log = launched.log_of(error.service) if launched else f"the log of services.{error.service}"
-    return RlhfError(f"{error} (traceback: {log})")
+    return open_planned(plan, progress, launch=launch, keep_weights=keep_weights, take_over=take_over)

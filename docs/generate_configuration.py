@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from controller import algorithms
 from controller.config.algorithm import AlgorithmTable
+from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
 from controller.config.data import NOWHERE, DataTable, SourceTable
 from controller.config.rollout import RolloutTable
@@ -34,6 +35,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[rollout]", RolloutTable),
     ("[algorithm]", AlgorithmTable),
     ("[security]", SecurityTable),
+    ("[checkpoint]", CheckpointTable),
     ("[services.NAME] of every role", ServiceTable),
     *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),

@@ -109,6 +109,12 @@ class ServiceTable(Strict):
         return False
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether training changes the service's state, so that checkpoints of a run save it (SaveCheckpoint); here
+        whether the table has an optimizer."""
+        return getattr(self, "optimizer", None) is not None
+
+    @property
     def engine_specs(self) -> dict[str, Spec]:
         """Specs of the engines that the service needs, by the key that names each; here none."""
         return {}

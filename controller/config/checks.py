@@ -3,11 +3,14 @@ values and what is allowed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
+from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
+from controller.config.run import RunTable
 from settings.service import ServiceTable
 
 Services = Mapping[str, ServiceTable]
@@ -139,4 +142,16 @@ def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
         raise ValueError(
             "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
             "log-probabilities are those of the truncated distribution, the update's are not"
+        )
+
+
+def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
+    """Raises ValueError where the best checkpoint is chosen by a metric of evaluations, and no step has both an
+    evaluation and a checkpoint."""
+    if not checkpoint.best.startswith("evaluation/"):
+        return
+    if not run.evaluate_every or math.lcm(run.evaluate_every, checkpoint.every) > run.steps:
+        raise ValueError(
+            f"checkpoint.best: no step up to run.steps, {run.steps}, has both an evaluation (run.evaluate_every "
+            f"{run.evaluate_every}) and a checkpoint (checkpoint.every {checkpoint.every})"
         )

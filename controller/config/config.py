@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from controller.config import checks
 from controller.config.algorithm import AlgorithmTable
+from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
@@ -32,6 +33,8 @@ class Config(Strict):
     """Settings of generation."""
     algorithm: AlgorithmTable = AlgorithmTable()
     """Hyper-parameters of the algorithm."""
+    checkpoint: CheckpointTable = CheckpointTable()
+    """Checkpoints of the run."""
     pools: dict[str, list[str]] = {}
     """Resource pools: names of devices by name of the pool. A device may be in several pools."""
     rewards: dict[str, dict[str, float]] = {}
@@ -100,6 +103,7 @@ class Config(Strict):
         checks.check_drift(self.algorithm, self.rollout)
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
+        checks.check_best(self.checkpoint, self.run)
         return self
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from controller.config.algorithm import AlgorithmTable
+from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config, as_config
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
@@ -58,6 +59,7 @@ def make_config(
     run: RunTable | None = None,
     rollout: RolloutTable | None = None,
     algorithm: AlgorithmTable | None = None,
+    checkpoint: CheckpointTable | None = None,
     rewards: Mapping[str, Mapping[str, float]] = EMPTY,
     services: Mapping[str, ServiceTable] = EMPTY,
 ) -> Config:
@@ -65,7 +67,7 @@ def make_config(
 
     Args:
         placed: Services on their pools, from `ResourcePool.place`.
-        data, run, rollout, algorithm: The tables of these names. Default: their defaults.
+        data, run, rollout, algorithm, checkpoint: The tables of these names. Default: their defaults.
         rewards: Weight of each service by the name of the reward, as in `[rewards]`. Default: none.
         services: Further services by name, each on devices of its own. Default: none.
 
@@ -83,7 +85,13 @@ def make_config(
             if name in tables:
                 raise ConfigError(f"services.{name}: there are two services of this name")
             tables[name] = {**_given(table), "pool": each.pool.name}
-    given = {"data": data, "run": run, "rollout": rollout, "algorithm": algorithm}
+    given = {
+        "data": data,
+        "run": run,
+        "rollout": rollout,
+        "algorithm": algorithm,
+        "checkpoint": checkpoint,
+    }
     others = {name: _given(table) for name, table in given.items() if table is not None}
     return as_config(
         {**others, "pools": pools, "rewards": {k: dict(v) for k, v in rewards.items()}, "services": tables}

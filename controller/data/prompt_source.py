@@ -87,6 +87,10 @@ class PromptSource:
         """Returns the place of a row for messages: file and line, or data set and row number."""
         return self._rows.where(row)
 
+    def fingerprint(self) -> str:
+        """Returns a sha256 (hex) by which the same rows are known again."""
+        return self._rows.fingerprint()
+
     def check(self) -> None:
         """Checks all rows by reading them once, and renders the prompts of the first `NUM_RENDERED`.
 

@@ -62,6 +62,10 @@ class PromptData:
         source = self._source_of(row)
         return self._sources[source].where(row - self._first[source])
 
+    def fingerprints(self) -> list[str]:
+        """Returns a sha256 (hex) for each source, by which the same rows are known again. Reads all files."""
+        return [source.fingerprint() for source in self._sources]
+
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
         """Reads the rows of these numbers and returns them as a batch with the columns of `columns_of`. Raises
         ConfigError where a row is malformed."""
@@ -129,6 +133,10 @@ class TextData:
     def where(self, row: int) -> str:
         """Returns the place of a row for messages: file and line, or data set and row number."""
         return self._rows.where(row)
+
+    def fingerprint(self) -> str:
+        """Returns a sha256 (hex) by which the same texts are known again."""
+        return self._rows.fingerprint()
 
     def _text(self, fields: Row, row: int) -> str:
         try:

@@ -8,6 +8,7 @@ extra `data`, imported where they are needed.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib
 import json
 import math
@@ -31,6 +32,8 @@ SHARDS = ("*.parquet", "*.arrow", "*.jsonl", "*.jsonl.gz", "*.csv")
 """Patterns of files that the library `datasets` can load from a directory."""
 BATCH = 1000
 """Number of rows that an iteration over a dataset reads in one batch."""
+FINGERPRINTED = 1000
+"""Maximum number of rows of a dataset that enter its fingerprint."""
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 32
 """Maximum nesting of lists and objects in a row. A request to a reward holds three nested messages for each level of
@@ -46,6 +49,10 @@ class RowReader(Protocol):
 
     def __iter__(self) -> Iterator[Row]:
         """Yields all rows in order, faster than reading them one by one."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a sha256 (hex) by which the same rows are known again."""
         ...
 
     def where(self, row: int) -> str:
@@ -113,6 +120,13 @@ class JsonRows:
     def __iter__(self) -> Iterator[Row]:
         return (self[row] for row in range(len(self)))
 
+    def fingerprint(self) -> str:
+        """Returns the sha256 (hex) of the file's bytes; of a gzipped file, of the unpacked ones."""
+        digest = hashlib.sha256()
+        for offset in range(0, self._starts[-1], CHUNK_BYTES):
+            digest.update(os.pread(self._file, min(CHUNK_BYTES, self._starts[-1] - offset), offset))
+        return digest.hexdigest()
+
     def where(self, row: int) -> str:
         """Returns the file and the number of a row's line, from 1, for messages."""
         before, start = 0, self._starts[row]
@@ -141,6 +155,14 @@ class DatasetRows:
             for values in zip(*batch.values(), strict=True):
                 yield self._plain(dict(zip(batch, values, strict=True)), number)
                 number += 1
+
+    def fingerprint(self) -> str:
+        """Returns a sha256 (hex) over the number of rows and at most `FINGERPRINTED` evenly spaced ones."""
+        digest, count = hashlib.sha256(str(len(self)).encode()), min(len(self), FINGERPRINTED)
+        for number in range(count):
+            row = self[number * len(self) // count]
+            digest.update(json.dumps(row, sort_keys=True).encode())
+        return digest.hexdigest()
 
     def where(self, row: int) -> str:
         """Returns the dataset and the number of a row, from 1, for messages."""

@@ -88,19 +88,19 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
             theirs[key], ours[key] = there, here
     return [
         f"{key} is {_shown(there)} there and {_shown(here)} here"
-        for key, there, here in _differences(theirs, ours)
+        for key, there, here in differences(theirs, ours)
         if key not in WHERE_IT_RUNS
     ]
 
 
-def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Returns (key, their value, our value) for each difference of two values; keys of nested tables are joined by
-    dots."""
+def differences(theirs: Any, ours: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Returns (key, their value, our value) for each difference of two values, which may be nested tables; `prefix`
+    and the keys of nested tables are joined by dots."""
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         return [] if theirs == ours else [(prefix, theirs, ours)]
     found = []
     for key in sorted(theirs.keys() | ours.keys()):
-        found += _differences(theirs.get(key), ours.get(key), f"{prefix}.{key}" if prefix else key)
+        found += differences(theirs.get(key), ours.get(key), f"{prefix}.{key}" if prefix else key)
     return found
 
 

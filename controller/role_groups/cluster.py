@@ -26,7 +26,8 @@ from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
 CLOSE_S = 5.0
-NO_OUTPUTS: Mapping[str, Path] = MappingProxyType({})
+NO_OUTPUTS: Mapping[str, Sequence[Path]] = MappingProxyType({})
+NO_STATES: Mapping[str, Path] = MappingProxyType({})
 GARBAGE_THRESHOLD = 50_000
 """Threshold of Python's garbage collector: number of allocated objects not yet freed before it runs. A call to 1,024
 ranks allocates some 15,000, which reference counting frees at its end."""
@@ -60,7 +61,9 @@ class Cluster:
         say: Callable[[str], None] = lambda line: None,
         *,
         keep_weights: bool = False,
-        outputs: Mapping[str, Path] = NO_OUTPUTS,
+        outputs: Mapping[str, Sequence[Path]] = NO_OUTPUTS,
+        admit: Callable[[Mapping[str, worker_pb2.DescribeResponse]], None] = lambda services: None,
+        states: Mapping[str, Path] = NO_STATES,
     ) -> None:
         """Finds every rank of every service, checks that the services fit the config, begins the session on them, and
         sends every rank the endpoints of all others (Introduce).
@@ -69,8 +72,10 @@ class Cluster:
             say: Called with a line of text that names the services that are waited for. Default: does nothing.
             keep_weights: Whether to continue from the weights, optimizers and policy versions that the services have.
                 False: services load their model directories.
-            outputs: Directory that a service is going to export to, by name; the service checks that it can write
-                there.
+            outputs: Directories that a service is going to write to, by name; the service checks that it can.
+            admit: Called with the descriptions of the services by name, before anything changes in them; may raise to
+                refuse them. Default: does nothing.
+            states: Directory of a sharded checkpoint that a service loads in place of its model directory, by name.
 
         Raises:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
@@ -81,21 +86,26 @@ class Cluster:
         self._loop.run(self._connect(say), self.config.run.connect_timeout_s + CLOSE_S)
         ours = self._ours
         check_tables(ours, self.config.services)
+        admit(self.descriptions)
         free = wait_until_free(
             ours,
             self.session,
             lambda client: client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S),
         )
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
+        # What is replaced by a checkpoint need not be loaded from the model directory before.
         begun = {
-            name: group.begin_session(keep_weights, [str(outputs[name])] if name in outputs else [])
+            name: group.begin_session(keep_weights or name in states, [*map(str, outputs.get(name, ()))])
             for name, group in ours.items()
         }
-        results([call for batch in begun.values() for call in batch.calls])
+        loaded = [ours[name].load_checkpoint(str(directory)) for name, directory in states.items()]
+        results([call for batch in (*begun.values(), *loaded) for call in batch.calls])
         self._introduce(list(ours.values()))
         for name, batch in begun.items():
             (record,) = batch.records()
-            if record.responses[0].model:
+            if name in states:
+                self.origins[name] = f"checkpoint {states[name]}"
+            elif record.responses[0].model:
                 self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
 
     def close(self) -> None:

@@ -140,13 +140,13 @@ class RoleGroup:
         Cancel; ranks that do not respond raise no error."""
         await asyncio.gather(*(self.ranks.cancel(call_id) for call_id in list(self.running)))
 
-    def release(self, step: StepContext) -> Future[None]:
+    def release(self, step: StepContext) -> Future[list[Any]]:
         """Frees the rows that the calls of a step made, on every rank. Returns a future that is resolved when all
         ranks have responded."""
         request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
         return self._loop.start(self.ranks.reach_all(WORKER["Release"], request, self.session.timeout_s))
 
-    def introduce(self, request: bytes) -> Future[None]:
+    def introduce(self, request: bytes) -> Future[list[Any]]:
         """Sends every rank a serialized IntroduceRequest, which has the endpoints of all ranks in the session.
         Returns a future that is resolved when all ranks have responded."""
         return self._loop.start(self.ranks.reach_all(WORKER["Introduce"], request, INTRODUCE_S))
@@ -173,10 +173,27 @@ class RoleGroup:
         """Moves weights and optimizer state from host memory back to the devices."""
         return self.call("onload")
 
-    def save_checkpoint(self, directory: str, format: worker_pb2.CheckpointFormat) -> FutureBatch:
-        """Writes a checkpoint to `directory` on the ranks' hosts. `format` HUGGING_FACE writes a model directory with
-        the weights; SHARDED writes each rank's shards of weights and optimizer state, to resume from."""
-        return self.call("save_checkpoint", directory=directory, format=format)
+    def save_checkpoint(
+        self, directory: str, format: worker_pb2.CheckpointFormat, *, in_background: bool = False
+    ) -> FutureBatch:
+        """Writes a checkpoint to `directory` on the ranks' hosts.
+
+        Args:
+            directory: Path of the directory.
+            format: HUGGING_FACE for a model directory with the weights; SHARDED for each rank's shards of weights and
+                optimizer state, to resume from.
+            in_background: For SHARDED: whether the call ends when the state is copied, and it is written while later
+                calls run; `await_checkpoint` waits for that.
+        """
+        return self.call("save_checkpoint", directory=directory, format=format, in_background=in_background)
+
+    def await_checkpoint(self, directory: str) -> Future[list[worker_pb2.AwaitCheckpointResponse]]:
+        """Returns a future of every rank's response, in rank order, when all have written a checkpoint whose
+        `save_checkpoint` was called with `in_background`; of an RlhfError where a rank fails, or has not written it
+        within `run.save_timeout_s`."""
+        request = worker_pb2.AwaitCheckpointRequest(directory=directory)
+        timeout_s = self.session.save_timeout_s
+        return self._loop.start(self.ranks.reach_all(WORKER["AwaitCheckpoint"], request, timeout_s))
 
     def load_checkpoint(self, directory: str) -> FutureBatch:
         """Loads weights and optimizer state from a sharded checkpoint in `directory` on the ranks' hosts."""

@@ -36,6 +36,8 @@ class Status:
     """Progress of each running call, such as "12/64", by "service.method"; empty where it is unknown."""
     memory: dict[str, float] = field(default_factory=dict)
     """Memory of each service, in bytes, by name."""
+    first_step: int = 0
+    """Number of steps that were done when the display began, those of the run before it was resumed."""
 
 
 class Progress:
@@ -81,10 +83,11 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def begin(self, total_steps: int) -> None:
-        """Records that the run starts now, with `total_steps` steps."""
+    def begin(self, total_steps: int, done: int = 0) -> None:
+        """Records that the run starts now, with `total_steps` steps, of which `done` are done already."""
         with self._lock:
             self._status.total_steps = total_steps
+            self._status.step = self._status.first_step = done
             self._began_s = self._clock()
 
     def stage(self, running: Mapping[str, str]) -> None:
@@ -184,7 +187,7 @@ def _bar(status: Status) -> Table:
 
 def _times(status: Status) -> str:
     elapsed = duration_text(status.elapsed_s)
-    if not 0 < status.step < status.total_steps:
+    if not status.first_step < status.step < status.total_steps:
         return elapsed
-    left_s = status.elapsed_s / status.step * (status.total_steps - status.step)
+    left_s = status.elapsed_s / (status.step - status.first_step) * (status.total_steps - status.step)
     return f"{elapsed}, about {duration_text(left_s)} left"

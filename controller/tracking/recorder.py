@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ REPORT_EVERY_S = 60.0
 
 class Recorder:
     """Context manager that writes the files of a run while it is under way, and shows its progress. On exit it writes
-    the report, also after an error.
+    the report, also after an error. Files of the run that are there are continued.
 
     Args:
         directory: Run directory.
@@ -46,7 +46,7 @@ class Recorder:
         self._identity = dict(identity or {})
         self._report_every_s = report_every_s
         self._reported_s = time.monotonic()
-        self._figures = Figures()
+        self._figures = Figures.read(directory.path)
         self._metrics = MetricsWriter(directory.path)
         self._samples = SamplesWriter(directory.path)
         self._timeline = Timeline(directory.path, self.started_s)
@@ -56,6 +56,11 @@ class Recorder:
     def path(self) -> Path:
         """Path of the run directory."""
         return self.directory.path
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        """Names of all metrics that the run has had so far."""
+        return self._figures.last.keys()
 
     def __enter__(self) -> Self:
         self.progress.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -62,6 +63,28 @@ class RunDirectory:
         """Returns the directory for a service's trained model, as an absolute path, since services may run in
         different working directories."""
         return self.path.resolve() / service
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context manager that holds the directory for this process, whose end releases it in any case.
+
+        Raises:
+            ConfigError: Another process of this host writes to the directory, or it cannot be opened.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"run directory {self.path}: {_reason(error)}") from error
+        try:
+            # A file system without locks has none to refuse.
+            with contextlib.suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(f"run directory {self.path}: another process runs in it") from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def remove_if_only(self, names: Set[str]) -> None:
         """Removes the directory if it has no entries except those in `names`. Does nothing where it cannot be read or
@@ -157,7 +180,7 @@ def write_atomically(path: Path, text: str) -> Path:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     return path
@@ -223,7 +246,8 @@ def _make_unique(parent: Path, stem: str) -> Path:
             path = parent / f"{stem}-{number}"
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Flushes the entries of a directory to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

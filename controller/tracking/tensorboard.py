@@ -26,12 +26,15 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
 
 class EventFile:
-    """Writer of one event file in `run_dir/tensorboard/`; each step is on the disk when `log` returns."""
+    """Writer of one event file in `run_dir/tensorboard/`; each step is on the disk when `log` returns. Continues the
+    newest event file that is there."""
 
     def __init__(self, run_dir: Path) -> None:
-        name = f"{DIRECTORY}/events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file = AppendFile(run_dir, name)
-        self._file.append(record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2")))
+        found = sorted((run_dir / DIRECTORY).glob("events.out.tfevents.*"))
+        name = found[-1].name if found else f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._file = AppendFile(run_dir, f"{DIRECTORY}/{name}")
+        if not found:
+            self._file.append(record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2")))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends the scalars of a step, by name. Raises RlhfError where writing fails."""

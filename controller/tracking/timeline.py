@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from controller.tracking.run_directory import AppendFile, json_text
+from rlhf.errors import RlhfError
 
 Track = tuple[str, str]
 """Names of the process and the thread that an event is shown in, for example ("actor", "rank 0") for a service and
@@ -40,22 +42,26 @@ class Timeline:
     """Writes events to `timeline.json` of a run, from any thread.
 
     At `max_bytes` the file is renamed to `timeline-earlier.json`, replacing an earlier one, and a new one is begun. So
-    the two files have the last events of a run, and memory holds none.
+    the two files have the last events of a run, and memory holds none. A `timeline.json` that is there, without the
+    end of the array, is continued.
 
     Args:
         run_dir: The run directory.
-        started_unix_s: Unix time, in seconds, that is time 0 of the trace.
+        started_unix_s: Unix time, in seconds, that is time 0 of the trace; a timeline that is continued keeps its own.
         max_bytes: Size in bytes at which the next file is begun.
     """
 
     def __init__(self, run_dir: Path, started_unix_s: float, max_bytes: int = MAX_BYTES) -> None:
-        """Raises RlhfError where the file cannot be created."""
+        """Raises RlhfError where the file cannot be created, or the one that is there is no timeline."""
         self._run_dir = run_dir
         self._started_us = round(started_unix_s * 1e6)
         self._max_bytes = max_bytes
         self._added: list[Span] = []
         self._lock = threading.Lock()
-        self._begin()
+        if (run_dir / TIMELINE_FILE).exists():
+            self._go_on()
+        else:
+            self._begin()
 
     def add(
         self,
@@ -109,6 +115,17 @@ class Timeline:
         self._file = AppendFile(self._run_dir, TIMELINE_FILE, syncs=False)
         origin = {"unix_s": self._started_us / 1e6}
         self._write("[\n" + json_text({"ph": "M", "name": "run_started", "pid": 0, "tid": 0, "args": origin}))
+
+    def _go_on(self) -> None:
+        path = self._run_dir / TIMELINE_FILE
+        try:
+            events = read_events(path)
+            self._started_us = round(events[0]["args"]["unix_s"] * 1e6)
+            self._tracks = _Tracks.of(events)
+        except (ValueError, LookupError, TypeError) as error:
+            raise RlhfError(f"{path}: not the timeline of a run: {error}") from None
+        self._num_bytes = path.stat().st_size
+        self._file = AppendFile(self._run_dir, TIMELINE_FILE, syncs=False)
 
     def _end(self) -> None:
         self._write("\n]\n")
@@ -165,6 +182,21 @@ class _Tracks:
         self._pids: dict[str, int] = {}
         self._tids: dict[int, int] = {}
         self._lanes: dict[Track, list[_Lane]] = {}
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> Self:
+        """Returns the numbers that the events of a trace name; later events continue its lanes."""
+        tracks, processes = cls(), dict[int, str]()
+        for event in events:
+            name, pid, tid = event["args"].get("name", ""), event["pid"], event["tid"]
+            if event["name"] == "process_name":
+                tracks._pids[name] = pid
+                processes[pid] = name
+            elif event["name"] == "thread_name":
+                tracks._tids[pid] = max(tid, tracks._tids.get(pid, 0))
+                track = processes[pid], re.sub(r" \(\d+\)$", "", name)
+                tracks._lanes.setdefault(track, []).append(_Lane(tid))
+        return tracks
 
     def place(self, span: Span) -> tuple[tuple[int, int], list[dict[str, Any]]]:
         """Returns the numbers (process, thread) of a span, and the events that name them where they are new.

@@ -76,13 +76,19 @@ class Evaluator:
         rows; see `rows`."""
         return len(self._data) - len(self.rows)
 
-    def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:
+    def evaluate(self, step: StepContext, evaluation: Evaluation, batch_rows: int = 0) -> dict[str, float]:
         """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/, and
         time/evaluation_s. Appends the metrics to `history`. All rows of the step are freed after each batch, those of
-        its training too."""
+        its training too.
+
+        Args:
+            step: The step.
+            evaluation: Measures the rows.
+            batch_rows: Maximum number of rows in a batch. Default: that of the evaluator.
+        """
         started = time.time()
         parts: list[Mapping[str, np.ndarray]] = []
-        for batch in batches(self._data, self.rows, self._batch_rows):
+        for batch in batches(self._data, self.rows, batch_rows or self._batch_rows):
             values, made = evaluation.measure(batch.of_step(step))
             parts.append(values)
             for each in made:

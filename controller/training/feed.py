@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 
 from controller.config.config import Config
 from controller.data.draws import Limit, draw
-from controller.data.loader import Loader
+from controller.data.loader import Loader, Position, State
 from controller.data.prompts import PromptData, TextData, columns_of
 from controller.role_groups.dataflow import FutureBatch
+from rlhf.errors import ConfigError
 
 
 class Feed:
@@ -62,6 +67,24 @@ class Feed:
             return FutureBatch(rows, {})
         return FutureBatch.of(pretrain_text=draw(self._texts, self.text_loader, rows, self._text_limit, str))
 
+    def state(self) -> dict[str, Any]:
+        """Returns the position in prompts and texts as JSON values."""
+        texts = self.text_loader
+        return {
+            "prompts": asdict(self.loader.state),
+            "texts": asdict(texts.state) if texts else None,
+            "batches_drawn": self.batches_drawn,
+        }
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Sets the position to one that `state` returned. Raises ConfigError where it is one in other data."""
+        if (stored["texts"] is None) != (self.text_loader is None):
+            raise ConfigError("data.pretrain: a run cannot begin or end to read texts where it is resumed")
+        self.loader.restore(_loader_state(stored["prompts"]))
+        if self.text_loader is not None:
+            self.text_loader.restore(_loader_state(stored["texts"]))
+        self.batches_drawn = stored["batches_drawn"]
+
     @property
     def left_out(self) -> dict[str, int]:
         """Metrics with the number of rows that were left out so far because they are too long, by name."""
@@ -71,3 +94,8 @@ class Feed:
             for name, loader in loaders.items()
             if loader is not None
         }
+
+
+def _loader_state(stored: Mapping[str, Any]) -> State:
+    positions = tuple(Position(**position) for position in stored["positions"])
+    return State(stored["seed"], tuple(stored["sizes"]), positions)

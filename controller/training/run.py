@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from client.session import StepContext
+from controller.checkpoints.saver import Checkpointer
 from controller.config.config import Config
 from controller.data.draws import Limit
 from controller.data.prompts import PromptData, TextData
@@ -27,6 +28,7 @@ from controller.training.feed import Feed
 from controller.training.policy_evaluation import PolicyEvaluation
 from controller.training.rewards import Failures, Reward
 from controller.training.roles import Actor, Critic, Reference, RewardModel
+from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
 from nccl_transfer.fetch import Fetcher
@@ -52,10 +54,11 @@ class Run:
         limits: Limits on the length of prompts and of texts; None: any length.
         resources: Stack of what `close` closes beside the run's own connections, such as session and launched
             services. Default: empty.
+        checkpointer: Writes the checkpoints of the run. Default: none are written.
+        resumed: State of the run that it is resumed from, of a checkpoint. Default: the run begins.
 
     Attributes:
         loader: Loader that draws the prompts.
-        kept: State that the algorithm registered with `keep`, by name.
     """
 
     def __init__(
@@ -67,20 +70,30 @@ class Run:
         pretrain: TextData | None = None,
         limits: tuple[Limit | None, Limit | None] = (None, None),
         resources: contextlib.ExitStack | None = None,
+        checkpointer: Checkpointer | None = None,
+        resumed: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
-        self.kept: dict[str, Any] = {}
         self._cluster = cluster
         train, heldout = data
         self._feed = Feed(config, train, pretrain, limits)
         self.loader = self._feed.loader
         self._metrics = StepMetrics(cluster)
         self._evaluator = Evaluator(heldout, limits[0], config.run.evaluation_rows, cluster, recorder)
+        self._state = RunState(self._feed, self._metrics, self._evaluator)
+        if resumed is not None:
+            self._state.restore(resumed)
+        self._checkpointer = checkpointer
         fetcher = Fetcher(host_id(), create_transports())
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
         self._resources.callback(self._columns.close)
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """State that the algorithm registered with `keep`, by name."""
+        return self._state.kept.states
 
     @property
     def directory(self) -> Path:
@@ -150,20 +163,26 @@ class Run:
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
         """Iterates over the training steps. Evaluates before the first step, between steps as `run.evaluate_every`
         says, and after the last: number `run.steps`, or one on which the algorithm called `Step.stop`. Frees the rows
-        of a step when the next is requested.
+        of a step, and writes its checkpoint if one is due, when the next is requested. A resumed run begins with the
+        step after its checkpoint.
 
         Args:
             evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
 
         Raises:
             InvalidRequest: The algorithm did not call `Step.finish`.
+            ConfigError: The algorithm keeps other state than the checkpoint has, or state that one cannot hold.
         """
-        table, session = self.config.run, self._cluster.session
+        table, session, state = self.config.run, self._cluster.session, self._state
+        state.kept.check_complete()
         evaluation = evaluation or self._policy_evaluation()
-        metrics = self._evaluator.evaluate(session.newest, evaluation)
-        self._cluster.end_step(session.newest)
-        self.recorder.step(session.newest.number, metrics)
-        for number in range(1, table.steps + 1):
+        if not state.step:
+            metrics = self._evaluator.evaluate(session.newest, evaluation)
+            self._cluster.end_step(session.newest)
+            self.recorder.step(session.newest.number, metrics)
+        if self._checkpointer:
+            self._checkpointer.begin(state.to_json)
+        for number in range(state.step + 1, 1 if state.is_ended else table.steps + 1):
             context, started = session.begin_step(number), time.time()
             step = Step(context, self._feed.next_prompts, self._feed.next_texts())
             yield step
@@ -177,13 +196,37 @@ class Run:
                 metrics |= self._evaluator.evaluate(context, evaluation)
             self._cluster.end_step(context)
             self.recorder.step(number, metrics)
+            state.step, state.is_ended = number, step.is_last
+            if self._checkpointer:
+                known = self.recorder.metric_names
+                self._checkpointer.after_step(number, metrics, state.to_json, known=known, is_last=is_last)
             if is_last:
                 return
 
+    def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
+        """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/.
+
+        Args:
+            evaluation: Measures the rows. Default: as for `steps`.
+            batch_rows: Maximum number of rows in a batch. Default: run.evaluation_rows.
+        """
+        newest = self._cluster.session.newest
+        return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
+
     def keep(self, name: str, state: S) -> S:
-        """Stores a dataclass with state that the algorithm changes from step to step in `kept` under `name`, and
-        returns it. Nothing is written to disk."""
-        self.kept[name] = state
+        """Registers a dataclass with state that the algorithm changes from step to step, and returns it. Checkpoints
+        hold its fields, and in a resumed run they get the values of the checkpoint, in place. Must be called before
+        `steps`.
+
+        Args:
+            name: Name of the state, unique in the run.
+            state: A dataclass whose fields are numbers, texts, numpy arrays, lists and dictionaries of them, or such
+                dataclasses.
+
+        Raises:
+            ConfigError: The checkpoint that the run is resumed from has no such state.
+        """
+        self._state.kept.add(name, state)
         return state
 
     def lengths(self, batch: FutureBatch) -> np.ndarray:
@@ -206,6 +249,8 @@ class Run:
         totals, history = self._metrics, self._evaluator.history
         if not totals.steps:
             raise InvalidRequest("the algorithm finished no step")
+        if self._checkpointer:
+            self._checkpointer.settle()
         group = self.group(trained, RoleGroup)
         directory = str(self.recorder.directory.output(trained))
         saved = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
@@ -217,7 +262,7 @@ class Run:
         summary |= {
             "steps": totals.steps,
             "tokens_per_s": totals.tokens / totals.seconds,
-            "wall_s": time.time() - self.recorder.started_s,
+            "wall_s": self._state.wall_s,
             f"{trained}_sha256": record.responses[0].sha256,
             "heldout_prompts_left_out": self._evaluator.left_out,
             **{name.removeprefix("data/"): count for name, count in self._feed.left_out.items()},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, mean_metrics
 from controller.tracking.transfer import transfer_metrics
@@ -65,6 +68,14 @@ class StepMetrics:
         return (
             metrics | parity_metrics(step.records) | transfer_metrics(step.records) | stages | memory | gauges
         )
+
+    def state(self) -> dict[str, float]:
+        """Returns the totals by name."""
+        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Sets the totals to those that `state` returned."""
+        self.steps, self.tokens, self.seconds = (stored[name] for name in ("steps", "tokens", "seconds"))
 
     def _stage(self, record: CallRecord) -> str:
         """Returns the name of a call's stage: its method, with the name of the service before it where that is not

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -303,6 +304,25 @@ class TrainEngine(ABC):
         Raises:
             OSError: the directory could not be written (`agreement.PeerRankFailed` on ranks that could).
         """
+
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+        """Copies weights and optimizer state for a checkpoint, and returns a function that writes it while the engine
+        goes on: it is not collective, may be called on any thread, and returns the files that this rank has written
+        and synced. Collective. The directory must be empty or missing, and is incomplete until the functions of all
+        ranks have returned.
+
+        Default: writes the checkpoint by `save` before it returns.
+
+        Args:
+            directory: path of the checkpoint, as in `save`.
+            scalars: as in `save`.
+
+        Raises:
+            ValueError: the directory is not empty (`agreement.PeerRankFailed` on other ranks than 0).
+        """
+        self.save(directory, scalars)
+        is_writer = dist.get_rank() == 0
+        return lambda: [path for path in sorted(directory.rglob("*")) if path.is_file()] if is_writer else []
 
     @abstractmethod
     def load(self, directory: Path) -> Scalars:

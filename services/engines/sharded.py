@@ -29,7 +29,7 @@ from services.storage.checkpoint import (
     write_manifest,
     write_shards,
 )
-from services.storage.publish import readable_path
+from services.storage.publish import make_empty, readable_path
 
 Output = TypeVar("Output")
 
@@ -148,6 +148,24 @@ class ShardedEngine(TrainEngine):
             self.progressed()
             if dist.get_rank() == 0:
                 write_manifest(partial, dist.get_world_size(), {**scalars, NUM_STEPS: self._num_steps})
+
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+        self.check_onloaded()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        with all_or_none(f"copying a checkpoint for {directory}", self.device):
+            if rank == 0:
+                make_empty(directory)
+            own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
+            shards = self._shards({name: _in_host_memory(x) for name, x in own.items()})
+            scalars = {**scalars, NUM_STEPS: self._num_steps}
+
+        def write() -> list[Path]:
+            written = [write_shards(directory, rank, shards)]
+            if rank == 0:
+                written.append(write_manifest(directory, num_ranks, scalars))
+            return written
+
+        return write
 
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()

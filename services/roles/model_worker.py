@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from services.engines.base import EngineSetup, LossFn
 from services.engines.implementation import implementation_of
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
+from services.roles.background import BackgroundWriter
 from services.roles.columns import Sequences
 from services.roles.device import (
     allocated_bytes,
@@ -91,6 +93,7 @@ class ModelWorker(Worker):
         )
         self._updater = Updater(self.engine, ranks)
         self._profiler = CallProfiler()
+        self._writer = BackgroundWriter()
 
     def engine_name(self) -> str:
         """Returns the name of the engine that Describe reports."""
@@ -104,6 +107,12 @@ class ModelWorker(Worker):
     def import_engines(cls, table: ServiceTable) -> None:
         for key, spec in table.engine_specs.items():
             implementation_of(key, getattr(table, key), spec, object)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def writing(self, directory: Path) -> Future[list[Path]]:
+        return self._writer.writing(directory)
 
     def prepare_thread(self) -> None:
         torch.set_num_threads(self.table.threads)
@@ -144,14 +153,8 @@ class ModelWorker(Worker):
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
         """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
-        return tokenize_texts(
-            self.tokenizer,
-            texts,
-            call,
-            max_tokens=self.table.micro_batch_tokens,
-            progressed=self.progressed,
-            **options,
-        )
+        options |= {"max_tokens": self.table.micro_batch_tokens, "progressed": self.progressed}
+        return tokenize_texts(self.tokenizer, texts, call, **options)
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
@@ -208,13 +211,8 @@ class ModelWorker(Worker):
         """Makes one optimizer step per mini-batch, of which `mini_batches` holds this rank's parts, increments the
         policy version, and returns the metrics of the steps. If anything fails, weights and optimizer state are
         restored on every rank. Collective. Other arguments as for `update`."""
-        metrics = self._updater.run(
-            mini_batches,
-            UpdateLoss(head, loss_for, term),
-            call,
-            verify=rows.fetched.verify,
-            copy_weights=self.copy_weights if self.copies_weights else None,
-        )
+        copy, loss = self.copy_weights if self.copies_weights else None, UpdateLoss(head, loss_for, term)
+        metrics = self._updater.run(mini_batches, loss, call, verify=rows.fetched.verify, copy_weights=copy)
         self.policy_version += 1
         return CallResult(metrics=metrics, verified=True)
 
@@ -282,7 +280,11 @@ class ModelWorker(Worker):
                 sha256 = self.engine.export(directory, self.tokenizer, dtype)
                 return CallResult(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
             case worker_pb2.CHECKPOINT_FORMAT_SHARDED:
-                self.engine.save(directory, {"policy_version": self.policy_version})
+                scalars = {"policy_version": self.policy_version}
+                if request.in_background:
+                    self._writer.start(directory, self.engine.begin_save(directory, scalars))
+                else:
+                    self.engine.save(directory, scalars)
                 return CallResult()
             case _:
                 raise InvalidRequest("save_checkpoint: format must be SHARDED or HUGGING_FACE")

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -15,7 +16,7 @@ import numpy as np
 
 from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
-from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
 from settings.service import ServiceTable
@@ -280,6 +281,26 @@ class Worker:
     def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Default, for a role without weights: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} has no weights to load")
+
+    def writing(self, directory: Path) -> Future[list[Path]]:
+        """Returns a future of the files of a checkpoint that this rank writes in the background, as absolute paths.
+        Called on the event loop, so it must return at once.
+
+        Default, for a role whose SaveCheckpoint responds when everything is written: all files of the directory on
+        rank 0, and none on other ranks.
+
+        Args:
+            directory: Directory that SaveCheckpoint was called with, as `output_path` returns it.
+
+        Raises:
+            Refused: The rank writes no such checkpoint.
+        """
+        if not directory.is_dir():
+            raise Refused(f"there is no checkpoint in {directory}")
+        written: Future[list[Path]] = Future()
+        found = directory.rglob("*") if self.ranks.rank == 0 else ()
+        written.set_result(sorted(path for path in found if path.is_file()))
+        return written
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Calls `run`, which runs a method, and returns its result. Default: nothing else. A role may override it,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.metadata
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nccl_transfer.refs.wire_ranks import mesh_to_proto
 from nccl_transfer.store.store import TensorStore
 from rlhf.access import Access
 from rlhf.contract import Method
-from rlhf.errors import InvalidRequest, ServiceLost
+from rlhf.errors import InvalidRequest, RlhfError, ServiceLost
 from rlhf.guard import Guard
 from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
@@ -25,14 +26,14 @@ from services.runtime.dispatch import DispatchStream
 from services.runtime.execution import CallQueue
 from services.runtime.hosts import cpu_name
 from services.runtime.sessions import check_name
-from services.runtime.worker import Registration, Worker
+from services.runtime.worker import Registration, Worker, require
 
 WATCH_PAUSE_S = 0.05
 """Least seconds between two statuses that Watch sends, so that it may not show every short call."""
 
 
 class WorkerHandlers:
-    """Handlers of Describe, Dispatch, Watch, Cancel, Release, EndSession and Introduce.
+    """Handlers of Describe, Dispatch, Watch, Cancel, Release, EndSession, Introduce and AwaitCheckpoint.
 
     Args:
         service: Name of the service in the configuration.
@@ -83,6 +84,7 @@ class WorkerHandlers:
             "Release": self._release,
             "EndSession": self._end_session,
             "Introduce": self._introduce,
+            "AwaitCheckpoint": self._await_checkpoint,
         }
 
     async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
@@ -182,6 +184,31 @@ class WorkerHandlers:
     async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:
         self._queue.introduce(request.session, request.endpoints)
         return worker_pb2.IntroduceResponse()
+
+    async def _await_checkpoint(self, request: Any, context: Any) -> worker_pb2.AwaitCheckpointResponse:
+        require(request, "directory")
+        directory = self._worker.output_path(request.directory)
+        writing = asyncio.wrap_future(self._worker.writing(directory))
+        try:
+            # A caller that leaves must not cancel the write.
+            files = await asyncio.to_thread(checkpoint_files, directory, await asyncio.shield(writing))
+        except OSError as error:
+            raise RlhfError(
+                f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+            ) from error
+        return worker_pb2.AwaitCheckpointResponse(files=files)
+
+
+def checkpoint_files(directory: Path, paths: Iterable[Path]) -> list[worker_pb2.CheckpointFile]:
+    """Reads files below a directory and returns them with size and sha256. Raises OSError where one cannot be
+    read."""
+    found = []
+    for path in paths:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            name, size = path.relative_to(directory).as_posix(), file.tell()
+        found.append(worker_pb2.CheckpointFile(path=name, size=size, sha256=sha256))
+    return found
 
 
 def _hide_keys(answer: worker_pb2.DescribeResponse) -> None:

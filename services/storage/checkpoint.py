@@ -56,8 +56,9 @@ class WeightShard:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
-def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) -> None:
-    """Writes the shards of one rank, given by name, to a file in an existing directory, and syncs it to disk.
+def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) -> Path:
+    """Writes the shards of one rank, given by name, to a file in an existing directory, and syncs it to disk; returns
+    its path.
 
     Raises:
         OSError: the file could not be written.
@@ -70,13 +71,17 @@ def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) 
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
     sync(path)  # by the rank that wrote it: other hosts of a shared file system cannot
+    return path
 
 
-def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> None:
-    """Writes the manifest of a checkpoint: the number of ranks whose shards it contains, and scalars by name. Called
-    on one rank."""
+def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> Path:
+    """Writes the manifest of a checkpoint: the number of ranks whose shards it contains, and scalars by name; syncs it
+    to disk and returns its path. Called on one rank."""
     manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    path = directory / MANIFEST
+    path.write_text(json.dumps(manifest, indent=2) + "\n")
+    sync(path)
+    return path
 
 
 def read_manifest(directory: Path) -> tuple[int, Scalars]:

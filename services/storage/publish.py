@@ -50,6 +50,17 @@ def check_replaceable(directory: Path) -> None:
         )
 
 
+def make_empty(directory: Path) -> None:
+    """Creates a directory and its parents, unless it is there and empty; raises ValueError if it has entries, or is no
+    directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{directory} exists and is no directory") from None
+    if any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty, so no checkpoint is written into it")
+
+
 def check_writable(directory: Path) -> None:
     """Raises ValueError if `directory` could not be published now: it may not be replaced (`check_replaceable`), or
     its nearest existing parent is not writable. Leaves no files."""

@@ -15,7 +15,7 @@ from rlhf.roles import BUILT_IN
 from rlhf.v1 import common_pb2
 
 READ = {"worker/Describe", "worker/Watch", "transfer/Stat"}
-ADMINISTER = {"worker/Profile", "worker/SaveCheckpoint", "worker/LoadCheckpoint"}
+ADMINISTER = {"worker/AwaitCheckpoint", "worker/Profile", "worker/SaveCheckpoint", "worker/LoadCheckpoint"}
 CALL = {
     *(f"actor/{name}" for name in ("GenerateSequences", "ComputeLogProb", "ComputeLoss", "Tokenize", "UpdateActor",
                                    "UpdateSupervised")),

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from controller import algorithms, cli, job
+from controller import algorithms, cli, job, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError, from_status, to_status
@@ -26,13 +26,13 @@ def failed(error: Exception) -> RlhfError:
 def test_an_unforeseen_error_points_to_the_log_of_its_service(launched: bool, tmp_path: Path) -> None:
     services = LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) if launched else None
     log = tmp_path / "actor.log" if launched else "the log of services.actor"
-    said = job.pointing_to_log(failed(IndexError("index 22 is out of bounds")), services)
+    said = opening.pointing_to_log(failed(IndexError("index 22 is out of bounds")), services)
     assert str(said) == f"actor rank 1 UpdateActor: IndexError: index 22 is out of bounds (traceback: {log})"
 
 
 def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
     error = failed(InvalidRequest("column 'a' is missing"))
-    assert job.pointing_to_log(error, None) is error
+    assert opening.pointing_to_log(error, None) is error
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_run_whose_directory_was_deleted_ends_with_its_own_error(
         shutil.rmtree(tmp_path / "runs")
         raise RlhfError("the services are lost")
 
-    monkeypatch.setattr(job, "LaunchedServices", deleted)
+    monkeypatch.setattr(opening, "LaunchedServices", deleted)
     with pytest.raises(RlhfError, match="the services are lost"):
         job.run(load(QUICKSTART, settings), "ppo", launch=True)
 

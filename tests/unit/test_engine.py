@@ -238,6 +238,23 @@ def test_a_checkpoint_continues_bit_for_bit_in_a_fresh_engine(tiny_llama_dir: Pa
     assert same_bits(fresh.snapshot().tensors, engine.snapshot().tensors)
 
 
+def test_a_checkpoint_that_is_written_later_has_the_state_from_when_it_was_begun(
+    tiny_llama_dir: Path, tmp_path: Path
+):
+    engine = make_engine(tiny_llama_dir)
+    engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
+    write = engine.begin_save(tmp_path / "checkpoint", {"policy_version": 7})
+    begun = engine.snapshot()
+    engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
+    names = ["rank-00000.safetensors", "manifest.json"]
+    assert write() == [tmp_path / "checkpoint" / name for name in names]
+    fresh = make_engine(tiny_llama_dir)
+    assert fresh.load(tmp_path / "checkpoint") == {"policy_version": 7}
+    assert same_bits(fresh.snapshot().tensors, begun.tensors)
+    with pytest.raises(ValueError, match="is not empty"):
+        engine.begin_save(tmp_path / "checkpoint")
+
+
 def test_a_checkpoint_replaces_an_older_one_and_leaves_nothing_beside_it(
     tiny_llama_dir: Path, tmp_path: Path
 ):

@@ -177,6 +177,14 @@ def test_a_checkpoint_continues_bit_for_bit_in_a_fresh_engine(tiny_llama_dir: Pa
     assert same_bits(weights(fresh), weights(engine))
 
 
+def test_a_checkpoint_in_the_background_is_that_of_the_adapters(tiny_llama_dir: Path, tmp_path: Path):
+    engine = trained(make_engine(tiny_llama_dir))
+    engine.begin_save(tmp_path / "checkpoint", {"policy_version": 2})()
+    fresh = make_engine(tiny_llama_dir)
+    assert fresh.load(tmp_path / "checkpoint") == {"policy_version": 2}
+    assert same_bits(fresh.snapshot().tensors, engine.snapshot().tensors)
+
+
 def test_an_update_is_undone_bit_for_bit(tiny_llama_dir: Path):
     engine = trained(make_engine(tiny_llama_dir))
     before, expected = engine.snapshot(), weights(engine)

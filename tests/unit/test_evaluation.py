@@ -1,9 +1,13 @@
-"""Names of metrics on held-out rows: accuracy or reward."""
+"""Metrics on held-out rows: their names, accuracy or reward, and pass@k."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
+from controller.training.pass_at_k import pass_at_k
 from controller.training.policy_evaluation import is_share
 from rlhf.v1 import worker_pb2
 
@@ -37,3 +41,12 @@ def test_a_reward_is_an_accuracy_where_it_lies_between_0_and_1(
     weights: dict[str, float], expected: bool
 ) -> None:
     assert is_share(weights, SERVICES) is expected
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_draws_that_contain_a_right_one(samples: int) -> None:
+    for solved in range(samples + 1):
+        for k in range(1, samples + 1):
+            draws = list(itertools.combinations(range(samples), k))
+            share = sum(min(draw) < solved for draw in draws) / len(draws)
+            assert pass_at_k(np.array([solved]), samples, k) == pytest.approx([share])

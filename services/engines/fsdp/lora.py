@@ -140,6 +140,10 @@ class LoRAEngine(FSDPEngine):
         """Writes a checkpoint as `TrainEngine.save`, with adapters and moments alone, and alpha as a further scalar."""
         super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
 
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+        """Begins a checkpoint as `TrainEngine.begin_save`, with the content of that of `save`."""
+        return super().begin_save(directory, {**scalars, ALPHA: self._adapters.alpha})
+
     def load(self, directory: Path) -> Scalars:
         """Loads a checkpoint as `TrainEngine.load`. Also raises ValueError if it has no adapters, or their alpha is
         another."""

@@ -1,0 +1,192 @@
+"""The facts that the results of a run depend on, beside the state in a checkpoint: its config, the contents of its
+data and models, and the platform of its services. A resumed run is compared with those of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from controller.checkpoints.digests import fingerprint, model_fingerprint
+from controller.config.config import Config
+from controller.data.prompts import PromptData, TextData
+from controller.role_groups.admission import WHERE_IT_RUNS, differences
+from rlhf.errors import ConfigError
+from rlhf.v1 import worker_pb2
+
+MAY_DIFFER = frozenset(
+    {
+        *(f"run.{key}" for key in ("steps", "evaluate_every", "samples", "name", "directory")),
+        *(f"run.{key}" for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s")),
+        *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),
+        "checkpoint",
+        "pools",
+        "security",
+    }
+)
+"""Keys and tables of the config that may differ where a run is resumed: they change no training step, or name files
+whose contents are compared."""
+OF_A_SERVICE = (WHERE_IT_RUNS - {"role", "ranks"}) | {
+    "arena_mb",
+    "checksums",
+    "model",
+    "output_roots",
+    "stuck_timeout_s",
+    "transports",
+}
+"""Keys of a service's table that may differ likewise."""
+ELSEWHERE = frozenset(
+    {
+        "activation_checkpointing",
+        "engine",
+        "engine_options",
+        "generation_mesh",
+        "matmul",
+        "mesh",
+        "micro_batch_tokens",
+        "packing",
+        "ranks",
+        "rollout_engine",
+        "rollout_options",
+        "rollout_tokens",
+        "shards_over_data",
+        "threads",
+        "transition",
+        "vllm",
+        "zero",
+    }
+)
+"""Keys of a service's table that may also differ where the run is resumed elsewhere: they change the order of
+arithmetic alone."""
+
+
+def contents_of(
+    config: Config, data: tuple[PromptData, PromptData], pretrain: TextData | None
+) -> dict[str, str]:
+    """Returns fingerprints of the data, of the tokenizer that the controller reads, and of the model directories of all
+    services, by config key; empty texts for directories that this host cannot read."""
+    train, heldout = (each.fingerprints() for each in data)
+    found = {f"data.train.{number}": each for number, each in enumerate(train)}
+    found |= {f"data.heldout.{number}": each for number, each in enumerate(heldout)}
+    if pretrain is not None:
+        found["data.pretrain"] = pretrain.fingerprint()
+    if config.tokenizer is not None:
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        files = (config.tokenizer / name for name in names)
+        found["data.tokenizer"] = fingerprint(path for path in files if path.is_file())
+    models = {name: table.model_directory for name, table in config.services.items()}
+    cached = {path: model_fingerprint(path) for path in models.values() if path is not None}
+    return found | {f"services.{name}.model": cached[path] for name, path in models.items() if path}
+
+
+def platform_of(services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each service, by name, that the bits of its results depend on beside its config."""
+    return {
+        name: {
+            "ranks": len(said.ranks),
+            "mesh": _mesh(said.mesh),
+            "device": said.ranks[0].device.partition(":")[0] if said.ranks else "",
+            "engine": said.engine,
+            "threads": said.threads,
+            "matmul": said.matmul,
+            "cpu": said.cpu,
+            "cpu_capability": said.cpu_capability,
+            "torch": said.torch,
+            "version": said.version,
+            "vocabulary": said.vocabulary_hash,
+        }
+        for name, said in services.items()
+    }
+
+
+def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:
+    """Checks that the config of a resumed run differs only in keys that may.
+
+    Args:
+        before, now: Tables of the config of the checkpoint, and of the resumed run, all defaults included.
+        elsewhere: Whether keys of `ELSEWHERE` may differ.
+
+    Raises:
+        ConfigError: Further keys differ; the text names them with both values.
+    """
+    found = [
+        (key, there, here)
+        for key, there, here in differences(dict(before), dict(now))
+        if not _may_differ(key, elsewhere=elsewhere)
+    ]
+    if found:
+        raise ConfigError(
+            f"{_listed(found)}. A resumed run may have other {', '.join(sorted(MAY_DIFFER))}, and other places of its "
+            f"services{_hint(elsewhere, found)}"
+        )
+
+
+def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Checks that data, tokenizer and models have the fingerprints that they had. A model that one of both could not
+    read passes.
+
+    Raises:
+        ConfigError: The contents of a key differ; the text names the keys.
+    """
+    changed = [key for key, there, here in differences(dict(before), dict(now)) if there and here]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: the contents are not those that the run was trained on; a position in them would "
+            "mean other rows, or other weights"
+        )
+
+
+def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:
+    """Checks that the services compute as those of the checkpoint did.
+
+    Args:
+        before, now: Platforms as `platform_of` returns them.
+        elsewhere: Whether everything but the vocabulary may differ.
+
+    Raises:
+        ConfigError: A figure differs; the text names all of them with both values.
+    """
+    found = [
+        (f"services.{key}", there, here)
+        for key, there, here in differences(dict(before), dict(now))
+        if not elsewhere or key.endswith(".vocabulary")
+    ]
+    if found:
+        raise ConfigError(
+            f"{_listed(found)}{'' if elsewhere else '. Results would not be the same bit by bit'}"
+            f"{_hint(elsewhere, found)}"
+        )
+
+
+def _may_differ(key: str, *, elsewhere: bool) -> bool:
+    table, *rest = key.split(".")
+    if {table, ".".join([table, *rest[:1]])} & MAY_DIFFER:
+        return True
+    may = OF_A_SERVICE | ELSEWHERE if elsewhere else OF_A_SERVICE
+    return table == "services" and len(rest) > 1 and rest[1] in may
+
+
+def _listed(found: list[tuple[str, Any, Any]]) -> str:
+    return "; ".join(
+        f"{key} was {_shown(there)} when the checkpoint was written and is {_shown(here)} now"
+        for key, there, here in found
+    )
+
+
+def _hint(elsewhere: bool, found: list[tuple[str, Any, Any]]) -> str:
+    if elsewhere or not any(_is_of_a_service(key) for key, _, _ in found):
+        return ""
+    return "; --elsewhere resumes on other meshes, engines and machines, with results equal to about 1e-5"
+
+
+def _is_of_a_service(key: str) -> bool:
+    return key.startswith("services.") and not key.endswith(".vocabulary")
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def _mesh(mesh: worker_pb2.MeshShape) -> str:
+    sizes = (mesh.pipeline, mesh.tensor, mesh.data, mesh.generation_pipeline, mesh.generation_tensor)
+    return "-".join(map(str, sizes)) + ("-usual" if mesh.usual_order else "")

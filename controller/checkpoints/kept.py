@@ -1,0 +1,136 @@
+"""State that algorithms change from step to step, as JSON values and back.
+
+Restoring fills the dataclass that the algorithm has made anew, so a checkpoint names no types, and nothing in it is
+executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf.errors import ConfigError
+
+
+class KeptState:
+    """The dataclasses that an algorithm has registered with `Run.keep`, by name.
+
+    Attributes:
+        states: The dataclasses.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+        self._stored: dict[str, Any] | None = None
+
+    def add(self, name: str, state: Any) -> None:
+        """Registers a dataclass; gives its fields the values that `restore` was given for this name, in place.
+
+        Raises:
+            ConfigError: `restore` was called, and has no or other fields for this name.
+        """
+        self.states[name] = state
+        if self._stored is not None:
+            if name not in self._stored:
+                raise ConfigError(f"the checkpoint has no state {name!r}, which the algorithm keeps")
+            set_fields(state, self._stored[name], name)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the fields of all dataclasses as JSON values, by name. Raises ConfigError where a field has a type
+        that a checkpoint cannot hold."""
+        return {name: fields_of(state, name) for name, state in self.states.items()}
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Takes the fields that `state` returned, for the dataclasses that are added from now on."""
+        self._stored = dict(stored)
+
+    def check_complete(self) -> None:
+        """Raises ConfigError where a state that `restore` was given was never added."""
+        if missing := sorted((self._stored or {}).keys() - self.states.keys()):
+            raise ConfigError(
+                f"the checkpoint has a state {missing[0]!r}, which the algorithm does not keep: it is another one"
+            )
+
+
+def fields_of(state: Any, where: str) -> dict[str, Any]:
+    """Returns the fields of a dataclass as JSON values, by name.
+
+    Args:
+        state: The dataclass.
+        where: Name of the state, for messages.
+
+    Raises:
+        ConfigError: `state` is no dataclass, or a field has a type that a checkpoint cannot hold.
+    """
+    if not dataclasses.is_dataclass(state) or isinstance(state, type):
+        raise ConfigError(f"run.keep({where!r}): {type(state).__name__} is no dataclass")
+    return {
+        each.name: _to_json(getattr(state, each.name), f"{where}.{each.name}")
+        for each in dataclasses.fields(state)
+    }
+
+
+def set_fields(state: Any, stored: Mapping[str, Any], where: str) -> None:
+    """Sets the fields of a dataclass, in place, to values that `fields_of` returned. The present value of a field says
+    which type it gets back.
+
+    Raises:
+        ConfigError: The names of the fields differ, or a value does not fit the present one.
+    """
+    names = {each.name for each in dataclasses.fields(state)}
+    if names != stored.keys():
+        raise ConfigError(
+            f"the checkpoint's state {where!r} has fields {sorted(stored)}, the algorithm's {sorted(names)}"
+        )
+    for name, value in stored.items():
+        object.__setattr__(state, name, _like(getattr(state, name), value, f"{where}.{name}"))
+
+
+def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
+    """Returns a value as JSON: a float that is not finite as {"/float": text}, a numpy array as {"/array": [dtype,
+    shape, values]}. Dataclasses may be fields of dataclasses (`is_field`), not elements of collections."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    match value:
+        case np.generic():
+            return _to_json(value.item(), where)
+        case float():
+            return value if math.isfinite(value) else {"/float": str(value)}
+        case list() | tuple() | deque():
+            return [_to_json(each, where, is_field=False) for each in value]
+        case dict() if all(isinstance(key, str) and not key.startswith("/") for key in value):
+            return {key: _to_json(each, f"{where}.{key}", is_field=False) for key, each in value.items()}
+        case np.ndarray() if value.dtype.kind in "biuf":
+            return {"/array": [value.dtype.str, list(value.shape), _to_json(value.ravel().tolist(), where)]}
+    if is_field and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return fields_of(value, where)
+    raise ConfigError(
+        f"run.keep: {where} has a {type(value).__name__}, which a checkpoint cannot hold; it can hold numbers, texts, "
+        "numpy arrays, lists and dictionaries of them, and dataclasses of all these"
+    )
+
+
+def _like(present: Any, stored: Any, where: str) -> Any:
+    """Returns a value that `_to_json` made in the type of the present value; without a present value as what JSON has
+    it, numbers that are not finite and arrays excepted."""
+    match stored:
+        case {"/float": text}:
+            return float(text)
+        case {"/array": [dtype, shape, values]}:
+            return np.array([_like(None, each, where) for each in values], dtype).reshape(shape)
+        case dict() if dataclasses.is_dataclass(present) and not isinstance(present, type):
+            set_fields(present, stored, where)
+            return present
+        case dict():
+            return {key: _like(None, value, f"{where}.{key}") for key, value in stored.items()}
+        case list():
+            values = [_like(None, each, where) for each in stored]
+            if isinstance(present, deque):
+                return deque(values, present.maxlen)
+            return tuple(values) if isinstance(present, tuple) else values
+    return type(present)(stored) if isinstance(present, np.generic) else stored

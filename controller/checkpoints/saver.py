@@ -1,0 +1,189 @@
+"""Writes the checkpoints of a run: state of the services and of the controller after the same step, committed as
+one."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any
+
+from controller.checkpoints.digests import Digest
+from controller.checkpoints.retention import to_remove
+from controller.checkpoints.store import CheckpointStore
+from controller.checkpoints.termination import Termination
+from controller.config.checkpoint import CheckpointTable
+from controller.role_groups.futures import results
+from controller.role_groups.group import RoleGroup
+from controller.tracking.marks import Mark
+from controller.tracking.run_directory import json_text
+from rlhf.errors import ConfigError
+from rlhf.plugins import nearest
+from rlhf.v1 import worker_pb2
+
+FORMAT = 1
+"""Version of the form of controller.json."""
+CLOSE_S = 20.0
+"""Longest time, in seconds, that a run which ends with an error waits for the checkpoint that is being written."""
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run, and removes those that are no longer kept.
+
+    Args:
+        table: Settings of the checkpoints.
+        store: Directory of the checkpoints.
+        groups: Role groups of the services whose state training changes, by name.
+        facts: Facts that the results of the run depend on, as JSON values; see `controller.checkpoints.facts`.
+        mark: Function that returns the marks at the present ends of the files that the run appends to.
+        say: Called with a line of text for each checkpoint.
+        termination: Handlers of SIGTERM of this process.
+    """
+
+    def __init__(
+        self,
+        table: CheckpointTable,
+        store: CheckpointStore,
+        groups: Mapping[str, RoleGroup],
+        facts: Mapping[str, Any],
+        mark: Callable[[], Mapping[str, Mark]],
+        say: Callable[[str], None],
+        termination: Termination,
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._groups = groups
+        self._facts = facts
+        self._mark = mark
+        self._say = say
+        self._termination = termination
+        self._commits = store.commits()
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
+
+    def begin(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Notes that the steps of the run begin, so that from now on SIGTERM is a request for a checkpoint.
+
+        Args:
+            state: Function that returns the state of the run as JSON values; it is called now, so that state that
+                no checkpoint can hold is found before the first step.
+        """
+        state()
+        self._termination.grace_s = self._table.grace_s
+
+    def after_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        known: Collection[str],
+        is_last: bool,
+    ) -> None:
+        """Begins the checkpoint of a step if it is due or SIGTERM has come; the next steps may run while it is
+        written. No call may be under way.
+
+        Args:
+            step: Number of the step.
+            metrics: Metrics of the step by name.
+            state: Function that returns the state of the run after the step, as JSON values.
+            known: Names of all metrics that the run has had so far.
+            is_last: Whether this is the last step of the run.
+
+        Raises:
+            ConfigError: No metric is named `checkpoint.best`.
+            RlhfError: A service or the controller could not write this checkpoint or the one before; earlier ones are
+                as before.
+            KeyboardInterrupt: SIGTERM has come, and the checkpoint is written.
+        """
+        best = self._table.best
+        if best and best not in known:
+            raise ConfigError(
+                f"checkpoint.best: the run has no metric {best!r}{nearest(best, known)}; it has: "
+                f"{', '.join(sorted(known))}"
+            )
+        if self._writing.done():
+            self._writing.result()
+        if self._is_due(step, is_last=is_last) or self._termination.is_requested:
+            self._save(step, state(), metrics)
+        if self._termination.is_requested:
+            self.settle()
+            self._termination.end_if_requested()
+        if is_last:
+            self._termination.grace_s = 0.0
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, if any. Raises RlhfError where it could not be written."""
+        self._writing.result()
+
+    def close(self) -> None:
+        """Waits up to `CLOSE_S` for the checkpoint that is being written; raises no error."""
+        wait([self._writing], CLOSE_S)
+
+    def _is_due(self, step: int, *, is_last: bool) -> bool:
+        table = self._table
+        return bool(table.every and step % table.every == 0) or (is_last and table.at_end)
+
+    def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Copies the state of the services and of the controller, and writes it on a thread, after the checkpoint
+        before is complete. The copy of one checkpoint at most is in memory."""
+        self.settle()
+        partial = self._store.begin(step)
+        try:
+            calls = [
+                group.save_checkpoint(
+                    str(partial / name), worker_pb2.CHECKPOINT_FORMAT_SHARDED, in_background=True
+                )
+                for name, group in self._groups.items()
+            ]
+            results([call for batch in calls for call in batch.calls])
+            files = {name: asdict(mark) for name, mark in self._mark().items()}
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        content = {"format": FORMAT, "step": step, "run": state, "files": files, "facts": self._facts}
+        text = json_text(content, indent=1) + "\n"
+        value = metrics.get(self._table.best)
+        self._writing = _on_thread(lambda: self._complete(step, text, value))
+
+    def _complete(self, step: int, state: str, value: float | None) -> None:
+        """Waits until all services have written their files, and commits the checkpoint; then removes those that are
+        no longer kept."""
+        partial = self._store.partial(step)
+        try:
+            waits = {
+                name: group.await_checkpoint(str(partial / name)) for name, group in self._groups.items()
+            }
+            written = {
+                f"{name}/{file.path}": Digest(file.size, file.sha256)
+                for name, responses in zip(waits, results(list(waits.values())), strict=True)
+                for response in responses
+                for file in response.files
+            }
+            commit = self._store.commit(step, state, written, self._table.best, value)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._commits = [*(each for each in self._commits if each.step != step), commit]
+        for old in to_remove(self._commits, self._table):
+            self._store.remove(old)
+            self._commits = [each for each in self._commits if each.step != old]
+        self._say(f"checkpoint: {self._store.place(step)}")
+
+
+def _on_thread(work: Callable[[], None]) -> Future[None]:
+    """Calls a function on a thread that does not keep the process from ending; returns a future of its end."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return ended

@@ -1,0 +1,96 @@
+"""Measures a policy on the held-out rows: that of a checkpoint, or of a model directory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from controller.checkpoints.resume_point import ResumePoint
+from controller.config.checkpoint import CheckpointTable
+from controller.config.config import Config, load
+from controller.job import FinishedRun
+from controller.opening import open_planned
+from controller.plan import Plan
+from controller.tracking.progress import Progress
+from controller.training.algorithm import Algorithm
+from controller.training.pass_at_k import sampled_evaluation
+from controller.training.run import Run
+from rlhf.errors import ConfigError
+from settings.strict import override, validate
+
+MODEL_FILE = "config.json"
+"""File by which a directory is a model directory."""
+
+
+def evaluate(
+    directory: Path,
+    *,
+    config_path: Path | None = None,
+    settings: tuple[str, ...] = (),
+    samples: int = 0,
+    solved_at: float = 1.0,
+    launch: bool = False,
+    take_over: bool = False,
+) -> FinishedRun:
+    """Measures a policy on the held-out rows by greedy responses, as a run does, and with `samples` by pass@k too.
+    Writes a run directory of its own.
+
+    Args:
+        directory: A checkpoint, RUN/checkpoints/step-N, or the model directory of the policy.
+        config_path: Config file. Default: the config of the checkpoint's run; for a model directory there is none.
+        settings: Overrides "key.path=value" of the config.
+        samples: Number of sampled responses to each prompt for pass@k; 0: none.
+        solved_at: Lowest score of a response that counts as right for pass@k.
+        launch, take_over: As in `controller.job.run`.
+
+    Raises:
+        ConfigError: The directory is neither, or the config cannot be used.
+        RlhfError: A file of the checkpoint is damaged, or the evaluation failed.
+    """
+    point = None if (directory / MODEL_FILE).is_file() else ResumePoint.at(directory)
+    config = _config(directory, point, config_path, settings)
+    plan = Plan.of(Algorithm(evaluation, trains=_actor(config)), config)
+    if point:
+        plan = replace(plan, loads={_actor(config): point.place_of(_actor(config))})
+    with open_planned(plan, Progress(), launch=launch, take_over=take_over) as opened:
+        measured = evaluation(opened, samples, solved_at)
+        opened.recorder.summary({"evaluated": str(directory), **measured})
+        return FinishedRun(opened.directory, measured)
+
+
+def evaluation(run: Run, samples: int = 0, solved_at: float = 1.0) -> dict[str, float]:
+    """Measures the policy of a run, records the metrics as those of step 0, and returns them by name; arguments as in
+    `evaluate`."""
+    metrics = run.evaluate()
+    if samples:
+        sampled = sampled_evaluation(run.actor(), run.reward(), samples, solved_at)
+        metrics |= run.evaluate(sampled, max(1, run.config.run.evaluation_rows // samples))
+    run.recorder.step(0, metrics)
+    prefix = "evaluation/"
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def _config(
+    directory: Path, point: ResumePoint | None, path: Path | None, settings: tuple[str, ...]
+) -> Config:
+    """Returns the config of the evaluation: only the actor and the rewards, and no checkpoints."""
+    if point:
+        tables = point.facts["config"]
+        config = (
+            load(path, settings) if path else validate(Config, override(tables, settings), str(directory))
+        )
+    elif path:
+        config = load(path, (*settings, f"services.actor.model='{directory}'"))
+    else:
+        raise ConfigError(f"{directory} is a model directory: --config has to say which services measure it")
+    needed = {name: table for name, table in config.services.items() if table.role in ("actor", "reward")}
+    update = {"services": needed, "checkpoint": CheckpointTable()}
+    return config.model_copy(update=update)
+
+
+def _actor(config: Config) -> str:
+    """Returns the name of the service with the policy. Raises ConfigError where there is none."""
+    names = [name for name, table in config.services.items() if table.role == "actor"]
+    if "actor" in names or not names:
+        return "actor"
+    return names[0]

@@ -1,0 +1,259 @@
+"""Opens a planned run: makes or takes its directory, starts or finds its services, and begins or restores its
+state."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from client.session import Session, StepContext
+from controller.checkpoints.facts import check_platform, platform_of
+from controller.checkpoints.saver import Checkpointer
+from controller.checkpoints.store import CheckpointStore
+from controller.checkpoints.termination import Termination
+from controller.config.config import Config
+from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
+from controller.data.prompts import PromptData
+from controller.foresight import arena_warnings
+from controller.launch import LaunchedServices
+from controller.plan import CONFIG_FILE, Plan
+from controller.role_groups.admission import with_measured
+from controller.role_groups.cluster import Cluster
+from controller.tracking.contents import SUMMARY_FILE
+from controller.tracking.marks import cut_files, mark_files
+from controller.tracking.progress import Progress
+from controller.tracking.recorder import Recorder
+from controller.tracking.run_directory import RunDirectory
+from controller.training.run import Run
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.security import adopted
+from rlhf.v1 import worker_pb2
+
+LOGS = "logs"
+
+
+def open_planned(
+    plan: Plan,
+    progress: Progress,
+    *,
+    launch: bool,
+    keep_weights: bool = False,
+    take_over: bool = False,
+    termination: Termination | None = None,
+) -> Run:
+    """Returns a connected run, which closes all that is opened here, in reverse order, when it is closed.
+
+    Args:
+        plan: The run.
+        progress: Terminal display.
+        launch, keep_weights, take_over: As in `controller.job.run`.
+        termination: Handlers of SIGTERM of this process. Default: it has none.
+
+    Raises:
+        RlhfError: A service does not start or respond, or cannot be used for the run.
+    """
+    config, opened = plan.config, contextlib.ExitStack()
+    with contextlib.ExitStack() as unless_opened:
+        unless_opened.push(opened)
+        opened.enter_context(adopted(config.security.load()))
+        directory = opened.enter_context(_directory(plan))
+        resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
+        for line in arena_warnings(config, longest_prompt(config, plan.data)):
+            progress.message(line)
+        launched = None
+        if launch:
+            logs = _logs(plan, directory)
+            progress.message(f"starting services: {', '.join(config.services)}; logs: {logs}")
+            launched = opened.enter_context(LaunchedServices(config, resolved, logs))
+        opened.enter_context(_explained(launched))
+        cluster = Cluster(config, _session(plan, directory, take_over=take_over))
+        opened.callback(cluster.close)
+        _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
+        # With the measured libraries in the file, a later run of it computes the same bits.
+        config = with_measured(config, cluster.descriptions)
+        directory.write_text(CONFIG_FILE, plan.resolved(config))
+        services = cluster.token_services()
+        limits = prompt_limit(config, services), text_limit(config, services)
+        if line := _limit_line(plan.data, limits[0]):
+            progress.message(line)
+        progress.message(f"run directory: {directory.path}")
+        progress.begin(config.run.steps, plan.resumes.step if plan.resumes else 0)
+        known = plan.identity.with_services(cluster.descriptions, cluster.origins)
+        recorder = opened.enter_context(Recorder(directory, progress, known))
+        opened.enter_context(recorder.following(cluster.running, cluster.memory))
+        saver = _checkpointer(plan, config, cluster, recorder, known, termination or Termination())
+        if saver:
+            opened.callback(saver.close)
+        resumed = plan.resumes.run if plan.resumes else None
+        parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
+        run = Run(*parts, checkpointer=saver, resumed=resumed)
+        unless_opened.pop_all()
+        return run
+
+
+@contextlib.contextmanager
+def _directory(plan: Plan) -> Iterator[RunDirectory]:
+    """Context manager that holds the directory of the run for this process: a new one, or that of the run that is
+    resumed, from which it removes what was written incompletely."""
+    with contextlib.ExitStack() as opened:
+        if plan.resumes:
+            directory = RunDirectory(plan.resumes.run_dir)
+            opened.enter_context(directory.locked())
+            CheckpointStore(directory.path).clean()
+        else:
+            directory = opened.enter_context(_new_directory(plan))
+            opened.enter_context(directory.locked())
+        yield directory
+
+
+def _logs(plan: Plan, directory: RunDirectory) -> Path:
+    """Returns the directory of the logs of launched services; a resumed run keeps the earlier logs beside its own."""
+    logs = directory.path / LOGS
+    return logs / f"from-step-{plan.resumes.step}" if plan.resumes else logs
+
+
+def _connect(
+    plan: Plan, cluster: Cluster, directory: RunDirectory, progress: Progress, *, keep_weights: bool
+) -> None:
+    """Connects to the services. Where the run is resumed, they load the checkpoint, and the files of the run are cut
+    back to it."""
+    point, stateful, trained = plan.resumes, _stateful(plan.config), plan.algorithm.trains
+    outputs = {trained: [directory.output(trained)]}
+    if plan.config.checkpoint.is_on:
+        partial = CheckpointStore(directory.path).partial(0)
+        for name in stateful:
+            outputs.setdefault(name, []).append(partial / name)
+
+    def admit(services: Mapping[str, worker_pb2.DescribeResponse]) -> None:
+        if point:
+            check_platform(point.facts["platform"], platform_of(services), elsewhere=plan.elsewhere)
+
+    states = {name: point.place_of(name) for name in stateful} if point else plan.loads
+    cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, admit=admit, states=states)
+    if point:
+        cut_files(directory.path, point.marks)
+        (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
+        progress.message(f"resumed after step {point.step}")
+
+
+def _checkpointer(
+    plan: Plan,
+    config: Config,
+    cluster: Cluster,
+    recorder: Recorder,
+    identity: Mapping[str, Any],
+    termination: Termination,
+) -> Checkpointer | None:
+    """Makes the writer of the checkpoints of a connected run; None where it writes none.
+
+    Args:
+        plan: The run.
+        config: Its configuration with the measured libraries.
+        cluster: Connected services.
+        recorder: Writes the files of the run.
+        identity: Identity of the run as JSON values.
+        termination: Handlers of SIGTERM of this process.
+    """
+    if not config.checkpoint.is_on:
+        return None
+    facts = {
+        "identity": identity,
+        "config": plan.algorithm.resolved(config),
+        "contents": plan.contents,
+        "platform": platform_of(cluster.descriptions),
+    }
+    return Checkpointer(
+        config.checkpoint,
+        CheckpointStore(recorder.path),
+        {name: cluster.groups[name] for name in _stateful(config)},
+        facts,
+        lambda: mark_files(recorder.path),
+        recorder.progress.message,
+        termination,
+    )
+
+
+def _stateful(config: Config) -> list[str]:
+    """Returns the names of the services whose state training changes."""
+    return [name for name, table in config.services.items() if table.keeps_state]
+
+
+@contextlib.contextmanager
+def _new_directory(plan: Plan) -> Iterator[RunDirectory]:
+    """Context manager that makes the run directory, and removes it again where the run ends with an error before it
+    has written anything of use."""
+    table = plan.config.run
+    directory = RunDirectory.create(table.directory, table.name, algorithm=plan.algorithm.name)
+    try:
+        yield directory
+    except (RlhfError, KeyboardInterrupt) as error:
+        # The error of a refused config needs no logs; that of a lost service does.
+        unused = {CONFIG_FILE, LOGS} if isinstance(error, ConfigError) else {CONFIG_FILE}
+        directory.remove_if_only(unused)
+        raise
+
+
+@contextlib.contextmanager
+def _explained(launched: LaunchedServices | None) -> Iterator[None]:
+    """Context manager that adds the launcher's explanation to a ServiceLost of its body, and the path of the service's
+    log to an error with a remote traceback."""
+    try:
+        yield
+    except RlhfError as error:
+        explained = pointing_to_log(launched.explain(error) if launched else error, launched)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session:
+    table, point = plan.config.run, plan.resumes
+    return Session(
+        name=f"{directory.path.name}-{secrets.token_hex(4)}",
+        started_unix_ns=time.time_ns() if point else plan.identity.started_unix_ns,
+        seed=table.seed,
+        timeout_s=table.call_timeout_s,
+        save_timeout_s=table.save_timeout_s,
+        balance=table.balance,
+        take_over=take_over,
+        newest=StepContext(point.step if point else 0),
+    )
+
+
+def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str:
+    """Returns a line for the terminal on how many prompts of a sample are too long, or that lengths are not checked;
+    empty where no prompt of the sample is too long.
+
+    Args:
+        data: Training prompts and held-out prompts.
+        limit: Limit on the length of prompts; None: not checked.
+    """
+    if limit is None:
+        return "prompts are not checked for their length: their tokens cannot be counted here (see data.tokenizer)"
+    (long, of), (long_heldout, of_heldout) = (
+        overlong_share(rows, limit, lambda prompt: prompt.text) for rows in data
+    )
+    if not long and not long_heldout:
+        return ""
+    return (
+        f"prompts of more than {limit.tokens} tokens are left out ({limit.why}): {long} of {of} training rows looked "
+        f"at, {long_heldout} of {of_heldout} held-out ones"
+    )
+
+
+def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> RlhfError:
+    """Returns the error itself, or, for an unforeseen exception in a service, an error that also says which log has
+    its traceback.
+
+    Args:
+        error: The error that ended the run.
+        launched: The services that the run launched; None where they were running.
+    """
+    if type(error) is not RlhfError or not error.remote_traceback or not error.service:
+        return error
+    log = launched.log_of(error.service) if launched else f"the log of services.{error.service}"
+    return RlhfError(f"{error} (traceback: {log})")

@@ -1,0 +1,137 @@
+"""The plan of a run: its algorithm, checked configuration and data, before it is connected to services."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import tomli_w
+
+from controller.algorithms import AnyAlgorithm, as_algorithm, reference_of
+from controller.checkpoints.facts import check_config, check_contents, contents_of
+from controller.checkpoints.resume_point import ResumePoint
+from controller.config.config import Config
+from controller.data.prompts import PromptData, TextData, load_data
+from controller.foresight import check_models
+from controller.identity import Identity
+from controller.tracking.contents import SUMMARY_FILE
+from controller.training.algorithm import Algorithm
+from rlhf.errors import ConfigError
+from settings.strict import override, read_toml, validate
+
+CONFIG_FILE = "config.toml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose configuration and data were checked, and that is not connected to services yet.
+
+    Attributes:
+        algorithm: The algorithm.
+        config: Configuration with the algorithm's defaults; see `Algorithm.configure`.
+        data: Training prompts and held-out prompts.
+        pretrain: Texts of data.pretrain; None where it is not set.
+        identity: Identity of the run.
+        resumes: Checkpoint that the run is resumed from; None for a run that begins.
+        elsewhere: Whether it may be resumed on services that compute in another way.
+        loads: Directory of a sharded checkpoint that a service begins with in place of its model directory, by name;
+            of a run that is not resumed.
+    """
+
+    algorithm: Algorithm
+    config: Config
+    data: tuple[PromptData, PromptData]
+    pretrain: TextData | None
+    identity: Identity
+    resumes: ResumePoint | None = None
+    elsewhere: bool = False
+    loads: Mapping[str, Path] = field(default_factory=dict)
+
+    @staticmethod
+    def of(algorithm: Algorithm, config: Config) -> Plan:
+        """Makes the plan of a run that starts now: checks configuration and models, and reads the data. Raises
+        ConfigError where one of them cannot be used."""
+        started_unix_ns = time.time_ns()
+        config = algorithm.configure(config)
+        data, pretrain = _read(algorithm, config, started_unix_ns)
+        identity = Identity.of(reference_of(algorithm), config.run.seed, started_unix_ns)
+        return Plan(algorithm, config, data, pretrain, identity)
+
+    @staticmethod
+    def resuming(
+        run_dir: Path, algorithm: AnyAlgorithm | None, settings: tuple[str, ...], *, elsewhere: bool
+    ) -> Plan:
+        """Makes the plan of a run that goes on from its newest checkpoint.
+
+        Args:
+            run_dir: The run directory.
+            algorithm: The algorithm. Default: the one whose name the run has recorded.
+            settings: Overrides "key.path=value" of the run's config.
+            elsewhere: Whether it may go on on other meshes and engines, and on services that compute in another way.
+
+        Raises:
+            ConfigError: There is no checkpoint, the run has ended, or its config, data, tokenizer or models are not
+                those of the checkpoint.
+            RlhfError: A file of the checkpoint is damaged; the text names it.
+        """
+        point = ResumePoint.find(run_dir)
+        stored = point.facts["identity"]
+        found = as_algorithm(stored["algorithm"] if algorithm is None else algorithm)
+        if reference_of(found) != stored["algorithm"]:
+            raise ConfigError(f"{run_dir} is a run of {stored['algorithm']}, not of {reference_of(found)}")
+        config = found.configure(_config_of(run_dir, settings))
+        check_config(point.facts["config"], found.resolved(config), elsewhere=elsewhere)
+        _check_unfinished(point, config)
+        data, pretrain = _read(found, config, point.started_unix_ns)
+        now = Identity.of(stored["algorithm"], config.run.seed, time.time_ns())
+        identity = now.resuming(stored, point.step)
+        plan = Plan(found, config, data, pretrain, identity, point, elsewhere)
+        check_contents(point.facts["contents"], plan.contents)
+        return plan
+
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """Fingerprints of data, tokenizer and models, by config key; the first use reads the files."""
+        return contents_of(self.config, self.data, self.pretrain)
+
+    def resolved(self, config: Config) -> str:
+        """Returns `config` with all defaults as TOML, below a comment with the identity of the run."""
+        return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
+
+
+def _read(
+    algorithm: Algorithm, config: Config, started_unix_ns: int
+) -> tuple[tuple[PromptData, PromptData], TextData | None]:
+    """Checks the models of a configuration, and opens and checks its data. Returns the prompts, and the texts of
+    data.pretrain. Raises ConfigError where one of them cannot be used."""
+    check_models(config)
+    data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
+    texts = config.data.pretrain
+    return data, TextData.load(texts, "data.pretrain") if texts else None
+
+
+def _config_of(run_dir: Path, settings: tuple[str, ...]) -> Config:
+    """Reads the config of a run with `settings` put into it. Where the run directory was moved, `run.directory` is its
+    parent now."""
+    path = run_dir / CONFIG_FILE
+    config = validate(Config, override(read_toml(path), settings), str(path))
+    parent = run_dir.resolve().parent
+    if config.run.directory.resolve() == parent:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"directory": parent})})
+
+
+def _check_unfinished(point: ResumePoint, config: Config) -> None:
+    """Raises ConfigError where a run has ended after the step of its newest checkpoint."""
+    if not (point.run_dir / SUMMARY_FILE).exists():
+        return
+    if point.run["is_ended"]:
+        raise ConfigError(f"{point.run_dir}: the algorithm has ended the run after step {point.step}")
+    if point.step >= config.run.steps:
+        raise ConfigError(
+            f"{point.run_dir}: the run has ended after its {point.step} steps; --set run.steps=NUMBER, with a larger "
+            "number, goes on"
+        )

@@ -1,0 +1,42 @@
+"""Writes checkpoints in the background: on one thread, while the compute thread goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rlhf.errors import Refused
+
+REMEMBERED = 4
+"""Number of checkpoints whose outcome is remembered."""
+
+
+class BackgroundWriter:
+    """Writes checkpoints one after another on a thread of its own. Thread-safe as far as calls are made from the
+    compute thread (`start`, `close`) and the event loop (`writing`)."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writes: dict[Path, Future[list[Path]]] = {}
+
+    def start(self, directory: Path, write: Callable[[], list[Path]]) -> None:
+        """Queues the write of a checkpoint and returns without waiting.
+
+        Args:
+            directory: Directory of the checkpoint.
+            write: Function that writes it, and returns the files that it has written.
+        """
+        remembered = list(self._writes.items())[1 - REMEMBERED :]
+        self._writes = {**dict(remembered), directory: self._thread.submit(write)}
+
+    def writing(self, directory: Path) -> Future[list[Path]]:
+        """Returns the future of the files of a checkpoint that was started. Raises Refused where it was not, or was
+        forgotten."""
+        if directory not in self._writes:
+            raise Refused(f"this rank writes no checkpoint to {directory}")
+        return self._writes[directory]
+
+    def close(self) -> None:
+        """Drops the writes that have not begun, and returns without waiting for the one that has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

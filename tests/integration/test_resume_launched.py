@@ -1,0 +1,265 @@
+"""Runs with services of their own that are killed with all that they have started, and resumed: on every engine, for
+the algorithms that keep state, at many moments."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from controller import job
+from controller.checkpoints.store import CheckpointStore
+from controller.config.config import Config
+from integration.harness import Cluster, free_ports, wait_until
+from integration.resuming import (
+    RUN_TIMEOUT_S,
+    Results,
+    Resumable,
+    moments,
+    resumable,
+    sleep_until,
+    with_tables,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+ROLES = ("actor", "critic", "reference", "reward")
+SAFE = {
+    "actor": "actor",
+    "critic": "critic",
+    "cost_critic": "cost_critic",
+    "reference": "reference",
+    "reward": "reward",
+    "cost": "tensor_scorer",
+}
+LAUNCHED = ("--launch",)
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {
+    "fsdp": {},
+    "3d": {
+        "actor": {"ranks": 4, "engine": "3d", "mesh": "2-2-1"},
+        "critic": {"ranks": 2, "engine": "3d", "mesh": "1-1-2", "shards_over_data": True},
+    },
+    "hybrid": {"actor": {"ranks": 4, "engine": "3d", "mesh": "1-2-2", "generation_mesh": "1-1-2-2"}},
+    "zero": {
+        "actor": {"engine": "zero", "zero": {"stage": 3}},
+        "critic": {"ranks": 2, "engine": "zero", "zero": {"stage": 2}},
+    },
+    "lora": {"actor": {"lora": {"rank": 8}}},
+    "vllm": {"actor": {"rollout_engine": "vllm", "startup_timeout_s": 200.0}},
+}
+
+
+def launched(config: Config, names: dict[str, str], **changes: dict[str, Any]) -> Config:
+    """A config with services of its own: name in the run = name of a service of the tests."""
+    tables = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    ports = iter(free_ports(len(names)))
+    services = {
+        name: {
+            **tables["services"][own],
+            "address": f"127.0.0.1:{next(ports)}",
+            **changes.get(name, {}),
+        }
+        for name, own in names.items()
+    }
+    return Config.model_validate({**tables, "services": services})
+
+
+def undisturbed(config: Config, directory: Path, algorithm: str) -> Results:
+    """The results of the run that nobody kills, on services that it launches."""
+    with resumable(config, directory / "undisturbed", algorithm=algorithm, options=LAUNCHED) as run:
+        run.finish(run.start())
+        return Results.of(run.run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_its_services_goes_on_with_the_same_results(
+    config: Config, tmp_path: Path
+) -> None:
+    chosen = launched(config, {"actor": "actor", "reward": "reward"})
+    chosen = with_tables(chosen, run={"steps": 4, "evaluate_every": 3}, rollout={"samples_per_prompt": 2})
+    expected = undisturbed(chosen, tmp_path, "dr_grpo")
+    with resumable(
+        with_tables(chosen, checkpoint={"every": 1}), tmp_path, algorithm="dr_grpo", options=LAUNCHED
+    ) as run:
+        run.kill_after(run.start(), 2)
+        run.finish(run.resume())
+        assert Results.of(run.run_dir) == expected
+
+
+def kill_and_resume(run: Resumable, steps: list[int]) -> None:
+    """Kills a run after the checkpoint of each of these steps, and lets it end."""
+    process = run.start()
+    for step in steps:
+        run.kill_after(process, step)
+        process = run.resume()
+    run.finish(process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dapo", "safe_rlhf"])
+def test_a_run_that_is_killed_after_every_step_has_the_same_results(
+    algorithm: str, config: Config, cluster: Cluster, tmp_path: Path
+) -> None:
+    names = SAFE if algorithm == "safe_rlhf" else {role: role for role in ROLES}
+    chosen = with_tables(cluster.select(**names), run={"steps": 10, "evaluate_every": 4})
+    if algorithm == "ppo":
+        adaptive = {"kl_target": 0.01, "kl_horizon": 200, "kl_reward_coefficient": 0.05}
+        chosen = with_tables(chosen, algorithm=adaptive)
+    if algorithm == "safe_rlhf":
+        chosen = with_tables(chosen, data={"pretrain": _texts(chosen, tmp_path)})
+    table = with_tables(chosen, run={"directory": tmp_path / "undisturbed"})
+    expected = Results.of(job.run(table, algorithm).directory)
+    table = with_tables(chosen, checkpoint={"every": 1})
+    with resumable(table, tmp_path, algorithm=algorithm) as run:
+        kill_and_resume(run, list(range(1, 10)))
+        assert Results.of(run.run_dir) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_goes_on_with_the_same_results(engine: str, config: Config, tmp_path: Path) -> None:
+    if engine == "zero":
+        pytest.importorskip("deepspeed")
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make setup-vllm")
+    names = {role: role for role in ROLES if engine != "lora" or role != "reference"}
+    chosen = launched(config, names, **ENGINES[engine])
+    chosen = with_tables(chosen, run={"steps": 5, "evaluate_every": 2})
+    expected = undisturbed(chosen, tmp_path, "ppo")
+    table = with_tables(chosen, checkpoint={"every": 1})
+    with resumable(table, tmp_path, options=LAUNCHED) as run:
+        kill_and_resume(run, [1, 2, 3])
+        assert Results.of(run.run_dir) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_killed_at_any_moment_goes_on(seed: int, cluster: Cluster, tmp_path: Path) -> None:
+    chosen = with_tables(cluster.select(**{role: role for role in ROLES}), run={"steps": 60})
+    table = with_tables(chosen, run={"directory": tmp_path / "undisturbed"})
+    expected = Results.of(job.run(table, "ppo").directory)
+    with resumable(with_tables(chosen, checkpoint={"every": 1}), tmp_path) as run:
+        process = run.start()
+        run.kill_after(process, 1)
+        process = run.resume()
+        for seconds in moments(seed, 20, 3.0):
+            assert sleep_until(process, seconds), "the run is too short for so many kills"
+            run.kill(process)
+            assert CheckpointStore(run.run_dir).commits()
+            process = run.resume()
+        run.finish(process)
+        assert Results.of(run.run_dir) == expected
+
+
+@pytest.mark.full
+def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path: Path) -> None:
+    chosen = launched(config, {role: role for role in ROLES})
+    chosen = with_tables(chosen, run={"steps": 4, "evaluate_every": 2})
+    expected = undisturbed(chosen, tmp_path, "ppo")
+    with resumable(with_tables(chosen, checkpoint={"every": 2}), tmp_path, options=LAUNCHED) as run:
+        run.kill_after(run.start(), 2)
+        settings = ("--set", "services.actor.ranks=4", "--set", "services.actor.engine=3d")
+        mesh = ("--set", "services.actor.mesh=1-2-2")
+        _, err = run.finish(run.resume(*settings, *mesh), 2)
+        assert "--elsewhere" in err
+        run.finish(run.resume(*settings, *mesh, "--elsewhere"))
+        for ours, theirs in zip(Results.of(run.run_dir).metrics, expected.metrics, strict=True):
+            for key in ("reward/mean", "actor/entropy", "actor/grad_norm"):
+                if key in theirs:
+                    assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (ours["step"], key)
+
+
+def _texts(config: Config, directory: Path) -> Path:
+    """Pretraining texts."""
+    path = directory / "texts.jsonl"
+    lines = config.data.train.read_text().splitlines()
+    path.write_text("".join(line.replace('"prompt"', '"text"') + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.full
+def test_a_run_goes_on_whichever_process_is_killed(config: Config, tmp_path: Path) -> None:
+    """A rank or the controller is killed at random moments, mostly while a checkpoint is written."""
+    chosen = launched(config, {role: role for role in ROLES})
+    chosen = with_tables(chosen, run={"steps": 40})
+    expected = undisturbed(chosen, tmp_path, "ppo")
+    drawn = random.Random(11)
+    with resumable(with_tables(chosen, checkpoint={"every": 1}), tmp_path, options=LAUNCHED) as run:
+        process = run.start()
+        run.kill_after(process, 1)
+        process = run.resume()
+        for seconds in moments(11, 8, 2.0):
+            before = run.steps_done
+            wait_until(
+                lambda before=before, process=process: (
+                    run.steps_done > before + 1 or process.poll() is not None
+                ),
+                RUN_TIMEOUT_S,
+                "steps",
+            )
+            if not sleep_until(process, seconds):
+                break
+            victims = [each for each in run.processes.living() if _is_rank(each) or each.pid == process.pid]
+            drawn.choice(victims).kill()
+            process.communicate(timeout=RUN_TIMEOUT_S)
+            run.processes.kill()
+            assert CheckpointStore(run.run_dir).commits()
+            process = run.resume()
+        run.finish(process)
+        assert Results.of(run.run_dir) == expected
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory for runs on a file system of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400m", "none", str(disk)], capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip("may not mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.full
+def test_a_full_disk_leaves_the_checkpoints_before(
+    cluster: Cluster, tmp_path: Path, small_disk: Path
+) -> None:
+    chosen = with_tables(cluster.select(**{role: role for role in ROLES}), run={"steps": 12})
+    table = with_tables(chosen, run={"directory": tmp_path / "undisturbed"})
+    expected = Results.of(job.run(table, "ppo").directory)
+    drawn = random.Random(5)
+    with resumable(with_tables(chosen, checkpoint={"every": 1}), small_disk) as run:
+        process = run.start()
+        run.kill_after(process, 2)
+        size = sum(path.stat().st_size for path in (run.run_dir / "checkpoints" / "step-2").rglob("*"))
+        for _ in range(5):
+            process = run.resume()
+            room = int(drawn.random() * size)
+            with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as filler:
+                os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(small_disk).free - room)
+            _, err = process.communicate(timeout=RUN_TIMEOUT_S)
+            (small_disk / "filler").unlink()
+            assert process.returncode == 1
+            assert re.fullmatch(r"error: .*[Nn]o space left on device.*\n", err), err
+            assert CheckpointStore(run.run_dir).commits()
+        run.finish(run.resume())
+        assert Results.of(run.run_dir) == expected
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "services" in process.cmdline()
+    return False

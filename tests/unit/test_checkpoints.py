@@ -1,0 +1,438 @@
+"""Checkpoints on the disk of the controller: what makes one complete, which are kept, how damage is found, and state
+that comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.advantage.kl import AdaptiveKL, FixedKL
+from controller.advantage.safe import Multiplier
+from controller.checkpoints.digests import Digest, digest_of
+from controller.checkpoints.facts import check_config, check_contents, check_platform
+from controller.checkpoints.kept import KeptState
+from controller.checkpoints.resume_point import ResumePoint
+from controller.checkpoints.retention import best_of, to_remove
+from controller.checkpoints.store import COMMIT, FILES, LATEST, CheckpointStore, Commit
+from controller.config.checkpoint import CheckpointTable
+from controller.config.config import load
+from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
+from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
+from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, Timeline, read_events
+from rlhf.errors import ConfigError, RlhfError
+
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+STATE = {"format": 1, "run": {}, "files": {}, "facts": {}}
+
+
+def write(store: CheckpointStore, step: int, **commit: Any) -> Commit:
+    """A complete checkpoint with the files of one service."""
+    service = store.begin(step) / "actor"
+    service.mkdir()
+    (service / "rank-00000.safetensors").write_bytes(bytes(range(200)))
+    (service / "manifest.json").write_text("{}")
+    written = {f"actor/{path.name}": digest_of(path) for path in service.iterdir()}
+    return store.commit(step, json.dumps({**STATE, "step": step}), written, **commit)
+
+
+class TestStore:
+    def test_a_checkpoint_is_complete_by_its_commit_alone(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        assert store.commits() == []
+        write(store, 5)
+        (store.begin(10) / "actor").mkdir()
+        (store.place(15)).mkdir()
+        assert [commit.step for commit in store.commits()] == [5]
+        store.clean()
+        assert {path.name for path in store.path.iterdir()} == {"step-5", LATEST}
+        assert (store.path / LATEST).read_text() == "step-5\n"
+
+    def test_a_checkpoint_of_the_same_step_is_replaced(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        (store.place(5) / COMMIT).unlink()
+        commit = write(store, 5, metric="reward/mean", value=0.5)
+        assert store.commits() == [commit]
+        assert store.verify(commit)["step"] == 5
+
+    def test_a_stale_latest_does_not_hide_the_newest(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        write(store, 10)
+        (store.path / LATEST).write_text("step-5\n")
+        assert ResumePoint.find(tmp_path).step == 10
+        (store.path / LATEST).unlink()
+        assert ResumePoint.find(tmp_path).step == 10
+
+    def test_a_removed_checkpoint_is_gone(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        write(store, 10)
+        store.remove(5)
+        assert [commit.step for commit in store.commits()] == [10]
+        assert not store.place(5).exists()
+
+    @pytest.mark.parametrize(
+        "name", [COMMIT, FILES, "controller.json", "actor/manifest.json", "actor/rank-00000.safetensors"]
+    )
+    def test_every_flipped_bit_and_every_cut_is_found_and_names_the_file(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        path = store.place(5) / name
+        whole = path.read_bytes()
+        damaged = [whole[:size] for size in {0, 1, len(whole) // 2, len(whole) - 1}]
+        for place in {0, len(whole) // 3, len(whole) // 2, len(whole) - 2, len(whole) - 1}:
+            for bit in range(8):
+                flipped = bytearray(whole)
+                flipped[place] ^= 1 << bit
+                damaged.append(bytes(flipped))
+        for content in damaged:
+            path.write_bytes(content)
+            with pytest.raises(RlhfError, match=str(path)) as caught:
+                ResumePoint.find(tmp_path)
+            assert "\n" not in str(caught.value)
+            assert "remove step-5" in str(caught.value)
+        path.write_bytes(whole)
+        ResumePoint.find(tmp_path)
+
+    def test_a_missing_and_a_strange_file_are_named(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        strange = store.place(5) / "actor" / "rank-00001.safetensors"
+        strange.write_bytes(b"")
+        with pytest.raises(RlhfError, match=r"rank-00001.*files.json does not list it"):
+            ResumePoint.find(tmp_path)
+        strange.unlink()
+        (store.place(5) / "actor" / "manifest.json").unlink()
+        with pytest.raises(RlhfError, match=r"manifest.json is damaged: no such file"):
+            ResumePoint.find(tmp_path)
+
+    def test_a_run_without_a_checkpoint_says_so(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"no complete checkpoint .* checkpoint.every"):
+            ResumePoint.find(tmp_path)
+        with pytest.raises(ConfigError, match="no such directory"):
+            ResumePoint.find(tmp_path / "run")
+
+    def test_files_that_this_host_does_not_see_are_named(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        store.begin(5)
+        with pytest.raises(
+            RlhfError, match=r"actor/shard was written by a rank, and this host does not see it"
+        ):
+            store.commit(5, "{}", {"actor/shard": Digest(5, "")})
+
+    def test_a_failed_write_leaves_the_checkpoints_before(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        commit = write(store, 5)
+        (store.begin(10) / FILES).mkdir()  # where a file is to be
+        with pytest.raises(RlhfError, match=r"while writing files.json"):
+            store.commit(10, "{}", {})
+        assert store.commits() == [commit]
+
+
+@given(
+    values=st.lists(st.none() | st.floats(), min_size=1, max_size=8),
+    keep=st.integers(1, 4),
+    highest=st.booleans(),
+)
+def test_the_newest_and_the_best_are_kept(values: list[float | None], keep: int, highest: bool) -> None:
+    commits = [Commit(10 * number, "", "m", value) for number, value in enumerate(values)]
+    table = CheckpointTable(every=1, keep=keep, best="m", best_is="highest" if highest else "lowest")
+    kept = {each.step for each in commits} - set(to_remove(commits[::-1], table))
+    assert {each.step for each in commits[-keep:]} <= kept
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    best = best_of(commits, "m", highest=highest)
+    if finite:
+        assert best is not None
+        assert best.value == (max if highest else min)(finite)
+        assert best.step in kept
+    assert len(kept) <= keep + 1
+
+
+def test_without_best_only_the_newest_are_kept() -> None:
+    commits = [Commit(step, "", "m", float(-step)) for step in (1, 2, 3, 4)]
+    assert to_remove(commits, CheckpointTable(every=1, keep=2)) == [1, 2]
+    assert to_remove(commits, CheckpointTable(every=1, keep=2, best="other")) == [1, 2]
+
+
+class TestTable:
+    def test_the_default_writes_none(self) -> None:
+        assert not CheckpointTable().is_on
+        assert CheckpointTable(at_end=True).is_on
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            (("checkpoint.best='evaluation/accuracy'",), "needs every"),
+            (
+                ("checkpoint.every=3", "checkpoint.best='evaluation/accuracy'", "run.steps=20"),
+                "no step up to",
+            ),
+            (("checkpoint.every=-1",), "checkpoint.every"),
+            (("checkpoint.keep=0",), "checkpoint.keep"),
+            (("checkpoint.evry=1",), "checkpoint.evry"),
+        ],
+    )
+    def test_an_impossible_one_is_refused(self, settings: tuple[str, ...], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            load(QUICKSTART, settings)
+
+
+@dataclass
+class Inner:
+    values: np.ndarray
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Everything:
+    number: float = 0.0
+    count: int = 0
+    flag: bool = False
+    text: str = ""
+    nothing: str | None = None
+    single: np.float32 = field(default_factory=lambda: np.float32(0))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+    table: dict[str, list[float]] = field(default_factory=dict)
+    inner: Inner = field(default_factory=lambda: Inner(np.zeros(0)))
+
+
+def through_json(kept: KeptState) -> KeptState:
+    """The kept state of a resumed run, before the algorithm registers its own."""
+    restored = KeptState()
+    restored.restore(json.loads(json.dumps(kept.state(), allow_nan=False)))
+    return restored
+
+
+class TestKept:
+    @given(log_lambda=st.floats(), costs=st.lists(st.floats(allow_nan=False), max_size=5))
+    def test_state_of_algorithms_comes_back_bit_for_bit(self, log_lambda: float, costs: list[float]) -> None:
+        kept = KeptState()
+        kept.add("multiplier", Multiplier(log_lambda, costs))
+        kept.add("kl", AdaptiveKL(0.1 + 0.2, 3.0, 5))
+        restored, multiplier, kl = through_json(kept), Multiplier(1.0, [9.0]), AdaptiveKL(1.0, 3.0, 5)
+        restored.add("multiplier", multiplier)
+        restored.add("kl", kl)
+        restored.check_complete()
+        assert np.float64(multiplier.log_lambda).tobytes() == np.float64(log_lambda).tobytes() or math.isnan(
+            log_lambda
+        )
+        assert multiplier.costs == costs
+        assert kl == AdaptiveKL(0.1 + 0.2, 3.0, 5)
+
+    def test_types_come_back_from_the_present_values(self) -> None:
+        given = Everything(
+            1e-300, 2**70, True, "ä", "x", np.float32(0.1), deque([1.0, math.inf], 3), {"a": [0.1]}
+        )
+        given.inner = Inner(np.array([[1.5, math.nan]], np.float32), ("b", "c"))
+        kept = KeptState()
+        kept.add("all", given)
+        found = Everything()
+        through_json(kept).add("all", found)
+        assert (found.number, found.count, found.flag, found.text, found.nothing) == (
+            1e-300,
+            2**70,
+            True,
+            "ä",
+            "x",
+        )
+        assert found.single.dtype == np.float32
+        assert found.single == np.float32(0.1)
+        assert found.recent == deque([1.0, math.inf])
+        assert found.recent.maxlen == 3
+        assert found.table == {"a": [0.1]}
+        assert found.inner.names == ("b", "c")
+        np.testing.assert_array_equal(found.inner.values, given.inner.values)
+        assert found.inner.values.dtype == np.float32
+
+    def test_another_algorithm_is_refused(self) -> None:
+        kept = KeptState()
+        kept.add("kl", FixedKL(0.5))
+        restored = through_json(kept)
+        with pytest.raises(ConfigError, match="no state 'other'"):
+            restored.add("other", FixedKL())
+        with pytest.raises(ConfigError, match="a state 'kl'"):
+            through_json(kept).check_complete()
+        with pytest.raises(ConfigError, match=r"has fields \['beta'\]"):
+            through_json(kept).add("kl", AdaptiveKL())
+
+    def test_state_that_no_checkpoint_can_hold_is_refused(self) -> None:
+        kept = KeptState()
+        kept.add("all", Everything(table={"a": [object()]}))  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match=r"all.table.a has a object"):
+            kept.state()
+        kept = KeptState()
+        kept.add("list", [1])
+        with pytest.raises(ConfigError, match="list is no dataclass"):
+            kept.state()
+
+
+def log(run_dir: Path, steps: range, **options: Any) -> None:
+    """The files of some steps of a run, as its recorder writes them."""
+    metrics, samples, timeline = (
+        MetricsWriter(run_dir),
+        SamplesWriter(run_dir),
+        Timeline(run_dir, 100.0, **options),
+    )
+    for step in steps:
+        metrics.log(step, {"loss": 0.5 * step})
+        samples.log(step, [Sample(f"prompt {step}", "", "", 1.0)])
+        for rank in range(2):
+            timeline.add(("actor", f"rank {rank}"), "update", 100 + step, 100.5 + step, {"step": step})
+        timeline.flush()
+    metrics.close()
+    samples.close()
+    timeline.close()
+
+
+class TestFiles:
+    def test_files_are_continued_where_they_were_cut(self, tmp_path: Path) -> None:
+        cut, whole = tmp_path / "cut", tmp_path / "whole"
+        cut.mkdir()
+        whole.mkdir()
+        log(whole, range(6))
+        log(cut, range(3))
+        os.truncate(cut / TIMELINE_FILE, (cut / TIMELINE_FILE).stat().st_size - len("\n]\n"))
+        marks = mark_files(cut)
+        log(cut, range(3, 5))  # of the life before
+        check_marks(cut, marks)
+        cut_files(cut, marks)
+        assert [line["step"] for line in read_metrics(cut)] == [0, 1, 2]
+        log(cut, range(3, 6))
+        assert read_metrics(cut) == read_metrics(whole)
+        assert read_samples(cut) == read_samples(whole)
+        assert (cut / TIMELINE_FILE).read_text() == (whole / TIMELINE_FILE).read_text()
+        assert len(list((cut / "tensorboard").iterdir())) == 1
+
+    def test_a_timeline_that_was_renamed_since_is_found_again(self, tmp_path: Path) -> None:
+        log(tmp_path, range(3))
+        mark = mark_files(tmp_path)
+        (tmp_path / TIMELINE_FILE).rename(tmp_path / EARLIER_FILE)
+        (tmp_path / TIMELINE_FILE).write_text("[\n" + "x" * 10_000)
+        cut_files(tmp_path, mark)
+        assert len([e for e in read_events(tmp_path / TIMELINE_FILE) if e["ph"] == "X"]) == 6
+        assert not (tmp_path / EARLIER_FILE).exists()
+
+    def test_a_timeline_that_is_lost_is_begun_anew(self, tmp_path: Path) -> None:
+        log(tmp_path, range(3))
+        mark = mark_files(tmp_path)
+        (tmp_path / TIMELINE_FILE).write_text("[\n")
+        check_marks(tmp_path, mark)
+        cut_files(tmp_path, mark)
+        assert not (tmp_path / TIMELINE_FILE).exists()
+
+    @pytest.mark.parametrize("damage", ["shorter", "other", "missing"])
+    def test_metrics_of_another_run_are_refused(self, damage: str, tmp_path: Path) -> None:
+        log(tmp_path, range(3))
+        marks, path = mark_files(tmp_path), tmp_path / "metrics.jsonl"
+        match damage:
+            case "shorter":
+                os.truncate(path, path.stat().st_size - 1)
+            case "other":
+                path.write_text(path.read_text().replace("0.5", "0.6"))
+            case "missing":
+                path.unlink()
+        with pytest.raises(RlhfError, match=r"metrics.jsonl does not begin"):
+            check_marks(tmp_path, marks)
+
+    def test_a_mark_is_of_the_bytes_before_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(bytes(10_000))
+        mark = Mark.at_end(path)
+        path.write_bytes(bytes(10_000) + b"more")
+        assert mark.is_in(path)
+        path.write_bytes(bytes(9_999) + b"1more")
+        assert not mark.is_in(path)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    return load(QUICKSTART).model_dump(mode="json", exclude_none=True)
+
+
+def changed(tables: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The tables with another value of a key."""
+    copy = json.loads(json.dumps(tables))
+    *parents, leaf = key.split(".")
+    table = copy
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    table[leaf] = value
+    return copy
+
+
+class TestFacts:
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("run.steps", 100),
+            ("run.evaluate_every", 3),
+            ("checkpoint.keep", 5),
+            ("services.actor.address", "127.0.0.1:9999"),
+            ("services.actor.pool", "first"),
+            ("pools.first", ["cpu:0"]),
+            ("data.train", "elsewhere.jsonl"),
+        ],
+    )
+    def test_what_changes_no_step_may_differ(self, key: str, value: Any, tables: dict[str, Any]) -> None:
+        check_config(tables, changed(tables, key, value), elsewhere=False)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("run.seed", 1),
+            ("data.prompts_per_step", 4),
+            ("rollout.temperature", 0.5),
+            ("algorithm.mini_batch_size", 64),
+            ("services.actor.optimizer.learning_rate", 1e-3),
+            ("services.critic.dtype", "bfloat16"),
+        ],
+    )
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_what_changes_results_may_not(
+        self, key: str, value: Any, elsewhere: bool, tables: dict[str, Any]
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"^{key} was .* and is {json.dumps(value)} now"):
+            check_config(tables, changed(tables, key, value), elsewhere=elsewhere)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("services.actor.ranks", 1), ("services.actor.engine", "3d"), ("services.actor.threads", 2)],
+    )
+    def test_what_changes_rounding_may_differ_elsewhere(
+        self, key: str, value: Any, tables: dict[str, Any]
+    ) -> None:
+        now = changed(tables, key, value)
+        with pytest.raises(ConfigError, match=f"^{key} was .*--elsewhere"):
+            check_config(tables, now, elsewhere=False)
+        check_config(tables, now, elsewhere=True)
+
+    def test_platforms_are_compared(self) -> None:
+        before = {"actor": {"threads": 1, "torch": "2.13.0+cpu", "vocabulary": "ab"}}
+        now = {"actor": {"threads": 2, "torch": "2.14.0", "vocabulary": "ab"}}
+        check_platform(before, before, elsewhere=False)
+        check_platform(before, now, elsewhere=True)
+        with pytest.raises(
+            ConfigError,
+            match=r"services.actor.threads was 1 .* is 2 now; services.actor.torch was .*--elsewhere",
+        ):
+            check_platform(before, now, elsewhere=False)
+        with pytest.raises(ConfigError, match=r"^services.actor.vocabulary was"):
+            check_platform(before, {"actor": {**now["actor"], "vocabulary": "cd"}}, elsewhere=True)
+
+    def test_other_contents_are_refused(self) -> None:
+        check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})
+        with pytest.raises(ConfigError, match=r"^data.train.0: the contents are not those"):
+            check_contents({"data.train.0": "ab"}, {"data.train.0": "cd"})
