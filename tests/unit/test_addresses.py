@@ -10,6 +10,7 @@ from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.byte_server import ByteServer
 from rlhf import addresses
 from rlhf.errors import ConfigError
+from rlhf.security import Security, adopted
 from services.runtime import main
 from settings.reward import RewardTable
 
@@ -52,7 +53,8 @@ def test_a_service_started_by_hand_can_listen_or_names_the_key(
         with pytest.raises(ConfigError) as caught:
             main._check(table, "reward", "judge")
     assert str(caught.value) == f"services.judge.{key}: {host}:{port}: Address already in use"
-    main._check(table, "reward", "judge")
+    with adopted(Security(allow_plaintext=True)):
+        main._check(table, "reward", "judge")
 
 
 def test_bytes_are_served_on_all_addresses_to_ipv4_too() -> None:

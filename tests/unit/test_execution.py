@@ -30,6 +30,7 @@ from services.engines.base import EngineOffloaded
 from services.models.tokenizers import vocabulary_hash
 from services.reference.worker import ReferenceWorker
 from services.roles import model_worker
+from services.roles.background import BackgroundWriter
 from services.roles.columns import jagged_column
 from services.roles.model_worker import ModelWorker
 from services.roles.profiler import CallProfiler
@@ -99,6 +100,7 @@ class OffloadedReference(ModelWorker):
         Worker.__init__(self, table, ranks)
         self.torch_device = torch.device("cpu")
         self._profiler = CallProfiler()
+        self._writer = BackgroundWriter()
 
     def prepare_thread(self) -> None:
         """As it is."""
