@@ -4,6 +4,7 @@ has the numbers that it has without."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,6 +186,8 @@ def test_load_tests_and_conformance_have_their_credentials_from_a_file(
     command = ("rlhf-loadtest", "reward", "--target", reward, "--method", "Describe", "--duration", "0.5")
     assert site.run(*command, "--security", str(certificates)).returncode == 0
     assert site.run(*command).returncode == 1
+    checked = site.run("rlhf-conformance", "reward", "--target", reward, "--security", str(certificates))
+    assert re.search(r"│ reachable +│ pass", checked.stdout), checked.stdout + checked.stderr
 
 
 def test_ports_are_those_of_services_without_certificates(site: Site) -> None:
@@ -198,5 +201,7 @@ def test_no_secret_is_in_a_file_that_a_run_leaves(site: Site) -> None:
     assert any(path.suffix == ".log" for path in files)
     for path in files:
         content = path.read_bytes()
+        # Of each of the many that were refused: strangers do not fill logs.
+        assert b"Handshake failed" not in content
         for token in site.tokens:
             assert token.encode() not in content, path
