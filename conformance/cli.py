@@ -37,7 +37,6 @@ PROBES = (
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@security_option
 @click.version_option(package_name="rlhf-cluster")
 def main() -> None:
     """Check a server against the contract."""
@@ -56,6 +55,7 @@ def main() -> None:
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the findings too."
 )
+@security_option
 def reward(
     target: str, rows: Path | None, deadline_s: float, num_rows: int, max_mib: int, json_path: Path | None
 ) -> None:

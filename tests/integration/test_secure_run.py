@@ -4,6 +4,7 @@ has the numbers that it has without."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 from controller.config.config import Config
-from integration.harness import Processes, Service, free_ports, wait_for_line, write_config
+from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
 from integration.listeners import assert_closed
 from rlhf.access import LIBRARY_METHODS
 from rlhf.contract import SERVICES
@@ -80,11 +81,17 @@ def codes(channel: grpc.Channel, role: str, token: str | None) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def site(config: Config, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(
+    config: Config, cluster: Cluster, certificates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("secure")
     roles = {**OWN, "cost": "reward"}
-    # Rows over each of the transports that have sockets.
-    changes = {"critic": {"transports": ("tcp",)}, "reference": {"transports": ("grpc",)}}
+    # Rows over each of the transports that have sockets; on the libraries that the services of all tests have measured.
+    changes = {
+        "actor": {"matmul": matmul(cluster, "lone_actor")},
+        "critic": {"transports": ("tcp",), "matmul": matmul(cluster, "critic")},
+        "reference": {"transports": ("grpc",), "matmul": matmul(cluster, "reference")},
+    }
     services = {
         name: config.services[own].model_copy(
             update={"address": f"127.0.0.1:{port}", **changes.get(name, {})}
@@ -101,6 +108,11 @@ def site(config: Config, certificates: Path, tmp_path_factory: pytest.TempPathFa
         yield Site(chosen, path, load_security(certificates), directory, processes)
     finally:
         processes.kill()
+
+
+def matmul(cluster: Cluster, name: str) -> str:
+    with cluster.service(name) as service:
+        return service.description.matmul
 
 
 @pytest.mark.parametrize("role", [*ROLES, "cost"])
@@ -125,7 +137,7 @@ def test_no_method_of_any_role_answers_a_stranger(
 
 
 def test_a_run_on_services_with_certificates_has_the_numbers_of_one_without(
-    site: Site, config: Config, cluster: object
+    site: Site, config: Config
 ) -> None:
     """The other run is over the services that all tests share."""
     algorithm = ("--algo", "ppo", "--config")
@@ -185,6 +197,8 @@ def test_load_tests_and_conformance_have_their_credentials_from_a_file(
     command = ("rlhf-loadtest", "reward", "--target", reward, "--method", "Describe", "--duration", "0.5")
     assert site.run(*command, "--security", str(certificates)).returncode == 0
     assert site.run(*command).returncode == 1
+    checked = site.run("rlhf-conformance", "reward", "--target", reward, "--security", str(certificates))
+    assert re.search(r"│ reachable +│ pass", checked.stdout), checked.stdout + checked.stderr
 
 
 def test_ports_are_those_of_services_without_certificates(site: Site) -> None:
@@ -198,5 +212,7 @@ def test_no_secret_is_in_a_file_that_a_run_leaves(site: Site) -> None:
     assert any(path.suffix == ".log" for path in files)
     for path in files:
         content = path.read_bytes()
+        # Of each of the many that were refused: strangers do not fill logs.
+        assert b"Handshake failed" not in content
         for token in site.tokens:
             assert token.encode() not in content, path
