@@ -308,10 +308,13 @@ class EngineNumbers:
             error = float((gradient - expected[tensor]).norm() / expected[tensor].norm())
             assert error < GRADIENT_TOLERANCE, f"{tensor}: {error:.3g}"
 
-    def test_a_step_from_the_same_state_gives_the_same_bits(self, task: Task, device: torch.device):
+    def test_a_step_from_the_same_state_gives_the_same_bits(
+        self, task: Task, device: torch.device, tmp_path: Path
+    ):
         engine = self.make_engine(task.directory, device)
         task.step(engine)
         start, inferred = engine.snapshot(), task.log_probs(engine)
+        write = engine.begin_save(tmp_path / "checkpoint")
         loss, end = task.step(engine), engine.snapshot()
         assert not same_bits(start, end)
         engine.restore(start)
@@ -319,6 +322,9 @@ class EngineNumbers:
         assert torch.equal(task.log_probs(engine), inferred)
         assert task.step(engine) == loss
         assert same_bits(engine.snapshot(), end)
+        write()
+        engine.load(tmp_path / "checkpoint")
+        assert same_bits(engine.snapshot(), start)
 
     def test_an_offloaded_engine_leaves_the_device_and_comes_back_bit_for_bit(
         self, task: Task, device: torch.device

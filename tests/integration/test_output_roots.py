@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 
 from integration.harness import HUGGING_FACE, POLICY_LOSS, SHARDED, TWO_STEPS, Cluster, Service
 from integration.test_server import training_rows
-from rlhf.errors import InvalidRequest, PeerFailed
+from rlhf.errors import InvalidRequest, PeerFailed, Refused, RlhfError
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "save": ("save_checkpoint", {"format": SHARDED}),
+    "save_in_background": ("save_checkpoint", {"format": SHARDED, "in_background": True}),
     "export": ("save_checkpoint", {"format": HUGGING_FACE}),
     "load": ("load_checkpoint", {}),
     "profile": ("profile", {"calls": 1}),
@@ -110,3 +113,33 @@ def test_a_profile_of_very_many_calls_is_refused(actor: Service, tmp_path: Path)
     for outcome in actor.start("profile", directory=str(tmp_path), calls=2**31).outcomes():
         assert isinstance(outcome, InvalidRequest)
         assert "at most 100" in str(outcome)
+
+
+def test_a_checkpoint_in_the_background_is_awaited_by_its_directory(actor: Service, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    actor.call("save_checkpoint", directory=str(directory), format=SHARDED, in_background=True)
+    told = [actor.ask("AwaitCheckpoint", rank, directory=str(directory)) for rank in actor.ranks]
+    sizes = {file.path: file.size for answer in told for file in answer.files}
+    names = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert sizes == {name: (directory / name).stat().st_size for name in names}
+    assert {path.name for path in directory.iterdir()} == sizes.keys()
+    for file in told[1].files:
+        assert file.sha256 == hashlib.sha256((directory / file.path).read_bytes()).hexdigest()
+    actor.load(directory)
+    with pytest.raises(InvalidRequest, match="is not empty"):
+        actor.call("save_checkpoint", directory=str(directory), format=SHARDED, in_background=True)
+    with pytest.raises(Refused, match="writes no checkpoint to"):
+        actor.ask("AwaitCheckpoint", directory=str(tmp_path / "other"))
+    with pytest.raises(InvalidRequest, match="output_roots"):
+        actor.ask("AwaitCheckpoint", directory="/tmp")
+
+
+def test_a_write_in_the_background_that_fails_names_rank_and_file(actor: Service, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    actor.call("save_checkpoint", directory=str(directory), format=SHARDED, in_background=True)
+    actor.ask("AwaitCheckpoint", 0, directory=str(directory))
+    shutil.rmtree(directory)
+    with pytest.raises(
+        RlhfError, match=r"actor rank 0 AwaitCheckpoint: .*[Nn]o such file.*manifest|rank-00000"
+    ):
+        actor.ask("AwaitCheckpoint", 0, directory=str(directory))

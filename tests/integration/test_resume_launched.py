@@ -85,7 +85,7 @@ def undisturbed(config: Config, directory: Path, algorithm: str) -> Results:
 def test_a_run_that_is_killed_with_its_services_goes_on_with_the_same_results(
     config: Config, tmp_path: Path
 ) -> None:
-    chosen = launched(config, {"actor": "actor", "reward": "reward"})
+    chosen = launched(config, {"actor": "lone_actor", "reward": "reward"})
     chosen = with_tables(chosen, run={"steps": 4, "evaluate_every": 3}, rollout={"samples_per_prompt": 2})
     expected = undisturbed(chosen, tmp_path, "dr_grpo")
     with resumable(

@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.retention import best_of, to_remove
 from controller.checkpoints.store import COMMIT, FILES, LATEST, CheckpointStore, Commit
+from controller.checkpoints.termination import Termination
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import load
 from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
@@ -436,3 +440,41 @@ class TestFacts:
         check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})
         with pytest.raises(ConfigError, match=r"^data.train.0: the contents are not those"):
             check_contents({"data.train.0": "ab"}, {"data.train.0": "cd"})
+
+
+@pytest.fixture
+def termination() -> Iterator[Termination]:
+    """Handlers of SIGTERM in this process, until the end of the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+    made = Termination()
+    made.install()
+    yield made
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class TestSigterm:
+    def test_it_interrupts_at_once_where_no_step_is_under_way(self, termination: Termination) -> None:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.args == (signal.SIGTERM,)
+
+    def test_it_is_a_request_within_the_grace(self, termination: Termination) -> None:
+        termination.grace_s = 60.0
+        signal.raise_signal(signal.SIGTERM)
+        assert termination.is_requested
+        with pytest.raises(KeyboardInterrupt):
+            termination.end_if_requested()
+        assert not termination.is_requested
+        termination.end_if_requested()
+
+    def test_it_interrupts_after_the_grace_and_at_the_second_time(self, termination: Termination) -> None:
+        termination.grace_s = 0.05
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(20)
+        termination.grace_s = 60.0
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
