@@ -20,6 +20,9 @@ class Listed(list[dict[str, Any]]):
     def where(self, row: int) -> str:
         return f"row {row}"
 
+    def fingerprint(self) -> str:
+        return ""
+
 
 def data_of(count: int) -> PromptData:
     return PromptData([PromptSource(Listed({"prompt": f"p{i}"} for i in range(count)), str)])
