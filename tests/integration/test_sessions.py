@@ -54,9 +54,10 @@ def run_config(cluster: Cluster, directory: Path) -> Config:
     return config.model_copy(update={"run": table})
 
 
-def trained(config: Config, *, keep_weights: bool = False) -> str:
+def trained(config: Config, *, keep_weights: bool = False, take_over: bool = False) -> str:
     """sha256 of the actor that a run of PPO ends with."""
-    return job.run(config, "ppo", keep_weights=keep_weights).summary["actor_sha256"]
+    run = job.run(config, "ppo", keep_weights=keep_weights, take_over=take_over)
+    return run.summary["actor_sha256"]
 
 
 @contextlib.contextmanager
