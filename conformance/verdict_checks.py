@@ -10,7 +10,8 @@ LARGE_GROUP = (1 << 63) + (1 << 53) + 1
 
 
 def check_invariants(target: RewardTarget) -> str:
-    """Checks that the probe rows get one valid verdict each, the rules for every answer."""
+    """Checks that a request with the probe rows gets exactly one valid verdict per row, else raises Violation. Returns
+    the text for the report."""
     target.score(target.rows)
     return "in every answer"
 

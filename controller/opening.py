@@ -119,8 +119,8 @@ def _logs(plan: Plan, directory: RunDirectory) -> Path:
 def _connect(
     plan: Plan, cluster: Cluster, directory: RunDirectory, progress: Progress, *, keep_weights: bool
 ) -> None:
-    """Connects to the services. Where the run is resumed, they load the checkpoint, and the files of the run are cut
-    back to it."""
+    """Connects to the services. Services of a resumed run load its checkpoint, and the files of the run are cut back to
+    it; those of a new run load `plan.loads`. `keep_weights`: as in `Cluster.connect`."""
     point, stateful, trained = plan.resumes, _stateful(plan.config), plan.algorithm.trains
     outputs = {trained: [directory.output(trained)]}
     if plan.config.checkpoint.is_on:

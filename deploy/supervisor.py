@@ -93,7 +93,7 @@ class Supervisor:
         once. A service that was healthy is then only watched for ranks that end.
 
         Raises:
-            ServiceLost: A service has exited; the text names it and the cause.
+            ServiceLost: A rank of a service has ended; the text names the service and the cause.
             DeadlineExceeded: A service is not healthy within its `startup_timeout_s`.
         """
         for service in self._services:

@@ -35,7 +35,7 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def ramp(text: str) -> list[float]:
-    """Parses a ramp "LOW:HIGH:STEPS" into its STEPS levels, each the same factor above the one before.
+    """Parses a ramp "LOW:HIGH:STEPS" into STEPS levels from LOW to HIGH in geometric progression, rounded to 4 digits.
 
     Raises:
         ConfigError: The text has another form, or the numbers are out of range.

@@ -88,7 +88,8 @@ class PromptSource:
         return self._rows.where(row)
 
     def fingerprint(self) -> str:
-        """Returns a sha256 (hex) by which the same rows are known again."""
+        """Returns a sha256 (hex) that identifies the data: over all bytes of a JSONL file, unpacked, or over the number
+        of rows of a data set or parquet file and at most `controller.data.readers.FINGERPRINTED` of its rows."""
         return self._rows.fingerprint()
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class PromptData:
         return self._sources[source].where(row - self._first[source])
 
     def fingerprints(self) -> list[str]:
-        """Returns a sha256 (hex) for each source, by which the same rows are known again. Reads all files."""
+        """Returns the fingerprint of each source; see `PromptSource.fingerprint`. Reads all JSONL files."""
         return [source.fingerprint() for source in self._sources]
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> FutureBatch:
@@ -135,7 +135,7 @@ class TextData:
         return self._rows.where(row)
 
     def fingerprint(self) -> str:
-        """Returns a sha256 (hex) by which the same texts are known again."""
+        """Returns a sha256 (hex) that identifies the data; see `PromptSource.fingerprint`."""
         return self._rows.fingerprint()
 
     def _text(self, fields: Row, row: int) -> str:

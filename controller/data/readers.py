@@ -52,7 +52,7 @@ class RowReader(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Returns a sha256 (hex) by which the same rows are known again."""
+        """Returns a sha256 (hex) that identifies the data; of which bytes or rows, the reader says."""
         ...
 
     def where(self, row: int) -> str:

@@ -175,7 +175,8 @@ class GroupCall:
         )
 
     def _requests(self, parts: Sequence[BatchPart], numbers: np.ndarray) -> list[bytes]:
-        """Makes one serialized request per rank, in rank order, and counts the bytes of rows in them for the step."""
+        """Makes one serialized request per rank, in rank order, and adds the bytes of the columns that the controller
+        holds to the step's count."""
         if not self.method.takes_rows:
             request = self.method.request(call=self.header, **self.options).SerializeToString()
             return [request] * len(self.callee.endpoints)

@@ -161,17 +161,20 @@ class Run:
         return self._cluster.session.step_of(batch.step)
 
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
-        """Iterates over the training steps. Evaluates before the first step, between steps as `run.evaluate_every`
-        says, and after the last: number `run.steps`, or one on which the algorithm called `Step.stop`. Frees the rows
-        of a step, and writes its checkpoint if one is due, when the next is requested. A resumed run begins with the
-        step after its checkpoint.
+        """Iterates over the training steps. Evaluates before step 1, between steps as `run.evaluate_every` says, and
+        after the last: number `run.steps`, or one on which the algorithm called `Step.stop`. When the next step is
+        requested, frees the rows of the one before and begins its checkpoint if one is due, which is written while
+        later steps run. A resumed run begins with the step after its checkpoint, without an evaluation before it.
 
         Args:
             evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
 
         Raises:
             InvalidRequest: The algorithm did not call `Step.finish`.
-            ConfigError: The algorithm keeps other state than the checkpoint has, or state that one cannot hold.
+            ConfigError: The algorithm keeps other state than the checkpoint has, or state that one cannot hold; or no
+                metric is named `checkpoint.best`.
+            RlhfError: This checkpoint or the one before it could not be written.
+            KeyboardInterrupt: SIGTERM has come, and the checkpoint of the step is written.
         """
         table, session, state = self.config.run, self._cluster.session, self._state
         state.kept.check_complete()

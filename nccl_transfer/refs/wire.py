@@ -81,8 +81,9 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
 
 
 def _encode(message: pb.Column, column: Column, shards: dict[Shard, int]) -> np.ndarray | None:
-    """Encodes a column without its lengths into `message`, and adds its shards to `shards`, which numbers them. Returns
-    the lengths if the column is jagged, else None."""
+    """Encodes a column without its lengths into `message`, and adds the shards that hold its rows to `shards`, under
+    the next free numbers. Returns the lengths if the column is jagged, else None. Raises InvalidRequest where a local
+    column has a dtype that is not in ELEMENT_TYPES."""
     if isinstance(column, RemoteColumn):
         message.dtype = ELEMENT_TYPES[column.dtype]
         message.row_shape.extend(column.row_shape)

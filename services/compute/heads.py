@@ -39,7 +39,7 @@ class PolicyOutput:
 @dataclass(frozen=True)
 class PolicyHead:
     """Head that computes log-probabilities and entropies under softmax(logits / temperature), with 0 in the padding.
-    Logits are computed only at positions that predict a response token.
+    From `DeferredLogits`, logits are computed only at positions that predict a response token.
 
     Args:
         temperature: divisor of the logits, above 0; that of sampling, since it is part of the policy.

@@ -172,8 +172,8 @@ class TrainEngine(ABC):
         Collective.
 
         Args:
-            table: table of the service. `table.dtype` is the type of computation; weights of a trained model are kept
-                in float32 whatever it is.
+            table: table of the service. `table.dtype` is the type of computation; weights that are trained are kept
+                in float32 in any case.
             options: the engine's own options, of the type that its spec (`settings.engines.EngineSpec`) names.
             setup: loader of the model, mesh, device and optimizer.
 

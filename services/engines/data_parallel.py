@@ -52,8 +52,8 @@ class DataParallelEngine(ShardedEngine):
 
     @abstractmethod
     def _computing(self) -> AbstractContextManager[None]:
-        """Returns a context manager for a block of forward and backward passes. Its end frees the weights that these
-        gathered from other ranks, so that no later pass computes with outdated ones. Collective."""
+        """Returns a context manager for a block of forward and backward passes. On exit, it frees the weights
+        that the passes gathered from other ranks, so that no later pass computes with outdated ones. Collective."""
 
     @abstractmethod
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:

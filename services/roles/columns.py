@@ -16,7 +16,8 @@ Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """Returns a jagged column of a call's rows with its values as a tensor, which shares memory with `rows`.
+    """Returns a jagged column of a call's rows with its values as a tensor, which shares memory with `rows`; values in
+    a read-only array, as of a column sent in the request itself, are copied.
 
     Raises:
         InvalidRequest: The column is missing or not jagged.

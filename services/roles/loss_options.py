@@ -47,8 +47,8 @@ class ValueLossOptions(RequestedLoss, ValueLossTable):
 
 
 def read_knobs(kind: type[T], message: Message, objects: Collection[str]) -> T:
-    """Returns the knobs of the loss message of a request, as an object with an attribute per field of the message.
-    Fields that are not set have the defaults of `kind`.
+    """Returns the knobs of the loss message of a request, as an instance of `kind`, whose attributes are named like the
+    fields of the message. Fields that are not set have the defaults of `kind`.
 
     Args:
         kind: Class of the knobs: `PolicyLossOptions` or `ValueLossOptions`.

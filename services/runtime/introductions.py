@@ -22,7 +22,8 @@ DATA_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class Introductions:
-    """Endpoints that each session has introduced, one per address: a later endpoint at the same address replaces it.
+    """Endpoints that the calls of each session may name: those of this rank's own service, and those that the session
+    has introduced, one per address: a later endpoint at the same address replaces it. `check` refuses all others.
 
     Args:
         own: Returns the endpoints of this rank's service, as its ranks exchanged them; an element is None if unknown.

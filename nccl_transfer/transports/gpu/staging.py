@@ -120,8 +120,8 @@ class StagingSource:
                 del self._stagings[request.reader]
 
     async def stage(self, request: pb.StageRequest) -> pb.StageResponse:
-        """Handles the Stage RPC: copies ranges into a slot. Responds when the copies are enqueued; the slot's event
-        is recorded after them.
+        """Handles the Stage RPC: enqueues the copies of ranges into a slot, records the slot's event behind them, and
+        then responds, without waiting for the copies.
 
         Raises:
             Refused: The request is for another epoch of the service, the reader has no staging memory, the generation

@@ -119,8 +119,8 @@ class Transition:
 
     def generation_memory(self) -> Memory:
         """Returns a function that maps the name of a generation weight to the memory of this rank's generation shard:
-        a view of a permanent buffer, or, without `in_place`, a placeholder of the shard's shape that takes no
-        memory and must not be written."""
+        a view of a permanent buffer, or, without `in_place`, a placeholder: one uninitialized element on the device,
+        expanded to the shard's shape, which must not be written."""
 
         def memory(name: str) -> Tensor:
             bundle = self._of_name[name]

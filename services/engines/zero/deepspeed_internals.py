@@ -156,7 +156,8 @@ def drop_stage3_gradients(
 
 
 def _leave_backward(zero: Any) -> None:
-    """Ends the backward pass of an optimizer if an error has interrupted it."""
+    """Ends the backward pass of an optimizer if an error has interrupted it. In any case clears DeepSpeed's flag that a
+    backward pass has begun in this step."""
     while zero._backward_active_depth:
         zero.exit_backward()
     zero.clear_backward_seen_flag()

@@ -12,7 +12,8 @@ ONE = Fraction(1)
 
 
 def is_right(truth: Answer, answer: Answer, scale: Fraction = ONE) -> bool:
-    """Returns whether an answer equals the ground truth.
+    """Returns whether an answer equals the ground truth as mathematics, or is the same number rounded
+    (`numerals.are_equal`).
 
     Args:
         truth: The ground truth.

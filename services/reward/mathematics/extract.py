@@ -45,7 +45,7 @@ def last_answer(text: str) -> str | None:
 
 def _boxed(text: str, start: int) -> str | None:
     """Returns the content of a box whose command ends at `start`: a group in braces, or else one word. None if the
-    braces are not closed."""
+    braces are not closed, or no word follows."""
     if text[start : start + 1] != "{":
         word = re.match(r"[^\s$]+", text[start:])
         return word[0] if word else None

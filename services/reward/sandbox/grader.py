@@ -252,8 +252,8 @@ class Grader:
         self._lock = threading.Lock()
 
     def submit(self, program: Submission) -> Future[ProgramVerdict]:
-        """Schedules the grading of a program; returns the future of its verdict. Equal programs with equal tests
-        share it."""
+        """Schedules the grading of a program; returns the future of its verdict. An equal program with equal tests gets
+        the same future while it is cached, unless its verdict is a fault or has a reason in `TRANSIENT`."""
         key = program.key(self._limits)
         with self._lock:
             known = self._known.pop(key, None)

@@ -53,8 +53,9 @@ class Process(ABC):
 
     @abstractmethod
     def end(self) -> str:
-        """Kills all processes of the sandbox and waits until they have ended; returns the text that was written to
-        stderr."""
+        """Kills all processes of the sandbox (without isolation: its process group) and waits until they have ended;
+        returns the first MAX_STDERR bytes of stderr as text. Raises TimeoutExpired if the sandbox has not ended within
+        `END_TIMEOUT_S`."""
 
 
 class Isolation(ABC):
