@@ -119,8 +119,8 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         settings: Overrides "key.path=value" of the file's values.
 
     Raises:
-        ConfigError: The file cannot be read or is invalid, or a setting has no "=", or a key before its last one is not a
-            table; the text is one line that says what is wrong, and where.
+        ConfigError: The file cannot be read or is invalid, or a setting has no "=", or a key before its last one is not
+            a table; the text is one line that says what is wrong, and where.
     """
     return validate(Config, override(read_toml(path), settings), str(path))
 

@@ -60,7 +60,8 @@ class Placement:
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
         """Appends a call to the order and returns its place. Must be called in the order of the program.
 
-        A call may wait for the sum of the times of all unfinished calls before it, on any devices, plus `time_s`. So a call within its time never makes a later one give up, and no call waits for ever.
+        A call may wait for the sum of the times of all unfinished calls before it, on any devices, plus `time_s`. So a
+        call within its time never makes a later one give up, and no call waits for ever.
 
         Args:
             devices: Names of the devices that the call runs on.
