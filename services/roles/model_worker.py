@@ -143,7 +143,8 @@ class ModelWorker(Worker):
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Calls `run`, which runs a method, and returns its result. Profiles the call if an earlier call of the method
-        `profile` requested it, measures its peak memory, and translates errors of engines to those that clients receive."""
+        `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
+        receive."""
         with (
             as_contract_errors(self.policy_version),
             peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
