@@ -73,7 +73,8 @@ def evaluation(run: Run, samples: int = 0, solved_at: float = 1.0) -> dict[str, 
 def _config(
     directory: Path, point: ResumePoint | None, path: Path | None, settings: tuple[str, ...]
 ) -> Config:
-    """Returns the config of the evaluation: only the actor and the rewards, and no checkpoints."""
+    """Returns the config of the evaluation, from `path`, or else from the checkpoint's run: only the services of role
+    actor or reward, and no checkpoints. Raises ConfigError for a model directory without `path`."""
     if point:
         tables = point.facts["config"]
         config = (

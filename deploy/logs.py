@@ -44,8 +44,8 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
 
 
 def evidence(log: Path) -> str:
-    """Returns the text `: LAST LINE (log: PATH)`, with the log's last line that is not empty; ` (log: PATH)` where
-    there is none."""
+    """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is not empty, cut to `_LINE_LIMIT`
+    characters; ` (log: PATH)` where the log has no such line. Raises OSError where the log cannot be read."""
     return _evidence(_tail(log), log)
 
 

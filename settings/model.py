@@ -106,7 +106,7 @@ class ModelTable(ServiceTable):
 
     @property
     def needs_torch(self) -> bool:
-        """Whether the ranks use torch; always true for a service with a model."""
+        """Whether the ranks use torch; here always true, since the service has a model."""
         return True
 
     @property

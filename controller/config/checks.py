@@ -53,8 +53,8 @@ def check_addresses(services: Services) -> None:
 def check_batch(
     data: DataTable, rollout: RolloutTable, algorithm: AlgorithmTable, services: Services
 ) -> None:
-    """Raises ValueError unless the rows of a step are a multiple of `mini_batch_size`, and this is a multiple of the
-    number of data-parallel ranks of each service."""
+    """Raises ValueError unless the rows of a step are a multiple of `mini_batch_size`, and this is a multiple of each
+    service's `mini_batch_parts`: the number of data-parallel ranks of actors and critics, 1 of other services."""
     rows = data.prompts_per_step * rollout.samples_per_prompt
     size = algorithm.mini_batch_size
     if rows % size:

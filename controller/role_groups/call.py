@@ -102,7 +102,8 @@ class GroupCall:
             The rows that the ranks made, in the order of the inputs, and the record of the call.
 
         Raises:
-            RlhfError: A rank failed, or the call waited longer than `place.patience_s`.
+            RlhfError: A rank failed or did not respond in time, or the call waited longer than `place.patience_s` for
+                its inputs and its place, before it was sent.
         """
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:

@@ -66,7 +66,8 @@ class RewardCodec(BatchCodec):
 
 
 def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
-    """Makes one TextRow per row of a batch, from the columns that the controller holds; others are left out.
+    """Makes one TextRow per row of a batch, from the columns that the controller holds; columns that ranks hold are
+    left out.
 
     Raises:
         InvalidRequest: The metadata of a row is not a JSON object, or cannot be represented in a request.

@@ -26,8 +26,8 @@ class Step:
         prompts: Prompts of the step, each repeated rollout.samples_per_prompt times. Column "prompt_number" [rows]
             int64 is the number of each row's prompt, unique in the run, by which a reward that scores groups finds the
             responses to a prompt.
-        groups: Column "group" of the same rows [rows] int64: the number of each row's prompt, unique in the run.
-        pretraining: Column "pretrain_text" for the same rows where the config has such texts; else no column.
+        groups: Column "group" [rows] int64 of the same rows, with the same numbers as "prompt_number".
+        pretraining: Column "pretrain_text" of the same rows; no column if the config has no such texts.
         metrics: Metrics that the algorithm adds to the step, by name.
         records: Records of the step's calls, after `finish`.
         batch: Batch that the step trained on, after `finish`.

@@ -171,7 +171,8 @@ class MemfdTransport(Transport):
     """Maps the arenas of ranks on the same host.
 
     The source takes part in the first read only: later reads succeed while it computes, and even while it is stopped.
-    Reads from a source that has died raise ServiceLost, and its memory is released as soon as its end is detected.
+    Reads from a source that has died raise ServiceLost. Its memory is unmapped once its end is detected and no reading
+    uses it.
     """
 
     name = "memfd"

@@ -89,8 +89,8 @@ def read_parts(directory: Path, shards: Iterable[tuple[str, WeightShard]]) -> No
 def read_first_values(
     load: Load, directory: Path, dtype: torch.dtype, shards: Iterable[tuple[str, WeightShard]]
 ) -> None:
-    """Fills shards of a model's parameters with the values of a newly loaded model. They are read from the files,
-    except those of parameters that `load_on_meta` returns with values, such as a new head.
+    """Fills shards of a model's parameters with the values of a newly loaded model. Values are read from the
+    files, except where `load_on_meta` returns the parameter with values already, such as a new head.
 
     Args:
         load: loads the model.

@@ -64,7 +64,8 @@ class ForkServer:
         """Forks a process and returns it once it has loaded the function.
 
         Raises:
-            TimeoutError: The process, or the server, was not ready in time; in the latter case the server is closed.
+            TimeoutError: The process did not load the function in time, or the server did not answer in time; in the
+                second case the server is now closed.
             EOFError, OSError: The process or the server has ended.
         """
         ours, theirs = socket.socketpair()

@@ -80,8 +80,8 @@ class ControlGroup:
 
 
 def usable(limits: dict[str, int]) -> list[Controller]:
-    """Returns the controllers in which this process can create a group with these limits, by controller; tries each
-    one."""
+    """Returns the controllers in which this process can create a group with its limit; `limits` is by controller name.
+    Tries each one; on version 2 it may move the processes of its own group to the child group `LEAF`."""
     found = []
     for kind, name, parent in _candidates():
         controller = Controller(name, parent, _FILES[kind, name])
