@@ -78,7 +78,7 @@ class Spec:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Keys of the service's table that this engine reads and others may not."""
+        """Keys of the service's table that this engine reads and that some other engines do not read."""
         return self.keys | {self.options_key}
 
 

@@ -25,11 +25,12 @@ Head = Callable[[Any, MicroBatch], Output]
 
 @dataclass(frozen=True, eq=False)
 class PolicyOutput:
-    """Log-probabilities and entropies of response tokens, in float32 or a finer dtype of the model.
+    """Log-probabilities and entropies of response tokens under the model's policy, softmax(logits / temperature)
+    without top-k or top-p, with 0 in the padding; in float32 or a finer dtype of the model.
 
     Args:
         log_probs_BR: log-probability of each response token, in nats.
-        entropy_BR: entropy of the distribution that each response token was drawn from, in nats.
+        entropy_BR: entropy of the policy's distribution at the position of each response token, in nats.
     """
 
     log_probs_BR: Tensor

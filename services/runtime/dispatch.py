@@ -127,7 +127,8 @@ class DispatchStream:
     async def _answer(
         self, message: worker_pb2.DispatchRequest, response: asyncio.Future[Any], call_id: str
     ) -> None:
-        """Waits until a call has ended, and writes its response or its error to the stream."""
+        """Waits for a call as `_ended` does, and writes its response or its error to the stream; if a request with
+        `only_known` times out, DeadlineExceeded, and the call goes on."""
         answer = worker_pb2.DispatchResponse(number=message.number)
         try:
             answer.response = (await self._ended(message, response, call_id)).SerializeToString()

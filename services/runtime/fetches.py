@@ -69,8 +69,8 @@ class FetchQueue:
                 fetched.add_done_callback(lambda fetched, rows=rows: self._end(rows, fetched))
 
     def _end(self, rows: asyncio.Future[CallRows], fetched: asyncio.Future[CallRows]) -> None:
-        """Passes the rows or the error of a fetch that has ended to the future `rows`, unless that was cancelled, and
-        starts the next fetch."""
+        """Passes the rows or the error of a fetch that has ended to the future `rows`, unless that was cancelled, and,
+        unless the fetch was dropped, starts the next one."""
         error = fetched.exception()
         if not rows.done():
             rows.set_exception(error) if error else rows.set_result(fetched.result())

@@ -32,7 +32,7 @@ class CurrentSession:
     """The one session whose ordered calls the rank runs. Not thread-safe: used from the event loop alone.
 
     Args:
-        ended: Called with the name of a session when it ends; stops its calls and frees its rows.
+        ended: Called with the name of a session when it ends; it must stop the session's calls and free its rows.
 
     Attributes:
         name: Name of the current session; empty where there is none.

@@ -131,7 +131,7 @@ def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def bucket_numel(model: Model) -> int:
-    """Returns the number of elements for DeepSpeed's buckets of gradients and weights: `BUCKET_NUMEL`, or, for a
-    smaller model, the number of its elements rounded up to an even number."""
+    """Returns the size, in elements, of DeepSpeed's buckets for reducing gradients and gathering weights:
+    `BUCKET_NUMEL`, or, for a smaller model, the number of its elements rounded up to an even number."""
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return min(BUCKET_NUMEL, numel + numel % 2)
