@@ -57,8 +57,8 @@ and from the controller."""
 
 
 class RankServer:
-    """gRPC server of one worker. `serve` runs it until SIGTERM or SIGINT; then it refuses all calls but the running one,
-    waits up to `execution.GRACE_S` seconds for that to end, and stops.
+    """gRPC server of one worker. `serve` runs it until SIGTERM or SIGINT; then it refuses all calls but the running
+    one, waits up to `execution.GRACE_S` seconds for that to end, and stops.
 
     Args:
         worker: The rank's worker, loaded and ready.

@@ -171,7 +171,9 @@ def own(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * RUN_TIMEOUT_S + 100)
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize(
+    "name", ["replicated", pytest.param("whole weights of a mesh", marks=pytest.mark.full)]
+)
 def test_a_run_on_plug_ins_gives_the_numbers_of_hf_and_fsdp(
     name: str, own: Path, config: Config, on_path: Path, tmp_path: Path
 ) -> None:

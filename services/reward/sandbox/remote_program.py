@@ -65,7 +65,8 @@ class RemoteProgram:
         """Waits until the candidate's sandbox has started.
 
         Raises:
-            TimeoutError, EOFError, Malformed, TooLarge: The sandbox did not say within START_TIMEOUT_S that it is ready.
+            TimeoutError, EOFError, Malformed, TooLarge: The sandbox did not say within START_TIMEOUT_S that it is
+                ready.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         if wire.decode(wire.receive(self._answers, self._output_bytes, deadline)) != {"ready": True}:
