@@ -10,6 +10,7 @@ import grpc
 
 from client.outage import RECONNECT_OPTIONS, RETRY_S, Outage, is_break
 from client.stream import CallStream, unanswered
+from rlhf.access import Access
 from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
 from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
@@ -26,6 +27,7 @@ class RankClient:
         address: host:port of the rank.
         is_ours: Whether the server is one of this package, which accepts keepalive pings.
         shares_connection: Whether clients of the same address may share one TCP connection.
+        access: Highest class of the methods that are called: the rank gets a token for them. Default: CALL.
         session: Name of the session, for a rank that serves WorkerService.Dispatch: calls of the role's methods are
             sent over one stream, which also keeps the session alive on the rank. Empty: every call is unary.
     """
@@ -38,6 +40,7 @@ class RankClient:
         *,
         is_ours: bool = False,
         shares_connection: bool = True,
+        access: Access = Access.CALL,
         session: str = "",
     ) -> None:
         self.service = service
@@ -46,7 +49,7 @@ class RankClient:
         options = [*(CHANNEL_OPTIONS if is_ours else PLAIN_OPTIONS), *RECONNECT_OPTIONS]
         if not shares_connection:
             options.append(("grpc.use_local_subchannel_pool", 1))
-        self._channel = open_aio_channel(address, options)
+        self._channel = open_aio_channel(address, options, access)
         self._callables: dict[str, Any] = {}
         self._session = session
         self._stream: CallStream | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,17 +54,27 @@ def write_certificates(directory: Path, hosts: Sequence[str], days: int) -> str:
             raise ConfigError(f"{path} exists already; certificates in use are not replaced")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_authority(directory, days)
-        names = ",".join(_alternative_name(host) for host in (*LOOPBACK, *hosts))
-        service = f"extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName={names}\n"
-        _make_certificate(directory, "service", service, days)
-        _make_certificate(directory, "client", "extendedKeyUsage=clientAuth\n", days)
-        for access in Access:
-            _write(directory / f"{access.word}.token", f"{secrets.token_urlsafe(32)}\n")
-        text = tomli_w.dumps({"security": _table(directory)})
-        _write(directory / TABLE, text)
+        # Of mode 0700, and moved at the end: an error half way leaves none of the files.
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".certs-") as made:
+            text = _write_all(Path(made), directory, hosts, days)
+            for path in Path(made).iterdir():
+                path.rename(directory / path.name)
     except OSError as error:
         raise RlhfError(f"{error.filename or directory}: {error.strerror}") from None
+    return text
+
+
+def _write_all(made: Path, directory: Path, hosts: Sequence[str], days: int) -> str:
+    """Writes the files into `made`, from where they go to `directory`; otherwise as `write_certificates`."""
+    _make_authority(made, days)
+    names = ",".join(_alternative_name(host) for host in (*LOOPBACK, *hosts))
+    service = f"extendedKeyUsage=serverAuth,clientAuth\nsubjectAltName={names}\n"
+    _make_certificate(made, "service", service, days)
+    _make_certificate(made, "client", "extendedKeyUsage=clientAuth\n", days)
+    for access in Access:
+        _write(made / f"{access.word}.token", f"{secrets.token_urlsafe(32)}\n")
+    text = tomli_w.dumps({"security": _table(directory)})
+    _write(made / TABLE, text)
     return text
 
 

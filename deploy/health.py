@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rlhf.access import Access
 from rlhf.channels import open_channel
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
@@ -41,7 +42,7 @@ class Probe:
     """
 
     def __init__(self, address: str) -> None:
-        self._channel = open_channel(address, CHANNEL_OPTIONS)
+        self._channel = open_channel(address, CHANNEL_OPTIONS, Access.READ)
         self._check = _check(self._channel)
         self._question: Any = None
         self.reason = ""
@@ -80,7 +81,7 @@ def ask(address: str) -> HealthAnswer:
     """Calls the health check and Describe of the service at an address, each with a timeout of `ANSWER_TIMEOUT_S`,
     and returns the answers. Does not raise: a health check that is not answered gives `NOT_REACHABLE`, one that this
     process's token does not allow `REFUSED`, one that ends with another error `NOT_SERVING`."""
-    with open_channel(address, CHANNEL_OPTIONS) as channel:
+    with open_channel(address, CHANNEL_OPTIONS, Access.READ) as channel:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.processes import MARK
+from settings.security import SECURITY_FILE, TOKEN_FILE
 from settings.service import ServiceTable
 
 
@@ -38,14 +39,15 @@ def rank_command(job: Job) -> list[str]:
 
 
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
-    """Returns the environment that all ranks of a service share: that of this process, with `deployment`, the id of
-    the deployment, in the variable `MARK`, and the number of threads of the table. Only TOKENIZERS_PARALLELISM and
-    HF_HUB_OFFLINE keep a value that this process has.
+    """Returns the environment that all ranks of a service share: that of this process without its own credentials, with
+    `deployment`, the id of the deployment, in the variable `MARK`, and the number of threads of the table. Only
+    TOKENIZERS_PARALLELISM and HF_HUB_OFFLINE keep a value that this process has.
     """
     threads = str(table.threads)
+    inherited = {name: value for name, value in os.environ.items() if name not in (TOKEN_FILE, SECURITY_FILE)}
     return {
         **{"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-        **os.environ,
+        **inherited,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

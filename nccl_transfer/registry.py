@@ -19,7 +19,7 @@ ENTRY_POINTS = "rlhf_cluster.transports"
 """Entry-point group in which installed packages declare transports, as NAME = "module:TransportClass"."""
 
 PLAIN = (NcclTransport.name,)
-"""Transports that move rows in plaintext also where this process has certificates, and are then used only by name."""
+"""Transports that move rows in plaintext also where this process has certificates; see `is_allowed`."""
 
 _registry: dict[str, type[Transport]] = {}
 _broken: dict[str, str] = {}
@@ -64,9 +64,15 @@ def available() -> list[str]:
     return [name for name in names() if name not in reasons]
 
 
+def is_allowed(name: str, wanted: Sequence[str]) -> bool:
+    """Whether rows may be read and sent by a transport: by those of PLAIN, where this process has certificates, only if
+    `wanted`, the transports that are configured by name, contains it."""
+    return name in wanted or name not in PLAIN or current().certificates is None
+
+
 def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
-    """Creates the named transports, in the order given. Default: all available ones, in order of preference, and where
-    this process has certificates without those of PLAIN.
+    """Creates the named transports, in the order given. Default: all that are available and allowed, in order of
+    preference.
 
     Raises:
         ConfigError: A name is unknown (the message lists the known names), or a transport is not available (the
@@ -78,7 +84,7 @@ def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
             raise ConfigError(f"unknown transport {name!r}; known: {', '.join(names())}")
         if name in reasons:
             raise ConfigError(f"transport {name!r} is not available: {reasons[name]}")
-    chosen = wanted or [name for name in available() if name not in PLAIN or current().certificates is None]
+    chosen = wanted or [name for name in available() if is_allowed(name, wanted)]
     return [_registry[name]() for name in chosen]
 
 

@@ -15,8 +15,10 @@ from rlhf.security import Certificates, Security, adopt
 from settings.strict import Strict, override, read_toml, validate
 
 TOKEN_FILE = "RLHF_TOKEN_FILE"
-"""Environment variable with the path of the token that this process sends as a client; not set: that of the highest
-class among the table's."""
+"""Environment variable with the path of the token that this process sends to all servers as a client; not set: that of
+the table's which the calls to a server need."""
+SECURITY_FILE = "RLHF_SECURITY"
+"""Environment variable with the value of the option --security."""
 TOKEN = re.compile(r"[!-~]{16,4096}")
 
 
@@ -72,7 +74,7 @@ class SecurityTable(Strict):
         if len(set(tokens.values())) < len(tokens):
             raise ConfigError("security: two of the token files contain the same token")
         own = os.environ.get(TOKEN_FILE)
-        token = _read_token(Path(own)) if own else tokens[max(tokens)] if tokens else ""
+        token = _read_token(Path(own)) if own else ""
         return Security(certificates, tokens, token, self.allow_plaintext)
 
 
@@ -103,7 +105,7 @@ def _adopt(context: click.Context, option: click.Parameter, path: Path | None) -
 security_option = click.option(
     "--security",
     type=click.Path(path_type=Path),
-    envvar="RLHF_SECURITY",
+    envvar=SECURITY_FILE,
     expose_value=False,
     callback=_adopt,
     metavar="FILE",

@@ -21,6 +21,7 @@ from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
+from rlhf.access import Access
 from rlhf.contract import role_methods
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
@@ -184,12 +185,14 @@ class Cluster:
             self._watch.begin(group.clients)
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
+        is_ours = bool(description.epoch)
         clients = [
             RankClient(
                 name,
                 rank,
                 info.endpoint.address,
-                is_ours=bool(description.epoch),
+                is_ours=is_ours,
+                access=Access.ADMINISTER if is_ours else Access.CALL,
                 session=self.session.name if description.dispatches else "",
             )
             for rank, info in enumerate(description.ranks)

@@ -42,7 +42,8 @@ CHUNK_BYTES = 4 << 20
 """Maximum payload of a frame in bytes. Larger frames were measured to be no faster."""
 
 STALL_S = 30.0
-"""Seconds after which a reader is disconnected that receives no bytes, or does not complete its request."""
+"""Seconds after which a reader is disconnected that receives no bytes (over TLS: fewer than MAX_ENCRYPTED), or does not
+complete its handshake and request."""
 
 MAX_STREAMS = 64
 """Maximum number of requests that are answered in parallel; further requests wait for a thread."""
@@ -54,6 +55,10 @@ ACCEPT_PAUSE_S = 0.1
 
 MAX_JOINED = 64 << 10
 """Largest frame in bytes that is encrypted as one piece, which copies it; of others each piece is encrypted alone."""
+
+MAX_ENCRYPTED = 256 << 10
+"""Most bytes that are encrypted and sent by one call. Over TLS the time limit of a socket is that of the whole call, be
+there progress or not."""
 
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -192,16 +197,20 @@ class ByteServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-            for level, option, value in _OPTIONS:
-                connection.setsockopt(level, option, value)
-            if self._certificates is not None:
-                connection = self._certificates.accept_tls(connection)
         except BlockingIOError:
             return
         except OSError as error:
             # For example without free descriptors: readers wait until an accept succeeds.
             logging.warning("data port %d: %s", self.port, error)
             time.sleep(ACCEPT_PAUSE_S)
+            return
+        try:
+            for level, option, value in _OPTIONS:
+                connection.setsockopt(level, option, value)
+            if self._certificates is not None:
+                connection = self._certificates.accept_tls(connection)
+        except OSError:
+            connection.close()  # the client has left: no cause for others to wait
             return
         self._wait_for_request(_Reader(connection, due=time.monotonic() + STALL_S))
         strangers = [reader for reader in self._waiting.values() if not reader.is_known]
@@ -297,8 +306,9 @@ def _send(connection: socket.socket, kind: int, pieces: Pieces) -> None:
     nbytes = sum(map(len, pieces))
     rest: list[memoryview] = [memoryview(FRAME.pack(kind, nbytes)), *pieces]
     if isinstance(connection, ssl.SSLSocket):
-        for piece in rest if nbytes > MAX_JOINED else [b"".join(rest)]:
-            connection.sendall(piece)
+        for piece in rest if nbytes > MAX_JOINED else [memoryview(b"".join(rest))]:
+            for start in range(0, len(piece), MAX_ENCRYPTED):
+                connection.sendall(piece[start : start + MAX_ENCRYPTED])
         return
     while rest:
         sent = connection.sendmsg(rest)

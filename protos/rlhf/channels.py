@@ -21,25 +21,31 @@ MOST_RPCS = 1 << 14
 """Most RPCs, streams included, that a server handles at a time; further ones end with RESOURCE_EXHAUSTED."""
 
 
-def open_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.Channel:
+def open_channel(
+    address: str, options: Options = PLAIN_OPTIONS, access: Access = Access.CALL
+) -> grpc.Channel:
     """Opens a channel to the server at `address`, host:port, which connects at its first call.
 
     Args:
         address: host:port.
         options: gRPC channel arguments. Default: PLAIN_OPTIONS, which any server accepts.
+        access: Highest class of the methods that are called over the channel; the server gets a token that suffices for
+            them, and may use it elsewhere. Default: CALL.
     """
     certificates = current().certificates
     if certificates is None:
         return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, _credentials(certificates), _named(options, certificates))
+    return grpc.secure_channel(address, _credentials(certificates, access), _named(options, certificates))
 
 
-def open_aio_channel(address: str, options: Options = PLAIN_OPTIONS) -> grpc.aio.Channel:
+def open_aio_channel(
+    address: str, options: Options = PLAIN_OPTIONS, access: Access = Access.CALL
+) -> grpc.aio.Channel:
     """Opens a grpc.aio channel for the running event loop; otherwise as `open_channel`."""
     certificates = current().certificates
     if certificates is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, _credentials(certificates), _named(options, certificates))
+    return grpc.aio.secure_channel(address, _credentials(certificates, access), _named(options, certificates))
 
 
 def open_server(options: Options, classes: Mapping[str, Access]) -> tuple[grpc.aio.Server, Guard]:
@@ -68,13 +74,13 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
     certificates = current().certificates
     if certificates is None:
         return server.add_insecure_port(address)
-    return server.add_secure_port(address, certificates.server_credentials())
+    return server.add_secure_port(address, certificates.server_credentials)
 
 
-def _credentials(certificates: Certificates) -> grpc.ChannelCredentials:
-    """Returns the credentials of a channel: certificate, and token if this process has one, which gRPC sends over
-    encrypted connections alone."""
-    credentials, token = certificates.channel_credentials(), current().token
+def _credentials(certificates: Certificates, access: Access) -> grpc.ChannelCredentials:
+    """Returns the credentials of a channel: certificate, and a token for a class if this process has one, which gRPC
+    sends over encrypted connections alone."""
+    credentials, token = certificates.channel_credentials, current().token_for(access)
     if not token:
         return credentials
     return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import socket
 import ssl
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from rlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files of one process.
+    """PEM files of one process, each of which is read once, by `check` at the latest.
 
     Attributes:
         ca: Path of the certificates that sign those of all peers.
@@ -55,7 +56,7 @@ class Certificates:
     def check(self) -> None:
         """Raises ConfigError if a file cannot be read, is not PEM, or the key is not that of the certificate."""
         try:
-            _ = self._server_context, self._client_context
+            _ = self._server_context, self._client_context, self._contents
         except ssl.SSLError as error:
             raise ConfigError(
                 f"security: {self.ca}, {self.certificate} and {self.key} are not a CA, a certificate and its key: "
@@ -77,16 +78,21 @@ class Certificates:
         where it fails, as where the server has no certificate of the CA for its name."""
         return self._client_context.wrap_socket(connection, server_hostname=self.server_name or host)
 
+    @cached_property
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns gRPC's credentials of a server, which requires a certificate of its clients."""
-        return grpc.ssl_server_credentials([self._pair()], self.ca.read_bytes(), require_client_auth=True)
+        """gRPC's credentials of a server, which requires a certificate of its clients."""
+        ca, certificate, key = self._contents
+        return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
 
+    @cached_property
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns gRPC's credentials of a client, without a token."""
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), *self._pair())
+        """gRPC's credentials of a client, without a token."""
+        ca, certificate, key = self._contents
+        return grpc.ssl_channel_credentials(ca, key, certificate)
 
-    def _pair(self) -> tuple[bytes, bytes]:
-        return self.key.read_bytes(), self.certificate.read_bytes()
+    @cached_property
+    def _contents(self) -> tuple[bytes, bytes, bytes]:
+        return self.ca.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes()
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -103,7 +109,7 @@ class Security:
         certificates: Files for mutual TLS; None: connections are in plaintext.
         tokens: Token of each class of methods that this process accepts as a server; empty: it asks for none, and
             every client with a certificate may do all. Needs certificates.
-        token: Token that this process sends as a client; empty: none.
+        token: Token that this process sends to all servers as a client; empty: one of `tokens`, by `token_for`.
         allow_plaintext: Whether servers may listen beyond loopback without certificates.
     """
 
@@ -122,6 +128,13 @@ class Security:
             if hmac.compare_digest(_digest(known), given):
                 granted = access
         return granted
+
+    def token_for(self, access: Access) -> str:
+        """Returns the token for a server of which only methods up to a class are called: `token`, or that of the lowest
+        class among `tokens` that suffices; else that of the highest; empty: none."""
+        enough = [each for each in self.tokens if each >= access]
+        chosen = min(enough, default=max(self.tokens, default=None))
+        return self.token or (self.tokens[chosen] if chosen is not None else "")
 
     def check_listening(self, host: str, key: str) -> None:
         """Checks that a server may listen on a host.
@@ -144,6 +157,9 @@ PLAINTEXT = Security()
 """Credentials of a process that has none."""
 
 _current = PLAINTEXT
+_before = PLAINTEXT
+_users = 0
+_lock = threading.Lock()
 
 
 def current() -> Security:
@@ -159,13 +175,27 @@ def adopt(security: Security) -> None:
 
 @contextlib.contextmanager
 def adopted(security: Security) -> Iterator[None]:
-    """Context manager within which this process has these credentials, and after which it has those of before."""
-    before = current()
-    adopt(security)
+    """Context manager within which this process has these credentials. Several with equal credentials may be entered
+    and left in any order; after the last one, the process has those of before the first.
+
+    Raises:
+        ConfigError: On entering, within another one with other credentials.
+    """
+    global _before, _users
+    with _lock:
+        if _users and security != _current:
+            raise ConfigError("this process already has a run with other [security]; one at a time")
+        if not _users:
+            _before = _current
+            adopt(security)
+        _users += 1
     try:
         yield
     finally:
-        adopt(before)
+        with _lock:
+            _users -= 1
+            if not _users:
+                adopt(_before)
 
 
 def _digest(token: str) -> bytes:

@@ -22,13 +22,14 @@ from grpc_reflection.v1alpha import reflection
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
-from nccl_transfer.registry import create_transports, unavailable
+from nccl_transfer.registry import create_transports, is_allowed, unavailable
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import (
     ArenaServer,
     ByteServer,
     host_id,
 )
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
@@ -72,7 +73,8 @@ class RankServer:
         table = worker.table
         self.store = TensorStore(table.arena_mb << 20, table.checksums)
         self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
-        self.sources = DeviceSources.of_this_process(self.store)
+        offers_nccl = is_allowed(NcclTransport.name, table.transports)
+        self.sources = DeviceSources.of_this_process(self.store, offers_nccl=offers_nccl)
         self.unavailable = unavailable()
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()

@@ -197,6 +197,6 @@ def test_the_device_decides_which_transports_reach_a_rank():
     assert ipc.why_not(same, there) is None
     assert ipc.why_not(other, there) == "it is on GPU-2, not on GPU-1"
     assert nccl.why_not(same, there) == "both are on GPU-1, and NCCL takes one rank per GPU"
-    assert nccl.why_not(other, there) == "it has no NCCL"
+    assert nccl.why_not(other, there) == "it offers no NCCL"
     assert nccl.why_not(replace(other, nccl_version=22809), there) == "NCCL is 2.28.9 there and 2.27.3 here"
     assert nccl.why_not(replace(other, nccl_version=22703), there) is None

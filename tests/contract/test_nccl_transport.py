@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from contract.transport_helpers import (
     wait_until,
 )
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_transports, is_allowed
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.manifest import manifest_item
@@ -31,7 +32,9 @@ from rlhf.errors import (
     InvalidRequest,
     Refused,
 )
+from rlhf.security import adopted
 from rlhf.v1 import common_pb2 as pb
+from settings.security import load_security
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -151,4 +154,26 @@ def test_a_rank_tells_the_nccl_that_it_sends_by():
         (None, HostNccl(), 0),
     ):
         assert DeviceSources(store, cuda, nccl).nccl_version == told
+    store.close()
+
+
+@pytest.mark.parametrize(("wanted", "is_offered"), [((), False), (("tcp",), False), (("tcp", "nccl"), True)])
+def test_with_certificates_rows_are_sent_by_nccl_only_where_the_config_names_it(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...], is_offered: bool
+) -> None:
+    module = "nccl_transfer.transports.gpu.sources"
+    for name, found in (("own_cuda", HostCuda(GPU)), ("own_nccl", HostNccl())):
+        monkeypatch.setattr(f"{module}.{name}", lambda found=found: found)
+    for name in ("why_no_cuda", "why_no_nccl"):
+        monkeypatch.setattr(f"{module}.{name}", lambda: None)
+    assert is_allowed("nccl", wanted)
+    with adopted(load_security(certificates)):
+        assert is_allowed("nccl", wanted) == is_offered
+    store = TensorStore(MIB)
+    sources = DeviceSources.of_this_process(store, offers_nccl=is_offered)
+    assert bool(sources.nccl_version) == is_offered
+    if not is_offered:
+        for method in ("Attach", "Prepare", "Commit", "Abort"):
+            with pytest.raises(Refused, match="only where the service's `transports` names nccl"):
+                sources.handlers()[method](None, None)
     store.close()

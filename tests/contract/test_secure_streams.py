@@ -17,12 +17,15 @@ from contract.transport_helpers import assert_same_bits, random_array
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_transports
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import ByteServer, byte_server
+from nccl_transfer.transports.tcp import MAGIC, REQUEST
 from rlhf.errors import ServiceLost
 from rlhf.security import PLAINTEXT, Security, adopted
+from rlhf.v1 import transfer_pb2 as pb
 from settings.security import SecurityTable, load_security
 from settings.strict import read_toml
 
@@ -163,3 +166,45 @@ def test_readers_without_a_handshake_do_not_hold_up_one_with(security: Security)
             stranger.sendall(b"\x16\x03\x01")
         (rows,) = read(security, put(store, x=np.arange(100)))
     assert_same_bits(rows["x"], np.arange(100))
+
+
+def test_clients_that_connect_and_reset_do_not_hold_up_a_reader(
+    security: Security, caplog: pytest.LogCaptureFixture
+) -> None:
+    with source(security) as (store, server):
+        batch = put(store, x=np.arange(100))
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", server.port), 10) as stranger:
+                # The end of the connection is then a reset.
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        (rows,) = read(security, batch, within_s=4)
+    assert_same_bits(rows["x"], np.arange(100))
+    assert not caplog.records
+
+
+def test_a_slow_reader_is_not_cut_off_while_it_receives(
+    security: Security, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MiB, a frame, take it 1.6 s."""
+    monkeypatch.setattr(byte_server, "STALL_S", 0.8)
+    nbytes, at_once, pause_s = 12 * MIB, 128 << 10, 0.05
+    assert security.certificates
+    with source(security) as (store, server), socket.socket() as plain:
+        column = put(store, x=np.zeros(nbytes, np.uint8)).columns["x"]
+        assert isinstance(column, RemoteColumn)
+        request = pb.FetchRequest(
+            epoch=EPOCH, ranges=[pb.ByteRange(shard=column.shards[0].id, nbytes=nbytes)]
+        )
+        message = request.SerializeToString()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        plain.settimeout(10)
+        plain.connect(("127.0.0.1", server.port))
+        received = 0
+        with security.certificates.connect_tls(plain, "127.0.0.1") as reader:
+            reader.sendall(REQUEST.pack(MAGIC, bytes.fromhex(server.key), len(message)) + message)
+            while received < nbytes:
+                wanted = received + at_once
+                while received < wanted and (piece := reader.recv(wanted - received)):
+                    received += len(piece)
+                assert received == wanted, f"the source ended the connection after {received} bytes"
+                time.sleep(pause_s)

@@ -16,7 +16,7 @@ import pytest
 from controller.config.config import Config
 from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
 from integration.listeners import assert_closed
-from rlhf.access import LIBRARY_METHODS
+from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import SERVICES
 from rlhf.security import Security, adopted
 from settings.security import SecurityTable, load_security
@@ -129,7 +129,7 @@ def test_no_method_of_any_role_answers_a_stranger(
         grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *theirs)),
     ):
         with channel:
-            assert codes(channel, role, site.security.token) == {"UNAVAILABLE"}
+            assert codes(channel, role, site.security.tokens[Access.ADMINISTER]) == {"UNAVAILABLE"}
     ours = [(certificates.parent / f"client.{kind}").read_bytes() for kind in ("key", "pem")]
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *ours)) as channel:
         for token, expected in TOKENS.items():

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.certificates import write_certificates
+from deploy import certificates as authority
+from deploy.certificates import TABLE, write_certificates
 from deploy.cli import main
+from deploy.launch import environment
 from rlhf.access import Access
 from rlhf.addresses import is_loopback
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import PLAINTEXT, Security, adopted, current
+from settings.reward import RewardTable
 from settings.security import SecurityTable, load_security
 from settings.strict import read_toml
 
@@ -54,13 +57,18 @@ def test_without_tokens_a_certificate_suffices(certificates: Path) -> None:
     assert changed(certificates, **files).load().grant("") is Access.ADMINISTER
 
 
-def test_a_client_sends_the_token_of_the_highest_class_or_that_of_the_environment(
+def test_a_client_sends_the_token_that_suffices_or_that_of_the_environment(
     certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_security(certificates).token == token(certificates, Access.ADMINISTER)
-    assert changed(certificates, administer_token_file=None).load().token == token(certificates, Access.CALL)
+    security = load_security(certificates)
+    assert [security.token_for(access) for access in Access] == list(security.tokens.values())
+    without_call = changed(certificates, call_token_file=None).load()
+    assert without_call.token_for(Access.CALL) == token(certificates, Access.ADMINISTER)
+    alone = changed(certificates, call_token_file=None, administer_token_file=None).load()
+    assert alone.token_for(Access.CALL) == token(certificates, Access.READ)
+    assert PLAINTEXT.token_for(Access.CALL) == ""
     monkeypatch.setenv("RLHF_TOKEN_FILE", str(certificates.parent / "read.token"))
-    assert load_security(certificates).token == token(certificates, Access.READ)
+    assert load_security(certificates).token_for(Access.ADMINISTER) == token(certificates, Access.READ)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +171,45 @@ def test_credentials_are_those_of_before_after_a_block(certificates: Path) -> No
     assert current() is PLAINTEXT
 
 
+def test_runs_with_the_same_credentials_end_in_any_order(certificates: Path) -> None:
+    first, second = (contextlib.ExitStack() for _ in range(2))
+    first.enter_context(adopted(load_security(certificates)))
+    second.enter_context(adopted(load_security(certificates)))
+    first.close()
+    assert current() == load_security(certificates)
+    second.close()
+    assert current() is PLAINTEXT
+
+
+@pytest.mark.parametrize("is_secured", [True, False])
+def test_runs_with_other_credentials_are_one_at_a_time(certificates: Path, is_secured: bool) -> None:
+    secured = load_security(certificates)
+    one, other = (secured, PLAINTEXT) if is_secured else (PLAINTEXT, secured)
+    with adopted(one):
+        with pytest.raises(ConfigError, match="already has a run with other"), adopted(other):
+            raise AssertionError
+        assert current() is one
+    with adopted(other):
+        assert current() is other
+
+
+def test_files_that_change_after_they_were_read_change_nothing(tmp_path: Path) -> None:
+    write_certificates(tmp_path, (), days=1)
+    certificates = load_security(tmp_path / TABLE).certificates
+    assert certificates
+    for path in (certificates.ca, certificates.certificate, certificates.key):
+        path.unlink()
+    assert certificates.channel_credentials is certificates.channel_credentials
+    assert certificates.server_credentials is certificates.server_credentials
+
+
+def test_ranks_do_not_inherit_the_credentials_of_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RLHF_TOKEN_FILE", "RLHF_SECURITY", "OTHER"):
+        monkeypatch.setenv(name, "x")
+    variables = environment(RewardTable(role="reward", address="127.0.0.1:1"), "id")
+    assert {name for name, value in variables.items() if value == "x"} == {"OTHER"}
+
+
 def test_the_files_of_a_new_authority_are_for_this_user_alone(certificates: Path) -> None:
     files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in certificates.parent.iterdir()}
     assert set(files.values()) == {0o600}
@@ -177,6 +224,23 @@ def test_certificates_that_are_there_are_not_replaced(certificates: Path) -> Non
     with pytest.raises(ConfigError, match=r"ca\.pem exists already"):
         write_certificates(certificates.parent, (), days=1)
     assert {path: path.read_bytes() for path in certificates.parent.iterdir()} == before
+
+
+def test_an_error_half_way_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, openssl = [], authority._openssl
+
+    def fail(*arguments: str) -> None:
+        made.append(arguments)
+        if len(made) == 3:
+            raise RlhfError("no")
+        openssl(*arguments)
+
+    monkeypatch.setattr(authority, "_openssl", fail)
+    with pytest.raises(RlhfError, match="no"):
+        write_certificates(tmp_path, (), days=1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    write_certificates(tmp_path, (), days=1)
 
 
 @pytest.mark.parametrize("host", ["a:1", "a b", "unix", "a,DNS:evil"])

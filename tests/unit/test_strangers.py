@@ -123,7 +123,7 @@ def test_no_method_answers_a_client_without_the_right_certificate(
             ),
         ]
         for channel in channels:
-            found = codes(channel, [*METHODS, UNKNOWN], security.token)
+            found = codes(channel, [*METHODS, UNKNOWN], security.tokens[Access.ADMINISTER])
             assert set(found.values()) == {"UNAVAILABLE"}, found
             channel.close()
 
@@ -136,26 +136,47 @@ def test_the_certificate_of_a_client_does_not_make_a_service(security: Security,
 
     def use(address: str) -> dict[str, str]:
         with grpc.secure_channel(address, credentials(certificates)) as channel:
-            return codes(channel, [DESCRIBE], security.token)
+            return codes(channel, [DESCRIBE], security.tokens[Access.ADMINISTER])
 
     assert while_serving(pretender, use) == {DESCRIBE: "UNAVAILABLE"}
 
 
-def test_a_name_that_all_services_share_stands_for_their_hosts(tmp_path: Path) -> None:
+def test_a_name_that_all_services_share_stands_for_their_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_certificates(tmp_path / "certs", ("every-service",), days=1)
     table = read_toml(tmp_path / "certs" / TABLE)["security"]
 
     def use(address: str) -> tuple[str, str]:
         found = []
         for name in ("every-service", "another-service"):
-            with (
-                adopted(SecurityTable.model_validate({**table, "server_name": name}).load()),
-                channels.open_channel(address) as channel,
-            ):
+            client = SecurityTable.model_validate({**table, "server_name": name}).load()
+            monkeypatch.setattr(channels, "current", lambda client=client: client)
+            with channels.open_channel(address) as channel:
                 found.append(codes(channel, [DESCRIBE], None)[DESCRIBE])
         return found[0], found[1]
 
     assert while_serving(SecurityTable.model_validate(table).load(), use) == ("OK", "UNAVAILABLE")
+
+
+def test_a_channel_carries_the_token_that_its_calls_need_and_no_higher_one(
+    security: Security, certificates: Path
+) -> None:
+    worker = SERVICES["worker"]
+    paths = [worker[name].path for name in ("Describe", "Cancel", "SaveCheckpoint")]
+
+    def use(address: str) -> dict[Access, dict[str, str]]:
+        wait_ready(address, certificates).close()
+        found = {}
+        for access in Access:
+            with channels.open_channel(address, access=access) as channel:
+                found[access] = codes(channel, paths, None)
+        return found
+
+    for access, found in while_serving(security, use).items():
+        assert "UNAUTHENTICATED" not in found.values()
+        for path, code in found.items():
+            assert (code == "PERMISSION_DENIED") == (access < METHODS[path]), (access, path, code)
 
 
 def test_a_client_in_plaintext_is_told_nothing(security: Security, certificates: Path) -> None:

@@ -59,7 +59,7 @@ class NcclTransport(Transport):
         if source.device_uuid == self._cuda.uuid:
             return f"both are on {source.device_uuid}, and NCCL takes one rank per GPU"
         if not source.nccl_version:
-            return "it has no NCCL"
+            return "it offers no NCCL"
         if source.nccl_version != self._nccl.version:
             there, here = version_text(source.nccl_version), version_text(self._nccl.version)
             return f"NCCL is {there} there and {here} here"

@@ -12,6 +12,8 @@ from nccl_transfer.transports.gpu.nccl_source import NcclSource
 from nccl_transfer.transports.gpu.staging import SLOT_BYTES, StagingSource
 from rlhf.errors import Refused
 
+NOT_OFFERED = "with certificates, only where the service's `transports` names nccl"
+
 
 class DeviceSources:
     """RPC handlers of TransferService for the transports cuda_ipc and nccl.
@@ -36,10 +38,11 @@ class DeviceSources:
         self._nccl = NcclSource(store, nccl, cuda) if cuda is not None and nccl is not None else None
 
     @staticmethod
-    def of_this_process(store: TensorStore) -> DeviceSources:
-        """Creates the handlers with the GPU and NCCL of this process, as far as cupy finds them."""
+    def of_this_process(store: TensorStore, *, offers_nccl: bool) -> DeviceSources:
+        """Creates the handlers with the GPU of this process, and with NCCL where it is offered, as far as cupy finds
+        them."""
         cuda = own_cuda() if why_no_cuda() is None else None
-        nccl = own_nccl() if why_no_nccl() is None else None
+        nccl = own_nccl() if offers_nccl and why_no_nccl() is None else None
         return DeviceSources(store, cuda, nccl)
 
     def handlers(self) -> dict[str, Callable[[Any, Any], Any]]:
@@ -62,7 +65,7 @@ class DeviceSources:
 
     def _nccl_source(self) -> NcclSource:
         if self._nccl is None:
-            raise Refused(f"nothing is sent by NCCL from here: {why_no_nccl()}")
+            raise Refused(f"nothing is sent by NCCL from here: {why_no_nccl() or NOT_OFFERED}")
         return self._nccl
 
     def _staging_source(self) -> StagingSource:
