@@ -47,11 +47,13 @@ class Identity:
         version = importlib.metadata.version("rlhf-cluster")
         return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
 
-    def resuming(self, stored: Mapping[str, Any], step: int) -> Identity:
+    def resuming(self, stored: Mapping[str, Any], known: Mapping[str, Any], step: int) -> Identity:
         """Returns the identity of a run that this process resumes.
 
         Args:
-            stored: Identity of the run as `with_services` has returned it.
+            stored: Identity of the run in its checkpoint, as `with_services` has returned it.
+            known: The identity that the run has had last, which also lists the times that it was resumed and wrote no
+                checkpoint. Empty where it is lost.
             step: Number of the step after which it is resumed.
         """
         entry = {
@@ -66,7 +68,7 @@ class Identity:
             self,
             **kept,
             started_unix_ns=stored["started_unix_ns"],
-            resumed=(*stored.get("resumed", ()), entry),
+            resumed=(*(known or stored).get("resumed", ()), entry),
         )
 
     @property

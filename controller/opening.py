@@ -27,7 +27,7 @@ from controller.tracking.contents import SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
-from controller.tracking.run_directory import RunDirectory
+from controller.tracking.run_directory import RunDirectory, make_unique, write_atomically, writing
 from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
@@ -61,12 +61,14 @@ def open_planned(
         unless_opened.push(opened)
         opened.enter_context(adopted(config.security.load()))
         directory = opened.enter_context(_directory(plan))
-        resolved = directory.write_text(CONFIG_FILE, plan.resolved(config))
+        # A run that is resumed keeps its config until its services have admitted it.
+        resolved = None if plan.resumes else directory.write_text(CONFIG_FILE, plan.resolved(config))
         for line in arena_warnings(config, longest_prompt(config, plan.data)):
             progress.message(line)
         launched = None
         if launch:
             logs = _logs(plan, directory)
+            resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
             progress.message(f"starting services: {', '.join(config.services)}; logs: {logs}")
             launched = opened.enter_context(LaunchedServices(config, resolved, logs))
         opened.enter_context(_explained(launched))
@@ -103,6 +105,7 @@ def _directory(plan: Plan) -> Iterator[RunDirectory]:
         if plan.resumes:
             directory = RunDirectory(plan.resumes.run_dir)
             opened.enter_context(directory.locked())
+            plan.resumes.check_newest()
             CheckpointStore(directory.path).clean()
         else:
             directory = opened.enter_context(_new_directory(plan))
@@ -111,9 +114,14 @@ def _directory(plan: Plan) -> Iterator[RunDirectory]:
 
 
 def _logs(plan: Plan, directory: RunDirectory) -> Path:
-    """Returns the directory of the logs of launched services; a resumed run keeps the earlier logs beside its own."""
+    """Returns the directory of the logs of launched services. For a run that is resumed, makes a new one beside the
+    earlier logs."""
     logs = directory.path / LOGS
-    return logs / f"from-step-{plan.resumes.step}" if plan.resumes else logs
+    if not plan.resumes:
+        return logs
+    with writing(directory.path, LOGS):
+        logs.mkdir(exist_ok=True)
+        return make_unique(logs, f"from-step-{plan.resumes.step}")
 
 
 def _connect(

@@ -17,7 +17,7 @@ from controller.config.config import Config
 from controller.data.prompts import PromptData, TextData, load_data
 from controller.foresight import check_models
 from controller.identity import Identity
-from controller.tracking.contents import SUMMARY_FILE
+from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, read_json
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError
 from settings.strict import override, read_toml, validate
@@ -87,7 +87,7 @@ class Plan:
         _check_unfinished(point, config)
         data, pretrain = _read(found, config, point.started_unix_ns)
         now = Identity.of(stored["algorithm"], config.run.seed, time.time_ns())
-        identity = now.resuming(stored, point.step)
+        identity = now.resuming(stored, read_json(run_dir / RUN_FILE), point.step)
         plan = Plan(found, config, data, pretrain, identity, point, elsewhere)
         check_contents(point.facts["contents"], plan.contents)
         return plan

@@ -4,6 +4,7 @@ data and models, and the platform of its services. A resumed run is compared wit
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ MAY_DIFFER = frozenset(
         *(f"run.{key}" for key in ("steps", "evaluate_every", "samples", "name", "directory")),
         *(f"run.{key}" for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s")),
         *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),
+        "data.sources.*.path",
+        "data.sources.*.heldout",
         "checkpoint",
         "pools",
         "security",
@@ -58,6 +61,7 @@ ELSEWHERE = frozenset(
 )
 """Keys of a service's table that may also differ where the run is resumed elsewhere: they change the order of
 arithmetic alone."""
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def contents_of(
@@ -111,7 +115,7 @@ def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere
     """
     found = [
         (key, there, here)
-        for key, there, here in differences(dict(before), dict(now))
+        for key, there, here in differences(_with_numbered_sources(before), _with_numbered_sources(now))
         if not _may_differ(key, elsewhere=elsewhere)
     ]
     if found:
@@ -160,10 +164,19 @@ def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhe
 
 def _may_differ(key: str, *, elsewhere: bool) -> bool:
     table, *rest = key.split(".")
-    if {table, ".".join([table, *rest[:1]])} & MAY_DIFFER:
+    if {table, ".".join([table, *rest[:1]]), _NUMBER.sub(".*.", key)} & MAY_DIFFER:
         return True
     may = OF_A_SERVICE | ELSEWHERE if elsewhere else OF_A_SERVICE
     return table == "services" and len(rest) > 1 and rest[1] in may
+
+
+def _with_numbered_sources(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tables of a config with `data.sources` as a table by number, so that its keys are compared one by
+    one."""
+    data = dict(tables["data"])
+    if sources := data.get("sources"):
+        data["sources"] = {str(number): source for number, source in enumerate(sources)}
+    return {**tables, "data": data}
 
 
 def _listed(found: list[tuple[str, Any, Any]]) -> str:

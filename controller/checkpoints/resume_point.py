@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from controller.checkpoints.saver import FORMAT
 from controller.checkpoints.store import CheckpointStore, Commit
 from controller.tracking.marks import Mark, check_marks
+from controller.tracking.run_directory import writing
 from rlhf.errors import ConfigError, RlhfError
 
 
@@ -19,14 +21,14 @@ class ResumePoint:
 
     Attributes:
         run_dir: Path of the run directory.
-        step: Number of the step that the checkpoint is the state after.
+        commit: Content of the checkpoint's file COMMIT.
         run: State of the run as JSON values.
         marks: Marks in the files that the run appends to, by path.
         facts: Facts that the results of the run depend on; see `controller.checkpoints.facts`.
     """
 
     run_dir: Path
-    step: int
+    commit: Commit
     run: Mapping[str, Any]
     marks: Mapping[str, Mark]
     facts: Mapping[str, Any]
@@ -78,7 +80,27 @@ class ResumePoint:
                 f"checkpoint {store.place(commit.step)} has format {content['format']}, and this version reads {FORMAT}"
             )
         marks = {name: Mark(**fields) for name, fields in content["files"].items()}
-        return ResumePoint(run_dir, commit.step, content["run"], marks, content["facts"])
+        return ResumePoint(run_dir, commit, content["run"], marks, content["facts"])
+
+    def check_newest(self) -> None:
+        """Raises ConfigError where the run has another newest checkpoint by now, from another controller. To be called
+        by the process that holds the run directory."""
+        store = CheckpointStore(self.run_dir)
+        # A host that has cached the directory of another one, as over NFS, reads it anew after a change of its own.
+        with writing(store.path, "a temporary file"), tempfile.NamedTemporaryFile(dir=store.path, prefix="."):
+            pass
+        commits = store.commits()
+        if commits[-1:] != [self.commit]:
+            now = f"step-{commits[-1].step}" if commits else "none"
+            raise ConfigError(
+                f"run directory {self.run_dir}: the newest checkpoint was step-{self.step} and is {now} now, by "
+                "another controller; resume again"
+            )
+
+    @property
+    def step(self) -> int:
+        """Number of the step that the checkpoint is the state after."""
+        return self.commit.step
 
     @property
     def started_unix_ns(self) -> int:

@@ -18,7 +18,7 @@ from controller.config.checkpoint import CheckpointTable
 from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
 from controller.tracking.marks import Mark
-from controller.tracking.run_directory import json_text
+from controller.tracking.run_directory import json_text, writing
 from rlhf.errors import ConfigError
 from rlhf.plugins import nearest
 from rlhf.v1 import worker_pb2
@@ -106,9 +106,11 @@ class Checkpointer:
             )
         if self._writing.done():
             self._writing.result()
-        if self._is_due(step, is_last=is_last) or self._termination.is_requested:
+        # Read once: a request that comes after this has its checkpoint after the next step.
+        is_requested = self._termination.is_requested
+        if self._is_due(step, is_last=is_last) or is_requested:
             self._save(step, state(), metrics)
-        if self._termination.is_requested:
+        if is_requested:
             self.settle()
             self._termination.end_if_requested()
         if is_last:
@@ -119,8 +121,9 @@ class Checkpointer:
         self._writing.result()
 
     def close(self) -> None:
-        """Waits up to `CLOSE_S` for the checkpoint that is being written; raises no error."""
-        wait([self._writing], CLOSE_S)
+        """Waits up to `CLOSE_S` for the checkpoint that is being written, and not at all where the grace period after
+        SIGTERM is over; raises no error."""
+        wait([self._writing], 0 if self._termination.is_overdue else CLOSE_S)
 
     def _is_due(self, step: int, *, is_last: bool) -> bool:
         table = self._table
@@ -132,6 +135,10 @@ class Checkpointer:
         self.settle()
         partial = self._store.begin(step)
         try:
+            for name in self._groups:
+                # Hosts of NFS remember for a while that a directory was missing when a rank looked for it.
+                with writing(partial, name):
+                    (partial / name).mkdir()
             calls = [
                 group.save_checkpoint(
                     str(partial / name), worker_pb2.CHECKPOINT_FORMAT_SHARDED, in_background=True

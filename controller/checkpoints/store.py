@@ -119,8 +119,8 @@ class CheckpointStore:
             _check_written(partial, digests)
         files = json_text({name: asdict(digests[name]) for name in sorted(digests)}, indent=1) + "\n"
         write_atomically(partial / FILES, files)
+        self.remove(step)
         with writing(self.path, place.name):
-            shutil.rmtree(place, ignore_errors=True)
             partial.rename(place)
             sync_directory(self.path)
         commit = Commit(step, sha256_of_text(files), metric, value)
@@ -137,11 +137,11 @@ class CheckpointStore:
         return sorted((self._read(path) for path in self.path.glob(f"step-*/{COMMIT}")), key=lambda c: c.step)
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint. A removal that is interrupted leaves no COMMIT. Errors of the file system are ignored:
-        what is left is removed by `clean`."""
+        """Removes a checkpoint, if it is there. A removal that is interrupted leaves no COMMIT. Errors of the file
+        system are ignored: what is left is removed by `clean`."""
         place = self.place(step)
         with contextlib.suppress(OSError):
-            (place / COMMIT).unlink()
+            (place / COMMIT).unlink(missing_ok=True)
             sync_directory(place)
             shutil.rmtree(place)
 

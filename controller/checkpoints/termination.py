@@ -14,11 +14,13 @@ class Termination:
         grace_s: Time in seconds that the run has after SIGTERM to reach its next checkpoint. 0: SIGTERM interrupts it
             at once, by a KeyboardInterrupt that has the number of the signal.
         is_requested: Whether SIGTERM has come within a grace period.
+        is_overdue: Whether a grace period is over, by its end or by a second SIGTERM.
     """
 
     def __init__(self) -> None:
         self.grace_s = 0.0
         self.is_requested = False
+        self.is_overdue = False
 
     def install(self) -> None:
         """Installs the handlers of SIGTERM and SIGALRM in this process, from its main thread."""
@@ -40,5 +42,5 @@ class Termination:
 
     def _interrupt(self, number: int = 0, frame: object = None) -> NoReturn:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self.grace_s, self.is_requested = 0.0, False
+        self.grace_s, self.is_requested, self.is_overdue = 0.0, False, self.is_requested
         raise KeyboardInterrupt(signal.SIGTERM)

@@ -56,14 +56,15 @@ class RunContents:
         return RunContents(
             name=run_dir.resolve().name,
             figures=figures or Figures.read(run_dir),
-            run=_read_json(run_dir / RUN_FILE),
-            summary=_read_json(run_dir / SUMMARY_FILE),
+            run=read_json(run_dir / RUN_FILE),
+            summary=read_json(run_dir / SUMMARY_FILE),
             config=config.read_text() if config else "",
             is_running=is_running,
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file; empty where it is missing. Raises RlhfError where it is no JSON."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

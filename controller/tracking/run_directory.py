@@ -18,6 +18,8 @@ from typing import Any
 from rlhf.errors import ConfigError, RlhfError
 
 MIN_FREE_BYTES = 16 * 2**20
+LOCK = ".lock"
+"""Name of the empty file that the process which writes to a run directory holds locked."""
 
 
 class RunDirectory:
@@ -55,7 +57,7 @@ class RunDirectory:
                     f"run directory {parent}: {free / 2**20:.1f} MiB free, "
                     f"at least {MIN_FREE_BYTES // 2**20} MiB are needed"
                 )
-            return cls(_make_unique(parent, stem))
+            return cls(make_unique(parent, stem))
         except OSError as error:
             raise ConfigError(f"run directory {parent}: {_reason(error)}") from error
 
@@ -66,13 +68,15 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager that holds the directory for this process, whose end releases it in any case.
+        """Context manager that holds the directory for this process, whose end releases it in any case. Holds it on all
+        hosts where the file system carries locks of files to them, as NFS does.
 
         Raises:
-            ConfigError: Another process of this host writes to the directory, or it cannot be opened.
+            ConfigError: Another process writes to the directory, or its lock file cannot be opened.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
+            # NFS carries locks of regular files that are open for writing, and none of directories.
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(f"run directory {self.path}: {_reason(error)}") from error
         try:
@@ -87,10 +91,10 @@ class RunDirectory:
             os.close(descriptor)
 
     def remove_if_only(self, names: Set[str]) -> None:
-        """Removes the directory if it has no entries except those in `names`. Does nothing where it cannot be read or
-        no longer exists."""
+        """Removes the directory if it has no entries except those in `names` and its lock file. Does nothing where it
+        cannot be read or no longer exists."""
         with contextlib.suppress(OSError):
-            if {path.name for path in self.path.iterdir()} <= names:
+            if {path.name for path in self.path.iterdir()} <= names | {LOCK}:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def write_json(self, name: str, obj: Any) -> Path:
@@ -235,7 +239,8 @@ def _finite(obj: Any) -> Any:
     return obj
 
 
-def _make_unique(parent: Path, stem: str) -> Path:
+def make_unique(parent: Path, stem: str) -> Path:
+    """Makes the directory `parent/stem`, with -2, -3, ... appended where it exists, and returns its path."""
     path, number = parent / stem, 1
     while True:
         try:

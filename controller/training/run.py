@@ -217,9 +217,8 @@ class Run:
         return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
 
     def keep(self, name: str, state: S) -> S:
-        """Registers a dataclass with state that the algorithm changes from step to step, and returns it. Checkpoints
-        hold its fields, and in a resumed run they get the values of the checkpoint, in place. Must be called before
-        `steps`.
+        """Registers a dataclass that the algorithm changes from step to step, and returns it. Call it before `steps`.
+        Checkpoints hold its fields, and in a resumed run they get the values of the checkpoint, in place.
 
         Args:
             name: Name of the state, unique in the run.

@@ -222,10 +222,11 @@ class ActorWorker(ModelWorker):
         return CallResult(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
 
     def load(self, directory: Path) -> None:
-        """Loads a checkpoint as the base class does; the rollout engine loads the new weights at the next
-        generation."""
+        """Loads a checkpoint as the base class does, and wakes the rollout engine, which loads the new weights at the
+        next generation."""
         self._rollout_version = _NO_WEIGHTS
         super().load(directory)
+        self.rollout.wake()
 
     def _update_rollout(self, call: CallContext) -> None:
         """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the

@@ -133,6 +133,7 @@ class LearningRewardWorker(ModelWorker):
             super().start_over()
 
     def load(self, directory: Path) -> None:
+        self.engine.onload()
         with self._taken_over():
             super().load(directory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ class BackgroundWriter:
             write: Function that writes it, and returns the files that it has written.
         """
         remembered = list(self._writes.items())[1 - REMEMBERED :]
-        self._writes = {**dict(remembered), directory: self._thread.submit(write)}
+        self._writes = {**dict(remembered), directory: self._thread.submit(_written, write)}
 
     def writing(self, directory: Path) -> Future[list[Path]]:
         """Returns the future of the files of a checkpoint that was started. Raises Refused where it was not, or was
@@ -40,3 +41,15 @@ class BackgroundWriter:
     def close(self) -> None:
         """Drops the writes that have not begun, and returns without waiting for the one that has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _written(write: Callable[[], list[Path]]) -> list[Path]:
+    """Returns the files that `write` has written. An error of it is raised with its traceback as a note: the frames of
+    a traceback would keep the copy of the state in memory for as long as the outcome is remembered."""
+    try:
+        return write()
+    except BaseException as error:  # noqa: BLE001 - it is raised again
+        error.add_note(traceback.format_exc())
+        error.__cause__ = error.__context__ = None
+        del write
+        raise error.with_traceback(None)  # noqa: B904 - it is the same error

@@ -232,7 +232,8 @@ class ModelWorker(Worker):
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
-        """Loads weights, optimizer and policy version of a sharded checkpoint, on all ranks or none. Collective."""
+        """Brings an offloaded engine back, and loads a sharded checkpoint, on all ranks or none. Collective."""
+        self.engine.onload()
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
     @register("ONE_TO_ALL")
@@ -295,6 +296,5 @@ class ModelWorker(Worker):
         with self.ranks.together(call.peers_deadline):
             require(request, "directory")
             directory = self.output_path(request.directory)
-            self.engine.check_onloaded()
         self.load(directory)
         return CallResult()

@@ -112,6 +112,21 @@ def test_another_config_is_refused(settings: tuple[str, ...], said: str, stopped
     assert (stopped / "config.toml").read_text() == before
 
 
+def test_a_resume_whose_services_do_not_start_leaves_the_config_and_the_logs_of_others(
+    stopped: Path, services: Config
+) -> None:
+    before = (stopped / "config.toml").read_bytes()
+    for steps in (2, 3):
+        with pytest.raises(RlhfError, match=services.services["actor"].address):
+            job.resume(stopped, settings=(f"run.steps={steps}",), launch=True)  # the address is in use
+        assert (stopped / "config.toml").read_bytes() == before
+    logs = {path.name: read_toml(path / "config.toml") for path in (stopped / "logs").iterdir()}
+    assert {name: table["run"]["steps"] for name, table in logs.items()} == {
+        "from-step-1": 2,
+        "from-step-1-2": 3,
+    }
+
+
 @pytest.fixture(scope="module")
 def stopped(services: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that has ended after a step with a checkpoint."""

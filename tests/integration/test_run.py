@@ -188,6 +188,7 @@ def test_a_run_leaves_nothing_behind(launched: Finished) -> None:
 def test_a_run_writes_all_its_files(launched: Finished) -> None:
     files = {path.name for path in launched.path.iterdir()}
     assert files == {
+        ".lock",
         "actor",
         "config.toml",
         "logs",

@@ -19,6 +19,7 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.v1 import actor_pb2, common_pb2
 from services.actor.role import worker_class
 from services.actor.worker import ActorWorker
+from services.engines.sharded import ShardedEngine
 from services.runtime import main
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallRows, Worker
@@ -52,6 +53,22 @@ def test_generated_token_ids_leave_the_actor_as_int32(actor: ActorWorker) -> Non
     dtypes = {name: columns[name].values.dtype for name in ("prompt_ids", "response_ids")}
     assert dtypes == {"prompt_ids": torch.int32, "response_ids": torch.int32}
     assert columns["prompt_ids"].values.tolist() == [3, 5]
+
+
+def test_an_actor_that_was_offloaded_generates_after_it_has_loaded_a_checkpoint(
+    actor: ActorWorker, tmp_path: Path
+) -> None:
+    actor.engine.save(tmp_path / "saved", {"policy_version": 0})
+    assert isinstance(actor.engine, ShardedEngine)
+    actor.engine._leave_device()
+    actor.rollout.sleep()
+    actor.load(tmp_path / "saved")
+    request = actor_pb2.GenerateSequencesRequest(
+        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0)
+    )
+    assert (
+        len(actor.generate_sequences(text_rows(), request, make_call()).columns["response_ids"].lengths) == 2
+    )
 
 
 def test_token_ids_of_texts_leave_the_actor_as_int32(actor: ActorWorker) -> None:

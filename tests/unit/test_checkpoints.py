@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from hypothesis import strategies as st
 
 from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
+from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of
 from controller.checkpoints.facts import check_config, check_contents, check_platform
 from controller.checkpoints.kept import KeptState
@@ -30,8 +35,11 @@ from controller.checkpoints.store import COMMIT, FILES, LATEST, CheckpointStore,
 from controller.checkpoints.termination import Termination
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import load
+from controller.identity import Identity
+from controller.role_groups.dataflow import FutureBatch
 from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
+from controller.tracking.run_directory import LOCK, RunDirectory
 from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, Timeline, read_events
 from rlhf.errors import ConfigError, RlhfError
 
@@ -123,6 +131,22 @@ class TestStore:
         with pytest.raises(RlhfError, match=r"manifest.json is damaged: no such file"):
             ResumePoint.find(tmp_path)
 
+    def test_a_checkpoint_that_is_no_longer_the_newest_is_not_resumed(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        point = ResumePoint.find(tmp_path)
+        point.check_newest()
+        write(store, 10)
+        with pytest.raises(
+            ConfigError, match=r"was step-5 and is step-10 now, by another controller; resume again"
+        ):
+            point.check_newest()
+        store.remove(10)
+        point.check_newest()
+        store.remove(5)
+        with pytest.raises(ConfigError, match=r"is none now"):
+            point.check_newest()
+
     def test_a_run_without_a_checkpoint_says_so(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no complete checkpoint .* checkpoint.every"):
             ResumePoint.find(tmp_path)
@@ -136,6 +160,23 @@ class TestStore:
             RlhfError, match=r"actor/shard was written by a rank, and this host does not see it"
         ):
             store.commit(5, "{}", {"actor/shard": Digest(5, "")})
+
+    def test_a_checkpoint_that_is_replaced_is_none_before_its_files_go(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        had_commit = []
+        rmtree = shutil.rmtree
+
+        def watched(path: Path, *arguments: Any, **options: Any) -> None:
+            if path == store.place(5):
+                had_commit.append((path / COMMIT).exists())
+            rmtree(path, *arguments, **options)
+
+        monkeypatch.setattr(shutil, "rmtree", watched)
+        write(store, 5)
+        assert had_commit == [False]
 
     def test_a_failed_write_leaves_the_checkpoints_before(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path)
@@ -169,6 +210,49 @@ def test_without_best_only_the_newest_are_kept() -> None:
     commits = [Commit(step, "", "m", float(-step)) for step in (1, 2, 3, 4)]
     assert to_remove(commits, CheckpointTable(every=1, keep=2)) == [1, 2]
     assert to_remove(commits, CheckpointTable(every=1, keep=2, best="other")) == [1, 2]
+
+
+class TestLock:
+    def test_another_process_is_refused_until_the_first_ends(self, tmp_path: Path) -> None:
+        command = (
+            "import sys, time; from pathlib import Path; from controller.tracking.run_directory import RunDirectory\n"
+            f"with RunDirectory(Path({str(tmp_path)!r})).locked(): print('held', flush=True); time.sleep(60)"
+        )
+        with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"held\n"
+            with (
+                pytest.raises(ConfigError, match="another process runs in it"),
+                RunDirectory(tmp_path).locked(),
+            ):
+                pass
+            other.kill()
+        with RunDirectory(tmp_path).locked():
+            pass
+
+    def test_a_file_is_locked_that_is_open_for_writing(self, tmp_path: Path) -> None:
+        """NFS carries no other locks to other hosts."""
+        with RunDirectory(tmp_path).locked():
+            inode = (tmp_path / LOCK).stat().st_ino
+            held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+            assert any(fields[3] == "WRITE" and fields[5].endswith(f":{inode}") for fields in held)
+
+    def test_a_directory_without_files_of_use_is_removed_with_its_lock(self, tmp_path: Path) -> None:
+        directory = RunDirectory.create(tmp_path, "run")
+        with directory.locked():
+            directory.write_text("config.toml", "")
+        directory.remove_if_only({"config.toml"})
+        assert not directory.path.exists()
+
+
+class TestIdentity:
+    def test_a_time_that_wrote_no_checkpoint_stays_listed(self) -> None:
+        first = Identity.of("ppo", 0, 1)
+        stored = first.with_services({}, {})
+        crashed = Identity.of("ppo", 0, 2).resuming(stored, stored, 4).with_services({}, {})
+        found = Identity.of("ppo", 0, 3).resuming(stored, crashed, 4)
+        assert [each["step"] for each in found.resumed] == [4, 4]
+        assert len(Identity.of("ppo", 0, 3).resuming(stored, {}, 4).resumed) == 1
 
 
 class TestTable:
@@ -423,6 +507,17 @@ class TestFacts:
             check_config(tables, now, elsewhere=False)
         check_config(tables, now, elsewhere=True)
 
+    def test_places_of_sources_may_differ_and_their_weights_may_not(self, tables: dict[str, Any]) -> None:
+        sources = [{"path": "a.jsonl", "heldout": "b.jsonl", "name": "a", "weight": 1.0}, {"path": "set"}]
+        before = changed(tables, "data.sources", sources)
+        moved = [{**sources[0], "path": "/c/a.jsonl", "heldout": "/c/b.jsonl"}, {"path": "/c/set"}]
+        check_config(before, changed(tables, "data.sources", moved), elsewhere=False)
+        heavier = [{**moved[0], "weight": 2.0}, moved[1]]
+        with pytest.raises(ConfigError, match=r"^data.sources.0.weight was 1.0 .* and is 2.0 now"):
+            check_config(before, changed(tables, "data.sources", heavier), elsewhere=False)
+        with pytest.raises(ConfigError, match=r"^data.sources.1 was .* and is not set now"):
+            check_config(before, changed(tables, "data.sources", moved[:1]), elsewhere=False)
+
     def test_platforms_are_compared(self) -> None:
         before = {"actor": {"threads": 1, "torch": "2.13.0+cpu", "vocabulary": "ab"}}
         now = {"actor": {"threads": 2, "torch": "2.14.0", "vocabulary": "ab"}}
@@ -478,3 +573,44 @@ class TestSigterm:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+        assert termination.is_overdue
+
+
+class Silent:
+    """A role group that takes the state, and never says that it is written."""
+
+    had_directory = False
+
+    def save_checkpoint(self, directory: str, *arguments: Any, **options: Any) -> FutureBatch:
+        self.had_directory = Path(directory).is_dir()
+        return FutureBatch(0, {})
+
+    def await_checkpoint(self, directory: str) -> Future[Any]:
+        return Future()
+
+
+@pytest.mark.timeout(60)
+class TestCheckpointer:
+    def test_a_service_finds_its_directory(self, tmp_path: Path) -> None:
+        group = Silent()
+        begun(tmp_path, group, Termination())
+        assert group.had_directory
+
+    def test_after_the_grace_it_does_not_wait_for_the_write(
+        self, termination: Termination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(saver, "CLOSE_S", 600.0)
+        checkpointer = begun(tmp_path, Silent(), termination)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        checkpointer.close()
+
+
+def begun(run_dir: Path, group: Any, termination: Termination) -> saver.Checkpointer:
+    """A writer of checkpoints that has begun one."""
+    table, store = CheckpointTable(every=1, grace_s=60.0), CheckpointStore(run_dir)
+    checkpointer = saver.Checkpointer(table, store, {"actor": group}, {}, dict, print, termination)
+    checkpointer.begin(dict)
+    checkpointer.after_step(1, {}, dict, known=(), is_last=False)
+    return checkpointer

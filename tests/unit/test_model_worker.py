@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import traceback
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
 from services.critic.worker import CriticWorker
+from services.engines.sharded import ShardedEngine
+from services.roles.background import BackgroundWriter
 from services.roles.device import rank_device
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows
@@ -135,6 +141,45 @@ def test_a_worker_that_starts_over_is_at_policy_version_0(critic: CriticWorker):
     critic.start_over()
     assert critic.policy_version == 0
     assert same(bits(critic), before)
+
+
+def test_an_offloaded_engine_is_brought_back_by_a_checkpoint(tiny_llama_dir: Path, tmp_path: Path):
+    critic = make_critic(tiny_llama_dir, "fsdp")
+    critic.engine.save(tmp_path / "saved", {"policy_version": 3})
+    before = bits(critic)
+    update(critic, make_rows())
+    assert isinstance(critic.engine, ShardedEngine)
+    critic.engine._leave_device()
+    critic.load(tmp_path / "saved")
+    assert critic.policy_version == 3
+    assert same(bits(critic), before)
+
+
+def test_a_write_that_failed_keeps_no_copy_of_the_state(tmp_path: Path):
+    class State:
+        """A copy of weights."""
+
+    state = State()
+    copy, writer = weakref.ref(state), BackgroundWriter()
+
+    def writes(state: State) -> Callable[[], list[Path]]:
+        def write() -> list[Path]:
+            try:
+                raise ValueError(f"while {state} is written")
+            except ValueError as error:
+                raise OSError(28, "No space left on device", "shard") from error
+
+        return write
+
+    writer.start(tmp_path, writes(state))
+    del state
+    error = writer.writing(tmp_path).exception(20)
+    assert isinstance(error, OSError)
+    assert error.strerror == "No space left on device"
+    assert "ValueError: while" in "".join(traceback.format_exception(error))
+    writer.close()
+    gc.collect()
+    assert copy() is None
 
 
 def test_a_rank_computes_on_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch):
