@@ -161,7 +161,8 @@ class ByteServer:
     def close(self) -> None:
         """Stops listening, disconnects all readers, and waits until the threads that answer have ended."""
         self._stopping = True
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # the thread has seen it already, and left
+            self._wake.send(b"x")
         self._thread.join()
         with self._lock:
             for connection in self._busy:
