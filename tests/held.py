@@ -24,7 +24,7 @@ class Held:
     memfd_mappings: int
     threads: int
     open: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """What the descriptors refer to."""
+    """Targets of the descriptors."""
 
     @staticmethod
     def by(pid: int) -> Held:

@@ -130,14 +130,14 @@ def test_the_key_alone_opens_nothing(security: Security, certificates: Path) -> 
         context = ssl.create_default_context(cafile=str(certificates.parent / "ca.pem"))
         with (
             socket.create_connection(("127.0.0.1", server.port), 10) as connection,
-            # TLS 1.3: the client hears of the refusal when it reads.
+            # TLS 1.3: the refusal reaches the client when it reads.
             context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
         ):
             assert answer(encrypted, header) == b""
 
 
 def answer(connection: socket.socket, request: bytes) -> bytes:
-    """What the other side sends after a request; empty where it ends the connection."""
+    """Returns the bytes that the other side sends after a request; empty where it ends the connection."""
     try:
         connection.sendall(request)
         return connection.recv(4096)

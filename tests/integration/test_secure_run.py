@@ -32,7 +32,7 @@ OWN = {"actor": "lone_actor", "critic": "critic", "reference": "reference", "rew
 """Services of the config that all tests share, by role."""
 ROLES = tuple(OWN)
 TOKENS = {None: "UNAUTHENTICATED", "x" * 43: "UNAUTHENTICATED"}
-"""What a call with no token, or an unknown one, ends with."""
+"""Status code of a call, by its token: none, or an unknown one."""
 
 
 @dataclass(frozen=True)

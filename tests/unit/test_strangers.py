@@ -48,7 +48,7 @@ REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
 
 
 def while_serving(security: Security, use: Callable[[str], T]) -> T:
-    """What `use`, a function of the address, returns beside a reward service with these credentials."""
+    """Starts a reward service with these credentials, calls `use` with its address, and returns the result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
