@@ -44,7 +44,7 @@ class SecurityTable(Strict):
     """File with the token for all methods: also for saving and loading of files, and for taking over another run. As
     soon as one of the three files is given, services ask each client for a token."""
     allow_plaintext: bool = False
-    """true: services may listen beyond loopback without certificates. Any process that connects to them then controls them."""
+    """true: services may listen beyond loopback without certificates. Every client that reaches them controls them."""
 
     @model_validator(mode="after")
     def _check(self) -> SecurityTable:
