@@ -189,7 +189,7 @@ def _listed(found: list[tuple[str, Any, Any]]) -> str:
 def _hint(elsewhere: bool, found: list[tuple[str, Any, Any]]) -> str:
     if elsewhere or not any(_is_of_a_service(key) for key, _, _ in found):
         return ""
-    return "; --elsewhere resumes on other meshes, engines and machines, with results equal to about 1e-5"
+    return "; --elsewhere resumes on other meshes, engines and machines, with results that differ by rounding"
 
 
 def _is_of_a_service(key: str) -> bool:
