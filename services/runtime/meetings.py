@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rlhf.contract import Method
-from rlhf.errors import InvalidRequest, OutOfStep, PeerFailed
+from rlhf.errors import InvalidRequest, OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2
 from services.runtime.ranks import Ranks, known_to_all
 
@@ -76,7 +76,8 @@ class Meetings:
             True if all ranks begin the call; False if `stopped` was set or the deadline came first.
 
         Raises:
-            PeerFailed: A peer is at a later call, or has given this one up.
+            PeerFailed: A peer is at a later call of the session, or has given this one up.
+            Refused: A peer is at a call of a later session.
             InvalidRequest: The ranks received different requests with the same sequence number.
             OutOfStep: A peer died.
         """
@@ -130,13 +131,18 @@ class Meetings:
             wanted: For each rank, 1 if it still wants its call, else 0.
 
         Raises:
-            PeerFailed: A rank has given this call up, or is at a later one.
+            PeerFailed: A rank has given this call up, or is at a later one of the session.
+            Refused: A rank is at a call of a later session, so this session has been superseded.
             InvalidRequest: A rank received a different request with the same sequence number.
         """
         gone = [str(rank) for rank, note in enumerate(notes) if note == mine.note and not wanted[rank]]
         if gone:
             raise known_to_all(PeerFailed(f"nobody waits for the call on rank {', '.join(gone)} any more"))
         for rank, note in enumerate(notes):
+            if note[0] > mine.note[0]:
+                raise known_to_all(
+                    Refused(f"the call's session was superseded: rank {rank} is at a younger one")
+                )
             if note[:2] > mine.order:
                 raise known_to_all(PeerFailed(f"rank {rank} was not sent this call, and is at a later one"))
             if wanted[rank] and note[:2] == mine.order and note != mine.note:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rlhf.contract import group_methods
-from rlhf.errors import OutOfStep, PeerFailed
+from rlhf.errors import OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.meetings import Meetings
 
@@ -115,6 +115,23 @@ def test_a_peer_at_a_call_before_one_that_was_given_up_is_told_at_once() -> None
         await soon()
         ranks.rounds[1].end([0.0])
         with pytest.raises(PeerFailed, match="rank 1 was not sent this call, and is at a later one"):
+            await meeting
+
+    asyncio.run(main())
+
+
+def test_a_call_whose_session_a_peer_has_left_is_refused() -> None:
+    """A younger session may reach the peer first."""
+
+    async def main() -> None:
+        ranks = HandRanks()
+        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
+        await soon()
+        ranks.rounds[0].end([1.0, 1.0, *ranks.rounds[0].note[2:]])
+        await soon()
+        ranks.rounds[1].end([1.0])
+        with pytest.raises(Refused, match="superseded: rank 1 is at a younger one"):
             await meeting
 
     asyncio.run(main())
