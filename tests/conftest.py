@@ -15,11 +15,36 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None)
 settings.load_profile("same")
 
+# With `--dist loadfile` one worker runs a whole file, and one that begins a long file last leaves the others idle.
+LONGEST_FILES = (
+    "test_runtime_failures",
+    "test_abuse",
+    "test_rollout_vllm",
+    "test_launched_services",
+    "test_plugin_engines",
+    "test_secure_run",
+    "test_two_hosts",
+    "test_three_d",
+    "test_sandbox_attacks",
+    "test_loadtest",
+    "test_lone_failures",
+    "test_sharded_memory",
+    "test_transfers_between_services",
+    "test_resume_launched",
+    "test_python",
+)
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
     interrupt are to get it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the longest files to the front, in the order of LONGEST_FILES."""
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")

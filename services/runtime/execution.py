@@ -167,9 +167,9 @@ class CallQueue:
     def _admit(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
-        """Queues a new call, or raises if it is refused; returns the future of its response. A call of a session that
-        is not the current one opens that session first. An instant call whose turn it is has run when this
-        returns."""
+        """Queues a new call, or raises if it is refused; returns the future of its response. A call with a sequence
+        number whose session is not the current one opens its session first. An instant call whose turn it is has run
+        when this returns."""
         header: common_pb2.Call = request.call
         self._check(header)
         if header.sequence and header.session != self.session.name:
