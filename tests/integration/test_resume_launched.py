@@ -188,7 +188,7 @@ def _texts(config: Config, directory: Path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("seed", "victim"), enumerate((*ROLES, "controller")))
+@pytest.mark.parametrize(("seed", "victim"), list(enumerate((*ROLES, "controller"))))
 def test_a_run_goes_on_whichever_process_is_killed_while_a_checkpoint_is_written(
     seed: int, victim: str, config: Config, tmp_path: Path
 ) -> None:
