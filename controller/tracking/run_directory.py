@@ -85,7 +85,8 @@ class RunDirectory:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise ConfigError(
-                        f"run directory {self.path}: {holder(self.path)} runs in it; wait for its end, or end it"
+                        f"run directory {self.path}: {holder(self.path)} runs in it; wait for its end, or end it "
+                        "(kill -KILL where it is stopped)"
                     ) from None
             with writing(self.path, LOCK):
                 os.ftruncate(descriptor, 0)
