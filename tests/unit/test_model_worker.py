@@ -44,7 +44,7 @@ class ReleasedRows(FetchedRows):
         raise Refused("the rows have been released")
 
 
-def make_critic(directory: Path, engine: str) -> CriticWorker:
+def make_critic(directory: Path, engine: str, epoch: int = 0) -> CriticWorker:
     name, _, stage = engine.partition("-")
     tables: dict[str, Any] = {"3d": {"mesh": "1-1-1"}, "zero": {"zero": {"stage": int(stage or 1)}}}
     table = {
@@ -54,7 +54,7 @@ def make_critic(directory: Path, engine: str) -> CriticWorker:
         "engine": name,
         "dtype": "bfloat16",
     }
-    return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
+    return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, epoch))
 
 
 def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
@@ -153,7 +153,7 @@ def test_a_worker_that_starts_over_is_at_policy_version_0(critic: CriticWorker):
 def test_the_state_id_changes_with_the_state_and_comes_back_with_it(tiny_llama_dir: Path, tmp_path: Path):
     """Two ranks of one start have the same history; another start of the service has another."""
     critic, peer = (make_critic(tiny_llama_dir, "fsdp") for _ in range(2))
-    other = CriticWorker(critic.table, Ranks(0, 1, epoch=1))
+    other = make_critic(tiny_llama_dir, "fsdp", epoch=1)
     for worker in (critic, peer, other):
         worker.output_roots = (tmp_path,)
     seen = [critic.state_id]
