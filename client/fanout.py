@@ -29,13 +29,16 @@ class FanOut:
 
     Attributes:
         service: Name of the service in the config.
+        state_id: Id of the state of weights and optimizer after the last call that was answered, as in Outcome; empty
+            before the first, and where the ranks report none or different ones.
     """
 
     def __init__(self, clients: Sequence[RankClient], epoch: int) -> None:
         self.clients = clients
         self._epoch = epoch
         self.service = clients[0].service
-        self._sent = 0
+        self.state_id = ""
+        self._sent = self._known = 0
         self._due: dict[
             str, float
         ] = {}  # by call id, of the calls without an answer, in the event loop's time
@@ -69,7 +72,7 @@ class FanOut:
         now = asyncio.get_running_loop().time()
         timeout_s += max([now, *self._due.values()]) - now
         self._due[call_id] = now + timeout_s
-        self._sent += 1
+        self._sent = sequence = self._sent + 1
         calls: list[asyncio.Future[Any]] = []
         try:
             for client, request in zip(self.clients, requests, strict=True):
@@ -84,7 +87,9 @@ class FanOut:
             for call in calls:
                 call.cancel()
         if failure is None:
-            return [call.result() for call in calls]
+            responses = [call.result() for call in calls]
+            self._note_state(sequence, responses)
+            return responses
         error = _culprit(calls, failure.late)
         if failure.silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
             raise DeadlineExceeded(
@@ -106,6 +111,12 @@ class FanOut:
         """Makes an idempotent unary call to every rank with `RankClient.reach`, which retries it where a connection
         breaks, and returns the responses in rank order. Raises the first RlhfError of a rank."""
         return await asyncio.gather(*(client.reach(method, request, timeout_s) for client in self.clients))
+
+    def _note_state(self, sequence: int, responses: Sequence[Any]) -> None:
+        """Sets `state_id` from the responses to a call, unless those to a later call were there before."""
+        if sequence > self._known:
+            ids = {response.outcome.state_id for response in responses}
+            self._known, self.state_id = sequence, ids.pop() if len(ids) == 1 else ""
 
     async def _settled(
         self, call_id: str, calls: Sequence[asyncio.Future[Any]], timeout_s: float

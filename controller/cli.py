@@ -72,7 +72,7 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     "run_dir",
     metavar="DIRECTORY",
     type=click.Path(path_type=Path),
-    help="Go on with a run from its newest checkpoint, in its directory.",
+    help="Go on with a run, in its directory: from the state that its services hold, or its newest checkpoint.",
 )
 @click.option(
     "--elsewhere",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import shlex
 import subprocess
@@ -108,6 +109,7 @@ class Identity:
         }
 
 
+@functools.cache
 def git_commit() -> str:
     """Returns the git commit of this file's checkout, followed by + where tracked files were changed; empty outside a
     checkout."""

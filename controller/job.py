@@ -1,5 +1,5 @@
-"""One run from its configuration, or from its last checkpoint, to its summary. For the command line, for scripts and
-for notebooks alike."""
+"""One run from its configuration, or from where it was interrupted, to its summary. For the command line, for scripts
+and for notebooks alike."""
 
 from __future__ import annotations
 
@@ -86,15 +86,17 @@ def resume(
     owns_process: bool = False,
     termination: Termination | None = None,
 ) -> FinishedRun:
-    """Goes on with a run from its newest checkpoint, in its directory, and returns it when it has ended. On the same
-    meshes, threads, CPUs and versions its numbers are those of a run that was never interrupted.
+    """Goes on with a run in its directory, and returns it when it has ended: from its last step where all services run
+    that still hold their states after it, else from its newest checkpoint. On the same meshes, threads, CPUs and
+    versions its numbers are those of a run that was never interrupted.
 
     Args:
         run_dir: The run directory.
         algorithm: The algorithm, for one that is a function of a script or a notebook. Default: the algorithm whose
             name the run has recorded.
         settings: Overrides "key.path=value" of the run's config, for example `run.steps=200`. Few keys may differ.
-        launch, take_over, owns_process, termination: As in `run`. Services that are running load the checkpoint.
+        launch, take_over, owns_process, termination: As in `run`. Running services load the checkpoint as far as they
+            do not hold its states. Where another run has services, waits for seconds: its controller may have died.
         elsewhere: Whether the run may go on on other meshes, engines, threads, CPUs or versions, with results that
             differ by rounding.
 
@@ -103,7 +105,7 @@ def resume(
             text names the differing keys.
         RlhfError: A file of the checkpoint is damaged, which the text names; or the run failed.
     """
-    plan = Plan.resuming(Path(run_dir), algorithm, settings, elsewhere=elsewhere)
+    plan = Plan.resuming(Path(run_dir), algorithm, settings, elsewhere=elsewhere, is_warm=not launch)
     opened = open_planned(plan, Progress(), launch=launch, take_over=take_over, termination=termination)
     return _executed(plan, opened, owns_process=owns_process)
 

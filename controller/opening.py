@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from client.session import Session, StepContext
-from controller.checkpoints.facts import check_platform, platform_of
+from controller.checkpoints.facts import platform_of
+from controller.checkpoints.journal import Journal, remove_journal
 from controller.checkpoints.saver import Checkpointer
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
@@ -21,8 +22,9 @@ from controller.data.prompts import PromptData
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
 from controller.plan import CONFIG_FILE, Plan
+from controller.restoring import Restorer
 from controller.role_groups.admission import with_measured
-from controller.role_groups.cluster import Cluster
+from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from controller.tracking.contents import SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.progress import Progress
@@ -31,7 +33,6 @@ from controller.tracking.run_directory import RunDirectory, make_unique, write_a
 from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
-from rlhf.v1 import worker_pb2
 
 LOGS = "logs"
 
@@ -74,7 +75,7 @@ def open_planned(
         opened.enter_context(_explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
         opened.callback(cluster.close)
-        _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
+        plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
         # With the measured libraries in the file, a later run of it computes the same bits.
         config = with_measured(config, cluster.descriptions)
         directory.write_text(CONFIG_FILE, plan.resolved(config))
@@ -126,26 +127,38 @@ def _logs(plan: Plan, directory: RunDirectory) -> Path:
 
 def _connect(
     plan: Plan, cluster: Cluster, directory: RunDirectory, progress: Progress, *, keep_weights: bool
-) -> None:
-    """Connects to the services. Services of a resumed run load its checkpoint, and the files of the run are cut back to
-    it; those of a new run load `plan.loads`. `keep_weights`: as in `Cluster.connect`."""
-    point, stateful, trained = plan.resumes, _stateful(plan.config), plan.algorithm.trains
+) -> Plan:
+    """Connects to the services, and returns the plan. Those of a resumed run are restored, the files of the run are cut
+    back to the point that it goes on from, and the plan is that from there; those of a new run load `plan.loads`.
+    `keep_weights`: as in `Cluster.connect`."""
+    stateful, trained = _stateful(plan.config), plan.algorithm.trains
     outputs = {trained: [directory.output(trained)]}
     if plan.config.checkpoint.is_on:
         partial = CheckpointStore(directory.path).partial(0)
         for name in stateful:
             outputs.setdefault(name, []).append(partial / name)
-
-    def admit(services: Mapping[str, worker_pb2.DescribeResponse]) -> None:
-        if point:
-            check_platform(point.facts["platform"], platform_of(services), elsewhere=plan.elsewhere)
-
-    states = {name: point.place_of(name) for name in stateful} if point else plan.loads
-    cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, admit=admit, states=states)
-    if point:
-        cut_files(directory.path, point.marks)
-        (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
-        progress.message(f"resumed after step {point.step}")
+    if not plan.resumes:
+        states = {name: SavedState(path) for name, path in plan.loads.items()}
+        restoration = Restoration(states, lambda held: states)
+        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, restoration=restoration)
+        return plan
+    restorer = Restorer(plan, stateful, lambda: cluster.descriptions)
+    cluster.connect(
+        progress.message,
+        outputs=outputs,
+        admit=restorer.admit,
+        restoration=restorer.restoration,
+        is_patient=True,
+    )
+    plan = restorer.plan
+    assert plan.resumes is not None, "the run is resumed"
+    cluster.session.newest = StepContext(plan.resumes.step)
+    if plan.resumes.commit:
+        remove_journal(directory.path)
+    cut_files(directory.path, plan.resumes.marks)
+    (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
+    progress.message(restorer.line())
+    return plan
 
 
 def _checkpointer(
@@ -179,6 +192,8 @@ def _checkpointer(
         CheckpointStore(recorder.path),
         {name: cluster.groups[name] for name in _stateful(config)},
         facts,
+        Journal(recorder.path, facts),
+        cluster.state_ids,
         lambda: mark_files(recorder.path),
         recorder.progress.message,
         termination,
@@ -219,16 +234,15 @@ def _explained(launched: LaunchedServices | None) -> Iterator[None]:
 
 
 def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session:
-    table, point = plan.config.run, plan.resumes
+    table = plan.config.run
     return Session(
         name=f"{directory.path.name}-{secrets.token_hex(4)}",
-        started_unix_ns=time.time_ns() if point else plan.identity.started_unix_ns,
+        started_unix_ns=time.time_ns() if plan.resumes else plan.identity.started_unix_ns,
         seed=table.seed,
         timeout_s=table.call_timeout_s,
         save_timeout_s=table.save_timeout_s,
         balance=table.balance,
         take_over=take_over,
-        newest=StepContext(point.step if point else 0),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Plan:
         data: Training prompts and held-out prompts.
         pretrain: Texts of data.pretrain; None where it is not set.
         identity: Identity of the run.
-        resumes: Checkpoint that the run is resumed from; None for a run that begins.
+        resumes: Point that the run is resumed from; None for a run that begins.
         elsewhere: Whether it may be resumed on services that compute in another way.
         loads: Directory of a sharded checkpoint that a service begins with in place of its model directory, by name;
             of a run that is not resumed.
@@ -62,22 +62,29 @@ class Plan:
 
     @staticmethod
     def resuming(
-        run_dir: Path, algorithm: AnyAlgorithm | None, settings: tuple[str, ...], *, elsewhere: bool
+        run_dir: Path,
+        algorithm: AnyAlgorithm | None,
+        settings: tuple[str, ...],
+        *,
+        elsewhere: bool,
+        is_warm: bool = False,
     ) -> Plan:
-        """Makes the plan of a run that goes on from its newest checkpoint.
+        """Makes the plan of a run that goes on.
 
         Args:
             run_dir: The run directory.
             algorithm: The algorithm. Default: the one whose name the run has recorded.
             settings: Overrides "key.path=value" of the run's config.
             elsewhere: Whether it may go on on other meshes and engines, and on services that compute in another way.
+            is_warm: Whether its services run, so that they may still hold the state after its last step: it then goes
+                on from its journal, if there is one. False: from its newest checkpoint.
 
         Raises:
             ConfigError: There is no checkpoint, the run has ended, or its config, data, tokenizer or models are not
                 those of the checkpoint.
             RlhfError: A file of the checkpoint is damaged; the text names it.
         """
-        point = ResumePoint.find(run_dir)
+        point = (ResumePoint.journaled(run_dir) if is_warm else None) or ResumePoint.find(run_dir)
         stored = point.facts["identity"]
         found = as_algorithm(stored["algorithm"] if algorithm is None else algorithm)
         if reference_of(found) != stored["algorithm"]:
@@ -86,10 +93,20 @@ class Plan:
         check_config(point.facts["config"], found.resolved(config), elsewhere=elsewhere)
         _check_unfinished(point, config)
         data, pretrain = _read(found, config, point.started_unix_ns)
-        now = Identity.of(stored["algorithm"], config.run.seed, time.time_ns())
-        identity = now.resuming(stored, read_json(run_dir / RUN_FILE), point.step)
-        plan = Plan(found, config, data, pretrain, identity, point, elsewhere)
-        check_contents(point.facts["contents"], plan.contents)
+        identity = Identity.of(stored["algorithm"], config.run.seed, point.started_unix_ns)
+        return Plan(found, config, data, pretrain, identity, elsewhere=elsewhere).at(point)
+
+    def at(self, point: ResumePoint) -> Plan:
+        """Returns the plan of the same run that goes on from another point. Raises ConfigError where its config, data,
+        tokenizer or models are not those of that point, or the run has ended there."""
+        check_config(point.facts["config"], self.algorithm.resolved(self.config), elsewhere=self.elsewhere)
+        _check_unfinished(point, self.config)
+        check_contents(point.facts["contents"], self.contents)
+        stored, now = point.facts["identity"], time.time_ns()
+        this = Identity.of(stored["algorithm"], self.config.run.seed, now)
+        identity = this.resuming(stored, read_json(point.run_dir / RUN_FILE), point.step)
+        plan = replace(self, resumes=point, identity=identity)
+        vars(plan)["contents"] = self.contents  # the files are read once
         return plan
 
     @cached_property
@@ -125,7 +142,7 @@ def _config_of(run_dir: Path, settings: tuple[str, ...]) -> Config:
 
 
 def _check_unfinished(point: ResumePoint, config: Config) -> None:
-    """Raises ConfigError where a run has ended after the step of its newest checkpoint."""
+    """Raises ConfigError where a run has ended after the step of a point."""
     if not (point.run_dir / SUMMARY_FILE).exists():
         return
     if point.run["is_ended"]:

@@ -1,4 +1,4 @@
-"""The checkpoint that a run is resumed from."""
+"""The point that a run is resumed from: a checkpoint, or its journal with services that still hold their states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controller.checkpoints.saver import FORMAT
+from controller.checkpoints.journal import FORMAT, read_journal
 from controller.checkpoints.store import CheckpointStore, Commit
 from controller.tracking.marks import Mark, check_marks
 from controller.tracking.run_directory import writing
@@ -17,21 +17,42 @@ from rlhf.errors import ConfigError, RlhfError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint whose files were verified.
+    """The state of a run after a step: in a checkpoint whose files were verified, or in its journal.
 
     Attributes:
         run_dir: Path of the run directory.
-        commit: Content of the checkpoint's file COMMIT.
+        step: Number of the step.
+        commit: Content of the checkpoint's file COMMIT; None for the journal, which has no state of services.
         run: State of the run as JSON values.
         marks: Mark at the end of each file that the run appends to, as of the checkpoint, by the file's path.
         facts: Facts that the results of the run depend on; see `controller.checkpoints.facts`.
+        states: Id of the state of each service after the step, by name, of those that report one.
     """
 
     run_dir: Path
-    commit: Commit
+    step: int
+    commit: Commit | None
     run: Mapping[str, Any]
     marks: Mapping[str, Mark]
     facts: Mapping[str, Any]
+    states: Mapping[str, str]
+
+    @staticmethod
+    def journaled(run_dir: Path) -> ResumePoint | None:
+        """Returns the point of a run's journal; None where it has none, or a damaged one, or one that is older than its
+        newest checkpoint or of other files. Raises RlhfError where the COMMIT of a checkpoint is damaged."""
+        content = read_journal(run_dir)
+        if content is None or content["format"] != FORMAT:
+            return None
+        point = ResumePoint._of(run_dir, content, None)
+        commits = CheckpointStore(run_dir).commits()
+        if commits and commits[-1].step > point.step:
+            return None
+        try:
+            check_marks(run_dir, point.marks)
+        except RlhfError:
+            return None
+        return point
 
     @staticmethod
     def find(run_dir: Path) -> ResumePoint:
@@ -79,16 +100,35 @@ class ResumePoint:
             raise RlhfError(
                 f"checkpoint {store.place(commit.step)} has format {content['format']}, and this version reads {FORMAT}"
             )
+        return ResumePoint._of(run_dir, content, commit)
+
+    @staticmethod
+    def _of(run_dir: Path, content: Mapping[str, Any], commit: Commit | None) -> ResumePoint:
         marks = {name: Mark(**fields) for name, fields in content["files"].items()}
-        return ResumePoint(run_dir, commit, content["run"], marks, content["facts"])
+        return ResumePoint(
+            run_dir,
+            content["step"],
+            commit,
+            content["run"],
+            marks,
+            content["facts"],
+            content.get("states", {}),
+        )
 
     def check_newest(self) -> None:
-        """Raises ConfigError where the run has another newest checkpoint by now, from another controller. To be called
-        by the process that holds the run directory."""
+        """Raises ConfigError where the run has another journal or newest checkpoint by now, from another controller. To
+        be called by the process that holds the run directory."""
         store = CheckpointStore(self.run_dir)
         # A host that has cached the directory of another one, as over NFS, reads it anew after a change of its own.
         with writing(store.path, "a temporary file"), tempfile.NamedTemporaryFile(dir=store.path, prefix="."):
             pass
+        if self.commit is None:
+            if ResumePoint.journaled(self.run_dir) != self:
+                raise ConfigError(
+                    f"run directory {self.run_dir}: another controller has gone on with the run after step "
+                    f"{self.step}; resume again"
+                )
+            return
         commits = store.commits()
         if commits[-1:] != [self.commit]:
             now = f"step-{commits[-1].step}" if commits else "none"
@@ -98,15 +138,10 @@ class ResumePoint:
             )
 
     @property
-    def step(self) -> int:
-        """Number of the step that the checkpoint is the state after."""
-        return self.commit.step
-
-    @property
     def started_unix_ns(self) -> int:
         """Start of the run, Unix time in nanoseconds."""
         return self.facts["identity"]["started_unix_ns"]
 
     def place_of(self, service: str) -> Path:
-        """Returns the directory of a service's state."""
+        """Returns the directory of a service's state in the checkpoint."""
         return CheckpointStore(self.run_dir).place(self.step) / service

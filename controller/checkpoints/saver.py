@@ -1,5 +1,5 @@
-"""Writes the checkpoints of a run: state of the services and of the controller after the same step, committed as
-one."""
+"""Writes the checkpoints of a run: state of the services and of the controller after the same step, committed as one;
+and its journal after every step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import asdict
 from typing import Any
 
 from controller.checkpoints.digests import Digest
+from controller.checkpoints.journal import Journal, content_of
 from controller.checkpoints.retention import to_remove
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
@@ -23,20 +23,20 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import nearest
 from rlhf.v1 import worker_pb2
 
-FORMAT = 1
-"""Version of the form of controller.json."""
 CLOSE_S = 20.0
 """Longest time, in seconds, that a run which ends with an error waits for the checkpoint that is being written."""
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run, and removes those that are no longer kept.
+    """Writes the checkpoints and the journal of a run, and removes checkpoints that are no longer kept.
 
     Args:
         table: Settings of the checkpoints.
         store: Directory of the checkpoints.
         groups: Role groups of the services whose state training changes, by name.
         facts: Facts that the results of the run depend on, as JSON values; see `controller.checkpoints.facts`.
+        journal: Journal of the run.
+        states: Function that returns the id of the state of each service after its last call, by name.
         mark: Function that returns the marks at the present ends of the files that the run appends to.
         say: Called with a line of text for each checkpoint.
         termination: Handlers of SIGTERM of this process.
@@ -48,6 +48,8 @@ class Checkpointer:
         store: CheckpointStore,
         groups: Mapping[str, RoleGroup],
         facts: Mapping[str, Any],
+        journal: Journal,
+        states: Callable[[], Mapping[str, str]],
         mark: Callable[[], Mapping[str, Mark]],
         say: Callable[[str], None],
         termination: Termination,
@@ -56,6 +58,8 @@ class Checkpointer:
         self._store = store
         self._groups = groups
         self._facts = facts
+        self._journal = journal
+        self._states = states
         self._mark = mark
         self._say = say
         self._termination = termination
@@ -82,8 +86,8 @@ class Checkpointer:
         known: Collection[str],
         is_last: bool,
     ) -> None:
-        """Begins the checkpoint of a step if it is due or SIGTERM has come; the next steps may run while it is
-        written. No call may be under way.
+        """Writes the journal, and begins the checkpoint of a step if it is due or SIGTERM has come; the next steps may
+        run while that is written. No call may be under way.
 
         Args:
             step: Number of the step.
@@ -106,10 +110,12 @@ class Checkpointer:
             )
         if self._writing.done():
             self._writing.result()
+        content = content_of(step, state(), self._mark(), self._states())
+        self._journal.write(content)
         # Read once: a request that comes after this has its checkpoint after the next step.
         is_requested = self._termination.is_requested
         if self._is_due(step, is_last=is_last) or is_requested:
-            self._save(step, state(), metrics)
+            self._save(content, metrics)
         if is_requested:
             self.settle()
             self._termination.end_if_requested()
@@ -129,10 +135,11 @@ class Checkpointer:
         table = self._table
         return bool(table.every and step % table.every == 0) or (is_last and table.at_end)
 
-    def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Copies the state of the services and of the controller, and writes it on a thread, after the checkpoint
-        before is complete. The copy of one checkpoint at most is in memory."""
+    def _save(self, content: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Copies the state of the services, and writes it and that of the controller, `content`, on a thread, after the
+        checkpoint before is complete. The copy of one checkpoint at most is in memory."""
         self.settle()
+        step = content["step"]
         partial = self._store.begin(step)
         try:
             for name in self._groups:
@@ -146,12 +153,10 @@ class Checkpointer:
                 for name, group in self._groups.items()
             ]
             results([call for batch in calls for call in batch.calls])
-            files = {name: asdict(mark) for name, mark in self._mark().items()}
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        content = {"format": FORMAT, "step": step, "run": state, "files": files, "facts": self._facts}
-        text = json_text(content, indent=1) + "\n"
+        text = json_text({**content, "facts": self._facts}, indent=1) + "\n"
         value = metrics.get(self._table.best)
         self._writing = _on_thread(lambda: self._complete(step, text, value))
 

@@ -121,7 +121,14 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)
 
 
-async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, describe: Describe) -> None:
+async def wait_until_free(
+    groups: Mapping[str, RoleGroup],
+    session: Session,
+    describe: Describe,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    is_patient: bool = False,
+) -> None:
     """Waits until no rank of the services is in another session, for at most `GONE_WITHIN_S`: ranks end a session
     whose controller is gone. Does not wait where `session.take_over` is set. Then claims a start time after those of
     all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some ranks.
@@ -130,19 +137,28 @@ async def wait_until_free(groups: Mapping[str, RoleGroup], session: Session, des
         groups: Groups of the services, by name.
         session: Session of the run.
         describe: Function that calls Describe on a rank.
+        say: Called with a line of text for each run that is waited for. Default: does nothing.
+        is_patient: Whether to wait also for a session with a connected controller, which may have died just now.
 
     Raises:
         Refused: A rank is in another session with a connected controller, or is so for too long.
     """
-    deadline = time.monotonic() + GONE_WITHIN_S
+    deadline, told = time.monotonic() + GONE_WITHIN_S, set[str]()
     clients = [client for group in groups.values() for client in group.clients]
     for client, first in zip(clients, await asyncio.gather(*map(describe, clients)), strict=True):
         answer = first
         while answer.session and not session.take_over:
-            if answer.session_is_connected or time.monotonic() > deadline:
+            is_refused = answer.session_is_connected and not is_patient
+            if is_refused or time.monotonic() > deadline:
                 raise Refused(
                     f"services.{client.service} ({client.address}) is in use by run {answer.session}; wait for its "
                     "end, or end it: --take-over"
+                )
+            if answer.session not in told:
+                told.add(answer.session)
+                say(
+                    f"waiting up to {GONE_WITHIN_S:g} s for run {answer.session} to leave services.{client.service}; "
+                    "--take-over does not wait"
                 )
             await asyncio.sleep(POLL_S)
             answer = await describe(client)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,10 +29,41 @@ from rlhf.v1 import worker_pb2
 
 CLOSE_S = 5.0
 NO_OUTPUTS: Mapping[str, Sequence[Path]] = MappingProxyType({})
-NO_STATES: Mapping[str, Path] = MappingProxyType({})
 GARBAGE_THRESHOLD = 50_000
 """Threshold of Python's garbage collector: number of allocated objects not yet freed before it runs. A call to 1,024
 ranks allocates some 15,000, which reference counting frees at its end."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """State of a service in a checkpoint.
+
+    Attributes:
+        directory: Directory of the sharded checkpoint.
+        state_id: Id that the state had when it was saved; empty: it gets a new one where it is loaded.
+    """
+
+    directory: Path
+    state_id: str = ""
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """The states that services go on from.
+
+    Attributes:
+        names: Services that begin the session with the state that they hold, not with their model directories.
+        choose: Function that is called when the session has begun, so that no earlier session changes a service any
+            more, with the id of the state that each of these services holds, by name; without those that report none.
+            Returns what services then load, by name: a saved state, or None for the model directory. The others go on
+            with what they hold. May raise to refuse the services.
+    """
+
+    names: Collection[str]
+    choose: Callable[[Mapping[str, str]], Mapping[str, SavedState | None]]
+
+
+KEEP_NONE = Restoration((), lambda held: {})
 
 
 class Cluster:
@@ -64,19 +96,21 @@ class Cluster:
         keep_weights: bool = False,
         outputs: Mapping[str, Sequence[Path]] = NO_OUTPUTS,
         admit: Callable[[Mapping[str, worker_pb2.DescribeResponse]], None] = lambda services: None,
-        states: Mapping[str, Path] = NO_STATES,
+        restoration: Restoration = KEEP_NONE,
+        is_patient: bool = False,
     ) -> None:
         """Finds every rank of every service, checks that the services fit the config, begins the session on them, and
         sends every rank the endpoints of all others (Introduce).
 
         Args:
-            say: Called with a line of text that names the services that are waited for. Default: does nothing.
+            say: Called with a line of text that names services, or a run, that are waited for. Default: does nothing.
             keep_weights: Whether to continue from the weights, optimizers and policy versions that the services have.
                 False: services load their model directories.
             outputs: Directories that a service is going to write to, by name; the service checks that it can.
             admit: Called with the descriptions of the services by name, before anything changes in them; may raise to
                 refuse them. Default: does nothing.
-            states: Directory of a sharded checkpoint that a service loads in place of its model directory, by name.
+            restoration: States that services go on from. Default: they begin with their model directories.
+            is_patient: As in `wait_until_free`.
 
         Raises:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
@@ -92,22 +126,29 @@ class Cluster:
             ours,
             self.session,
             lambda client: client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S),
+            say,
+            is_patient=is_patient,
         )
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         # What is replaced by a checkpoint need not be loaded from the model directory before.
+        kept = {name: keep_weights or name in restoration.names for name in ours}
         begun = {
-            name: group.begin_session(keep_weights or name in states, [*map(str, outputs.get(name, ()))])
+            name: group.begin_session(kept[name], [*map(str, outputs.get(name, ()))])
             for name, group in ours.items()
         }
-        loaded = [ours[name].load_checkpoint(str(directory)) for name, directory in states.items()]
-        results([call for batch in (*begun.values(), *loaded) for call in batch.calls])
-        self._introduce(list(ours.values()))
+        results([call for batch in begun.values() for call in batch.calls])
         for name, batch in begun.items():
             (record,) = batch.records()
-            if name in states:
-                self.origins[name] = f"checkpoint {states[name]}"
-            elif record.responses[0].model:
-                self.origins[name] = origin(record.responses[0], keeps_weights=keep_weights)
+            if record.responses[0].model:
+                self.origins[name] = origin(record.responses[0], keeps_weights=kept[name])
+        held = {name: id for name, id in self.state_ids().items() if name in restoration.names}
+        self._load(restoration.choose(held))
+        self._introduce(list(ours.values()))
+
+    def state_ids(self) -> dict[str, str]:
+        """Returns the id of the state that each service has had after its last call, by name, without those that report
+        none; see `FanOut`."""
+        return {name: group.ranks.state_id for name, group in self._ours.items() if group.ranks.state_id}
 
     def close(self) -> None:
         """Ends the session on services that still respond, and disconnects. Takes at most about 20 s
@@ -161,6 +202,18 @@ class Cluster:
         """Returns the progress of the running calls, such as "12/64", by "service.Method"; an empty text for a call
         whose progress is unknown."""
         return self._watch.running(self.groups | self._also_served)
+
+    def _load(self, states: Mapping[str, SavedState | None]) -> None:
+        """Makes services load saved states, or their model directories where that is None, and waits for it."""
+        ours, calls = self._ours, []
+        for name, state in states.items():
+            if state is None:
+                calls += ours[name].begin_session(keep_weights=False).calls
+                self.origins[name] = f"{self.config.services[name].model_directory}, fresh"
+            else:
+                calls += ours[name].load_checkpoint(str(state.directory), state.state_id).calls
+                self.origins[name] = f"checkpoint {state.directory}"
+        results(calls)
 
     @property
     def _ours(self) -> dict[str, RoleGroup]:

@@ -195,9 +195,10 @@ class RoleGroup:
         timeout_s = self.session.save_timeout_s
         return self._loop.start(self.ranks.reach_all(WORKER["AwaitCheckpoint"], request, timeout_s))
 
-    def load_checkpoint(self, directory: str) -> FutureBatch:
-        """Loads weights and optimizer state from a sharded checkpoint in `directory` on the ranks' hosts."""
-        return self.call("load_checkpoint", directory=directory)
+    def load_checkpoint(self, directory: str, state_id: str = "") -> FutureBatch:
+        """Loads weights and optimizer state from a sharded checkpoint in `directory` on the ranks' hosts. `state_id`:
+        id that the state had when it was saved. Default: it gets a new one."""
+        return self.call("load_checkpoint", directory=directory, state_id=state_id)
 
     def profile(self, directory: str, calls: int) -> FutureBatch:
         """Makes every rank trace its next `calls` calls with the profiler, into `directory` on its host."""

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from controller.tracking.ownership import LOCK, Ownership, holder, lock_text
 from rlhf.errors import ConfigError, RlhfError
 
 MIN_FREE_BYTES = 16 * 2**20
-LOCK = ".lock"
-"""Name of the empty file that the process which writes to a run directory holds locked."""
 
 
 class RunDirectory:
@@ -85,7 +84,13 @@ class RunDirectory:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ConfigError(f"run directory {self.path}: another process runs in it") from None
+                    raise ConfigError(
+                        f"run directory {self.path}: {holder(self.path)} runs in it; wait for its end, or end it "
+                        "(kill -KILL where it is stopped)"
+                    ) from None
+            with writing(self.path, LOCK):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, lock_text().encode(), 0)
             yield
         finally:
             os.close(descriptor)
@@ -124,6 +129,7 @@ class AppendFile:
 
     def __init__(self, run_dir: Path, name: str, *, syncs: bool = True) -> None:
         self._run_dir, self._name, self._syncs = run_dir, name, syncs
+        self._ownership = Ownership(run_dir)
         with writing(run_dir, name):
             (run_dir / name).parent.mkdir(exist_ok=True)
             self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
@@ -132,7 +138,7 @@ class AppendFile:
         """Appends one record, and syncs it where `syncs` is set.
 
         Raises:
-            RlhfError: Writing failed, and part of the record may be written; or the file was deleted or replaced.
+            RlhfError: Writing failed, and part of the record may be written; or an error of `check`.
         """
         self.check()
         rest = memoryview(record)
@@ -144,7 +150,9 @@ class AppendFile:
                 os.fsync(self._file.fileno())
 
     def check(self) -> None:
-        """Raises RlhfError where the file was deleted or replaced, since further records would be lost silently."""
+        """Raises RlhfError where the file was deleted or replaced, since further records would be lost silently, or
+        where another process has taken over the run directory."""
+        self._ownership.check()
         try:
             is_there = os.path.samestat(os.stat(self._run_dir / self._name), os.fstat(self._file.fileno()))
         except OSError:

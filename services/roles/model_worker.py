@@ -23,24 +23,20 @@ from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
 from services.roles.background import BackgroundWriter
 from services.roles.columns import Sequences
-from services.roles.device import (
-    allocated_bytes,
-    device_identity,
-    peak_allocated_bytes,
-    peak_memory_measured,
-    rank_device,
-)
+from services.roles.device import peak_memory_measured
 from services.roles.engine_errors import as_contract_errors
 from services.roles.engine_factory import make_engine, optimizer_options
 from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import Computed, MicroBatcher
 from services.roles.profiler import MAX_CALLS, CallProfiler
+from services.roles.state_history import StateHistory, check_state_id
 from services.roles.tokenization import tokenize_texts
+from services.roles.torch_worker import TorchWorker
 from services.roles.update import Updater
 from services.roles.update_loss import LossTerm, UpdateLoss
 from services.roles.update_plan import MiniBatch, plan_mini_batches
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
 from settings.model import ModelTable, OptimizerTable
 from settings.service import ServiceTable
@@ -48,7 +44,7 @@ from settings.service import ServiceTable
 Output = TypeVar("Output")
 
 
-class ModelWorker(Worker):
+class ModelWorker(TorchWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:
@@ -68,8 +64,6 @@ class ModelWorker(Worker):
     def __init__(self, table: ModelTable, ranks: Ranks, load: Load, optimizer: OptimizerTable | None) -> None:
         super().__init__(table, ranks)
         self.table: ModelTable = table
-        self.prepare_thread()
-        self.torch_device = rank_device()
         if self.torch_device.type == "cpu":
             choose_matmul(table.matmul, ranks)
         try:
@@ -92,16 +86,17 @@ class ModelWorker(Worker):
             vocab_size=self.model_config.vocab_size,
         )
         self._updater = Updater(self.engine, ranks)
+        self._history = StateHistory(f"{table.address} {ranks.epoch}")
         self._profiler = CallProfiler()
         self._writer = BackgroundWriter()
+
+    @property
+    def state_id(self) -> str:
+        return self._history.id_at(self.policy_version)
 
     def engine_name(self) -> str:
         """Returns the name of the engine that Describe reports."""
         return ", ".join(filter(None, (self.table.engine, self.engine.detail)))
-
-    @classmethod
-    def uses_torch(cls, table: ServiceTable) -> bool:
-        return True
 
     @classmethod
     def import_engines(cls, table: ServiceTable) -> None:
@@ -113,18 +108,6 @@ class ModelWorker(Worker):
 
     def writing(self, directory: Path) -> Future[list[Path]]:
         return self._writer.writing(directory)
-
-    def prepare_thread(self) -> None:
-        torch.set_num_threads(self.table.threads)
-
-    def device(self) -> dict[str, str]:
-        return device_identity(self.torch_device)
-
-    def device_memory(self) -> int:
-        return allocated_bytes(self.torch_device)
-
-    def peak_device_memory(self) -> int:
-        return peak_allocated_bytes(self.torch_device)
 
     def describe(self) -> worker_pb2.DescribeResponse:
         limits = []
@@ -215,6 +198,7 @@ class ModelWorker(Worker):
         copy, loss = self.copy_weights if self.copies_weights else None, UpdateLoss(head, loss_for, term)
         metrics = self._updater.run(mini_batches, loss, call, verify=rows.fetched.verify, copy_weights=copy)
         self.policy_version += 1
+        self._history.changed(call.call.call_id, self.policy_version)
         return CallResult(metrics=metrics, verified=True)
 
     def copy_weights(self) -> None:
@@ -244,8 +228,11 @@ class ModelWorker(Worker):
             for directory in map(self.output_path, request.directories):
                 if self.ranks.rank == 0:  # the rank that creates directories
                     check_writable(directory)
-        if not request.keep_weights:
+        if request.keep_weights:
+            self.onload(rows, request, call)
+        else:
             self.start_over()
+            self._history.changed(call.call.call_id, self.policy_version)
         return CallResult(fields={"model": str(self.table.model)})
 
     @register("ONE_TO_ALL")
@@ -296,5 +283,7 @@ class ModelWorker(Worker):
         with self.ranks.together(call.peers_deadline):
             require(request, "directory")
             directory = self.output_path(request.directory)
+            check_state_id(request.state_id)
         self.load(directory)
+        self._history.loaded(request.state_id, call.call.call_id, self.policy_version)
         return CallResult()

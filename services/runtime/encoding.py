@@ -65,6 +65,7 @@ class ResponseEncoder:
         timing.store_s = time.monotonic() - started
         response.outcome.timing.CopyFrom(timing)
         response.outcome.policy_version = self._worker.policy_version
+        response.outcome.state_id = self._worker.state_id
         for name, (total, count) in result.metrics.items():
             response.outcome.metrics[name].sum, response.outcome.metrics[name].count = total, count
         return response

@@ -199,6 +199,13 @@ class Worker:
         self.progressed_at = 0.0
         """When the running method last made progress, in seconds of `time.monotonic()`; 0 for never."""
 
+    @property
+    def state_id(self) -> str:
+        """Id of the state of weights and optimizer, as the proto describes it in Outcome. Default: "", for a role
+        without such a state, or one that does not know when it changes: a resumed run loads that from its
+        checkpoint."""
+        return ""
+
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
         """Returns whether a service with this table computes with torch, and so needs a process group. Default:

@@ -99,6 +99,7 @@ class WorkerHandlers:
                 mesh=mesh_to_proto(ranks.mesh),
                 threads=self._worker.table.threads,
                 policy_version=self._worker.policy_version,
+                state_id=self._worker.state_id,
                 version=self._version,
                 cpu=self._cpu,
                 dispatches=True,

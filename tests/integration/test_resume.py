@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from controller import job
+from controller.checkpoints.journal import remove_journal
 from controller.checkpoints.store import CheckpointStore
 from controller.config.config import Config
 from controller.evaluate import evaluate
@@ -56,8 +57,10 @@ def test_a_killed_run_goes_on_with_the_same_results(
         assert [commit.step for commit in store.commits()] == [4, 6]
         assert not list(store.path.glob("*.partial"))
         known = json.loads((run.run_dir / "run.json").read_text())
-        assert [each["step"] for each in known["resumed"]] in ([2], [4])
-        assert known["services"]["actor"]["began_from"].startswith("checkpoint ")
+        (resumed,) = known["resumed"]
+        assert resumed["step"] >= 2
+        began_from = known["services"]["actor"]["began_from"]
+        assert began_from.startswith("checkpoint ") or "continued from policy version" in began_from
         steps = [
             e["args"]["step"]
             for e in read_events(run.run_dir / "timeline.json")
@@ -165,6 +168,7 @@ def test_another_algorithm_is_refused(stopped: Path) -> None:
 
 def test_a_damaged_shard_is_named(stopped: Path) -> None:
     path = stopped.resolve() / "checkpoints" / "step-1" / "actor" / "rank-00001.safetensors"
+    remove_journal(stopped)  # services that hold the state read no checkpoint
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     try:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of
 from controller.checkpoints.facts import check_config, check_contents, check_platform
+from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.retention import best_of, to_remove
@@ -47,14 +49,16 @@ QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.t
 STATE = {"format": 1, "run": {}, "files": {}, "facts": {}}
 
 
-def write(store: CheckpointStore, step: int, **commit: Any) -> Commit:
+def write(
+    store: CheckpointStore, step: int, content: Mapping[str, Any] = MappingProxyType({}), **commit: Any
+) -> Commit:
     """A complete checkpoint with the files of one service."""
     service = store.begin(step) / "actor"
     service.mkdir()
     (service / "rank-00000.safetensors").write_bytes(bytes(range(200)))
     (service / "manifest.json").write_text("{}")
     written = {f"actor/{path.name}": digest_of(path) for path in service.iterdir()}
-    return store.commit(step, json.dumps({**STATE, "step": step}), written, **commit)
+    return store.commit(step, json.dumps({**STATE, "step": step, **content}), written, **commit)
 
 
 class TestStore:
@@ -222,7 +226,7 @@ class TestLock:
             assert other.stdout is not None
             assert other.stdout.readline() == b"held\n"
             with (
-                pytest.raises(ConfigError, match="another process runs in it"),
+                pytest.raises(ConfigError, match=rf"process {other.pid} of host \S+ runs in it; .* end it"),
                 RunDirectory(tmp_path).locked(),
             ):
                 pass
@@ -610,7 +614,10 @@ class TestCheckpointer:
 def begun(run_dir: Path, group: Any, termination: Termination) -> saver.Checkpointer:
     """A writer of checkpoints that has begun one."""
     table, store = CheckpointTable(every=1, grace_s=60.0), CheckpointStore(run_dir)
-    checkpointer = saver.Checkpointer(table, store, {"actor": group}, {}, dict, print, termination)
+    journal = Journal(run_dir, {})
+    checkpointer = saver.Checkpointer(
+        table, store, {"actor": group}, {}, journal, dict, dict, print, termination
+    )
     checkpointer.begin(dict)
     checkpointer.after_step(1, {}, dict, known=(), is_last=False)
     return checkpointer

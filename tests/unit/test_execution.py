@@ -34,6 +34,7 @@ from services.roles.background import BackgroundWriter
 from services.roles.columns import jagged_column
 from services.roles.model_worker import ModelWorker
 from services.roles.profiler import CallProfiler
+from services.roles.state_history import StateHistory
 from services.roles.tokenization import MAX_CHARACTERS
 from services.runtime import deadlines, ranks, responses
 from services.runtime.calls import ActiveCall
@@ -98,6 +99,7 @@ class OffloadedReference(ModelWorker):
 
     def __init__(self, table: ReferenceTable, ranks: Ranks) -> None:
         Worker.__init__(self, table, ranks)
+        self._history = StateHistory("")
         self.torch_device = torch.device("cpu")
         self._profiler = CallProfiler()
         self._writer = BackgroundWriter()

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import ConfigError, Refused
-from rlhf.v1 import actor_pb2, common_pb2, critic_pb2
+from rlhf.errors import ConfigError, InvalidRequest, Refused
+from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
 from services.critic.worker import CriticWorker
 from services.engines.sharded import ShardedEngine
 from services.roles.background import BackgroundWriter
 from services.roles.device import rank_device
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallResult, CallRows
+from services.runtime.worker import NO_ROWS, CallContext, CallResult, CallRows
 from settings.critic import CriticTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -44,7 +44,7 @@ class ReleasedRows(FetchedRows):
         raise Refused("the rows have been released")
 
 
-def make_critic(directory: Path, engine: str) -> CriticWorker:
+def make_critic(directory: Path, engine: str, epoch: int = 0) -> CriticWorker:
     name, _, stage = engine.partition("-")
     tables: dict[str, Any] = {"3d": {"mesh": "1-1-1"}, "zero": {"zero": {"stage": int(stage or 1)}}}
     table = {
@@ -54,7 +54,7 @@ def make_critic(directory: Path, engine: str) -> CriticWorker:
         "engine": name,
         "dtype": "bfloat16",
     }
-    return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, 0))
+    return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, epoch))
 
 
 def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
@@ -74,10 +74,16 @@ def make_rows(kind: type[FetchedRows] = FetchedRows) -> CallRows:
     return CallRows(kind(COUNT, values, dtypes, 0), np.arange(COUNT))
 
 
-def update(worker: CriticWorker, rows: CallRows, mini_batches: int = 1, **loss: Any) -> CallResult:
+def context(call_id: str = "c") -> CallContext:
+    return CallContext(common_pb2.Call(call_id=call_id), time.monotonic() + 60)
+
+
+def update(
+    worker: CriticWorker, rows: CallRows, mini_batches: int = 1, call_id: str = "c", **loss: Any
+) -> CallResult:
     schedule = actor_pb2.Schedule(epochs=1, mini_batches=mini_batches)
     request = critic_pb2.UpdateCriticRequest(loss=critic_pb2.ValueLoss(**loss), schedule=schedule)
-    call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+    call = context(call_id)
     return worker.around(lambda: worker.update_critic(rows, request, call))
 
 
@@ -109,7 +115,7 @@ def test_an_update_whose_rows_were_released_leaves_no_trace(
     critic: CriticWorker, mini_batches: int, monkeypatch: pytest.MonkeyPatch
 ):
     update(critic, make_rows())
-    before, rows = bits(critic), make_rows(ReleasedRows)
+    before, rows, state_id = bits(critic), make_rows(ReleasedRows), critic.state_id
     with monkeypatch.context() as patch:
         if mini_batches == 1 and critic.engine.step_is_atomic:
             takes_no_snapshot(critic, patch)
@@ -117,6 +123,7 @@ def test_an_update_whose_rows_were_released_leaves_no_trace(
             update(critic, rows, mini_batches)
     assert rows.fetched.seen == ["verified"]  # type: ignore[attr-defined]
     assert critic.policy_version == 1
+    assert critic.state_id == state_id
     assert same(bits(critic), before)
 
 
@@ -140,6 +147,48 @@ def test_a_worker_that_starts_over_is_at_policy_version_0(critic: CriticWorker):
     update(critic, make_rows())
     critic.start_over()
     assert critic.policy_version == 0
+    assert same(bits(critic), before)
+
+
+def test_the_state_id_changes_with_the_state_and_comes_back_with_it(tiny_llama_dir: Path, tmp_path: Path):
+    """Two ranks of one start have the same history; another start of the service has another."""
+    critic, peer = (make_critic(tiny_llama_dir, "fsdp") for _ in range(2))
+    other = make_critic(tiny_llama_dir, "fsdp", epoch=1)
+    for worker in (critic, peer, other):
+        worker.output_roots = (tmp_path,)
+    seen = [critic.state_id]
+    assert peer.state_id == critic.state_id != other.state_id
+    for call_id in ("first", "second"):
+        for worker in (critic, peer, other):
+            update(worker, make_rows(), call_id=call_id)
+        assert peer.state_id == critic.state_id != other.state_id
+        seen.append(critic.state_id)
+    saved = bits(critic)
+    critic.engine.save(tmp_path / "saved", {"policy_version": 2})
+    for keep_weights in (True, False):
+        request = worker_pb2.BeginSessionRequest(keep_weights=keep_weights)
+        critic.begin_session(NO_ROWS, request, context(f"begin {keep_weights}"))
+        assert (critic.state_id == seen[2]) == keep_weights
+    seen.append(critic.state_id)
+    for state_id, number in (("", 4), (seen[2], 2)):
+        request = worker_pb2.LoadCheckpointRequest(directory=str(tmp_path / "saved"), state_id=state_id)
+        critic.load_checkpoint(NO_ROWS, request, context(f"load {state_id}"))
+        seen.append(critic.state_id)
+        assert seen.index(critic.state_id) == number
+    assert same(bits(critic), saved)
+    critic.policy_version += 1  # as a role of another package may do
+    assert critic.state_id == ""
+    request.state_id = "x" * 65
+    with pytest.raises(InvalidRequest, match="state_id has 65 characters; at most 64"):
+        critic.load_checkpoint(NO_ROWS, request, context("long"))
+
+
+def test_an_engine_is_brought_back_by_a_session_that_keeps_its_state(tiny_llama_dir: Path):
+    critic = make_critic(tiny_llama_dir, "fsdp")
+    before = bits(critic)
+    assert isinstance(critic.engine, ShardedEngine)
+    critic.engine._leave_device()
+    critic.begin_session(NO_ROWS, worker_pb2.BeginSessionRequest(keep_weights=True), context())
     assert same(bits(critic), before)
 
 

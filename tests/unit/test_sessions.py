@@ -15,6 +15,7 @@ import pytest
 from client.rank import RankClient
 from client.session import Session, StepContext
 from controller.config.config import Config
+from controller.role_groups import admission
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups import loop as loop_module
 from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
@@ -286,3 +287,46 @@ def test_a_run_claims_a_start_after_the_youngest_session_of_any_rank() -> None:
     groups: dict[str, Any] = {"actor": SimpleNamespace(clients=clients)}
     asyncio.run(wait_until_free(groups, session, describe))
     assert session.claimed_unix_ns > ahead
+
+
+class Holder:
+    """A rank whose session has a controller that is connected for a while, and then gone for a while."""
+
+    def __init__(self, connected: int, gone: int) -> None:
+        self.left = [(True, True)] * connected + [(True, False)] * gone
+
+    async def describe(self, client: RankClient) -> worker_pb2.DescribeResponse:
+        is_held, is_connected = self.left.pop(0) if self.left else (False, False)
+        return worker_pb2.DescribeResponse(
+            session="before" if is_held else "", session_is_connected=is_connected
+        )
+
+
+def wait_for(holder: Holder, session: Session, *, is_patient: bool) -> list[str]:
+    """The lines that are said while a session waits for a rank."""
+    client, said = RankClient.__new__(RankClient), list[str]()
+    client.service, client.address = "actor", "127.0.0.1:1"
+    groups: dict[str, Any] = {"actor": SimpleNamespace(clients=[client])}
+    waiting = wait_until_free(groups, session, holder.describe, said.append, is_patient=is_patient)
+    asyncio.run(waiting)
+    return said
+
+
+def test_a_resumed_run_waits_for_a_controller_that_may_have_died_and_says_so() -> None:
+    (line,) = wait_for(Holder(connected=2, gone=2), Session(), is_patient=True)
+    assert line.startswith("waiting up to 15 s for run before to leave services.actor")
+
+
+def test_a_run_waits_for_the_session_of_a_dead_controller_alone() -> None:
+    assert len(wait_for(Holder(connected=0, gone=2), Session(), is_patient=False)) == 1
+    with pytest.raises(
+        Refused, match=r"services.actor \(127.0.0.1:1\) is in use by run before; .*--take-over"
+    ):
+        wait_for(Holder(connected=1, gone=0), Session(), is_patient=False)
+    assert wait_for(Holder(connected=1, gone=0), Session(take_over=True), is_patient=False) == []
+
+
+def test_a_resumed_run_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "GONE_WITHIN_S", 0.0)
+    with pytest.raises(Refused, match="is in use by run before"):
+        wait_for(Holder(connected=9, gone=9), Session(), is_patient=True)

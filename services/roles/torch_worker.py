@@ -1,0 +1,43 @@
+"""Base class of workers that compute with torch."""
+
+from __future__ import annotations
+
+import torch
+
+from services.roles.device import allocated_bytes, device_identity, peak_allocated_bytes, rank_device
+from services.runtime.ranks import Ranks
+from services.runtime.worker import Worker
+from settings.service import ServiceTable
+
+
+class TorchWorker(Worker):
+    """Worker that computes with torch on one device.
+
+    Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
+
+    Attributes:
+        torch_device: The device of this rank.
+    """
+
+    def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
+        super().__init__(table, ranks)
+        self.prepare_thread()
+        self.torch_device = rank_device()
+
+    @classmethod
+    def uses_torch(cls, table: ServiceTable) -> bool:
+        return True
+
+    def prepare_thread(self) -> None:
+        torch.set_num_threads(self.table.threads)
+
+    def device(self) -> dict[str, str]:
+        return device_identity(self.torch_device)
+
+    def device_memory(self) -> int:
+        return allocated_bytes(self.torch_device)
+
+    def peak_device_memory(self) -> int:
+        return peak_allocated_bytes(self.torch_device)

@@ -1,0 +1,203 @@
+"""The journal of a run, the choice between it and a checkpoint, and a process that has lost its run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from unit.test_checkpoints import write
+
+from client.fanout import FanOut
+from controller.checkpoints.journal import JOURNAL, Journal, content_of, read_journal, remove_journal
+from controller.checkpoints.resume_point import ResumePoint
+from controller.checkpoints.store import DIRECTORY, CheckpointStore
+from controller.restoring import Restorer
+from controller.role_groups.cluster import SavedState
+from controller.tracking.marks import mark_files
+from controller.tracking.metrics import MetricsWriter, SamplesWriter
+from controller.tracking.run_directory import AppendFile, RunDirectory
+from controller.tracking.timeline import Timeline
+from rlhf.errors import ConfigError, RlhfError
+
+FACTS = {"platform": {}, "text": "\u00e9\n"}
+STATES = {"actor": "a5", "critic": "c5", "reference": "r"}
+
+
+def begin(run_dir: Path) -> None:
+    """The files that a run appends to."""
+    metrics = MetricsWriter(run_dir)
+    metrics.log(0, {"loss": 1.0})
+    metrics.close()
+    SamplesWriter(run_dir).close()
+    Timeline(run_dir, 1.0).close()
+
+
+def journal(run_dir: Path, step: int = 5, run: Mapping[str, Any] | None = None) -> None:
+    """The journal of a run after a step."""
+    Journal(run_dir, FACTS).write(content_of(step, run or {}, mark_files(run_dir), STATES))
+
+
+class TestJournal:
+    def test_it_comes_back_and_each_replaces_the_one_before(self, tmp_path: Path) -> None:
+        begin(tmp_path)
+        for step in (5, 6):
+            journal(tmp_path, step, {"kept": {"number": 0.1}})
+        point = ResumePoint.journaled(tmp_path)
+        assert point is not None
+        assert (point.step, point.commit, point.run) == (6, None, {"kept": {"number": 0.1}})
+        assert (point.facts, point.states, point.marks) == (FACTS, STATES, mark_files(tmp_path))
+        assert [path.name for path in (tmp_path / DIRECTORY).iterdir()] == [JOURNAL]
+        remove_journal(tmp_path)
+        remove_journal(tmp_path)
+        assert ResumePoint.journaled(tmp_path) is None
+
+    def test_a_damaged_one_is_none(self, tmp_path: Path) -> None:
+        begin(tmp_path)
+        journal(tmp_path)
+        path = tmp_path / DIRECTORY / JOURNAL
+        whole = path.read_bytes()
+        for position in range(0, len(whole), 7):
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+            assert read_journal(tmp_path) is None
+            path.write_bytes(whole[:position])
+            assert read_journal(tmp_path) is None
+        path.write_bytes(whole)
+        assert read_journal(tmp_path) is not None
+
+    def test_one_of_other_files_or_older_than_a_checkpoint_is_none(self, tmp_path: Path) -> None:
+        begin(tmp_path)
+        journal(tmp_path)
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        assert ResumePoint.journaled(tmp_path) is not None
+        write(store, 6)
+        assert ResumePoint.journaled(tmp_path) is None
+        store.remove(6)
+        assert ResumePoint.journaled(tmp_path) is not None
+        (tmp_path / "metrics.jsonl").write_text("")
+        assert ResumePoint.journaled(tmp_path) is None
+
+    def test_one_that_another_controller_has_replaced_is_not_resumed(self, tmp_path: Path) -> None:
+        begin(tmp_path)
+        journal(tmp_path)
+        point = ResumePoint.journaled(tmp_path)
+        assert point is not None
+        point.check_newest()
+        journal(tmp_path, 6)
+        with pytest.raises(ConfigError, match="another controller has gone on with the run after step 5"):
+            point.check_newest()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan as far as the choice of a point goes."""
+
+    resumes: ResumePoint
+    elsewhere: bool = False
+    moved: list[int] = field(default_factory=list)
+
+    def at(self, point: ResumePoint) -> Planned:
+        self.moved.append(point.step)
+        return replace(self, resumes=point)
+
+
+class TestRestorer:
+    def restorer(self, run_dir: Path, *, is_warm: bool = True) -> Restorer:
+        """Of a run with a journal after step 5 and a checkpoint after step 4, which has the states a4 and c4."""
+        begin(run_dir)
+        store = CheckpointStore(run_dir)
+        write(store, 4, content={"states": {"actor": "a4", "critic": "c4", "reference": "r"}, "facts": FACTS})
+        journal(run_dir)
+        point = (ResumePoint.journaled(run_dir) if is_warm else None) or ResumePoint.find(run_dir)
+        plan: Any = Planned(point)
+        return Restorer(plan, ["actor", "critic"], dict)
+
+    def test_services_that_hold_their_states_load_nothing(self, tmp_path: Path) -> None:
+        restorer = self.restorer(tmp_path)
+        (tmp_path / DIRECTORY / "step-4" / "controller.json").unlink()  # it is not even read
+        assert restorer.restoration.names == {"actor", "critic", "reference"}
+        assert restorer.restoration.choose(STATES) == {}
+        assert restorer.line() == "resumed after step 5; nothing was loaded; held the state: actor, critic"
+
+    def test_a_frozen_service_that_restarted_loads_its_model_alone(self, tmp_path: Path) -> None:
+        restorer = self.restorer(tmp_path)
+        assert restorer.restoration.choose(STATES | {"reference": "other"}) == {"reference": None}
+        assert restorer.line() == "resumed after step 5; loaded: reference; held the state: actor, critic"
+
+    @pytest.mark.parametrize(
+        ("held", "loaded"),
+        [
+            ({"actor": "a4", "critic": "c5", "reference": "r"}, {"critic"}),
+            ({"actor": "a5", "critic": "c4", "reference": "r"}, {"actor"}),
+            ({"actor": "a4", "critic": "c4", "reference": "r"}, set()),
+            ({"actor": "a5", "reference": "r"}, {"actor", "critic"}),
+            ({}, {"actor", "critic", "reference"}),
+        ],
+    )
+    @pytest.mark.parametrize("is_warm", [True, False])
+    def test_without_agreement_it_goes_back_to_the_checkpoint_and_loads_what_differs(
+        self, tmp_path: Path, held: dict[str, str], loaded: set[str], is_warm: bool
+    ) -> None:
+        restorer = self.restorer(tmp_path, is_warm=is_warm)
+        chosen = restorer.restoration.choose(held)
+        assert chosen.keys() == loaded
+        assert chosen.get("reference") is None
+        for name in loaded - {"reference"}:
+            place = CheckpointStore(tmp_path).place(4) / name
+            assert chosen[name] == SavedState(place, f"{name[0]}4")
+        assert restorer.plan.resumes is not None
+        assert restorer.plan.resumes.step == 4
+        assert restorer.line().startswith("resumed after step 4; ")
+
+    def test_without_a_checkpoint_the_services_that_differ_are_named(self, tmp_path: Path) -> None:
+        restorer = self.restorer(tmp_path)
+        CheckpointStore(tmp_path).remove(4)
+        with pytest.raises(ConfigError, match=r"no complete checkpoint .* after step 5: critic"):
+            restorer.restoration.choose(STATES | {"critic": "c4"})
+
+    def test_a_checkpoint_without_ids_is_loaded(self, tmp_path: Path) -> None:
+        begin(tmp_path)
+        write(CheckpointStore(tmp_path), 4)
+        plan: Any = Planned(ResumePoint.find(tmp_path))
+        restorer = Restorer(plan, ["actor"], dict)
+        assert restorer.restoration.choose({"actor": ""}).keys() == {"actor"}
+
+
+class TestOwnership:
+    def test_a_process_that_lost_the_directory_writes_nothing_more(self, tmp_path: Path) -> None:
+        """As on a file system without locks, on which a second process takes it over."""
+        with RunDirectory(tmp_path).locked():
+            begin(tmp_path)
+            mine, books = AppendFile(tmp_path, "metrics.jsonl"), Journal(tmp_path, FACTS)
+            mine.append(b"")
+            (tmp_path / ".lock").unlink()
+            mine.append(b"")
+            with RunDirectory(tmp_path).locked():
+                theirs = AppendFile(tmp_path, "metrics.jsonl")
+                before = (tmp_path / "metrics.jsonl").read_bytes()
+                with pytest.raises(RlhfError, match=r"process \d+ of host \S+ has taken it over"):
+                    mine.append(b"{}\n")
+                with pytest.raises(RlhfError, match="has taken it over"):
+                    books.write(content_of(1, {}, {}, {}))
+                assert (tmp_path / "metrics.jsonl").read_bytes() == before
+                theirs.append(b"{}\n")
+            mine.close()
+            theirs.close()
+
+
+def test_the_state_of_a_service_is_that_of_its_last_call_on_all_ranks() -> None:
+    def responses(*ids: str) -> list[Any]:
+        return [SimpleNamespace(outcome=SimpleNamespace(state_id=each)) for each in ids]
+
+    client: Any = SimpleNamespace(service="actor")
+    ranks = FanOut([client, client], 1)
+    assert ranks.state_id == ""
+    ranks._note_state(2, responses("b", "b"))
+    ranks._note_state(1, responses("a", "a"))
+    assert ranks.state_id == "b"
+    ranks._note_state(3, responses("b", "c"))
+    assert ranks.state_id == ""
