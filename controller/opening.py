@@ -34,6 +34,8 @@ from rlhf.security import adopted
 from rlhf.v1 import worker_pb2
 
 LOGS = "logs"
+REJECTED = "rejected"
+"""Directory in that of a run in which services keep the rows that they refuse to train on."""
 
 
 def open_planned(
@@ -141,7 +143,14 @@ def _connect(
             check_platform(point.facts["platform"], platform_of(services), elsewhere=plan.elsewhere)
 
     states = {name: point.place_of(name) for name in stateful} if point else plan.loads
-    cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, admit=admit, states=states)
+    cluster.connect(
+        progress.message,
+        keep_weights=keep_weights,
+        outputs=outputs,
+        admit=admit,
+        states=states,
+        rejected=directory.output(REJECTED),
+    )
     if point:
         cut_files(directory.path, point.marks)
         (directory.path / SUMMARY_FILE).unlink(missing_ok=True)

@@ -65,6 +65,7 @@ class Cluster:
         outputs: Mapping[str, Sequence[Path]] = NO_OUTPUTS,
         admit: Callable[[Mapping[str, worker_pb2.DescribeResponse]], None] = lambda services: None,
         states: Mapping[str, Path] = NO_STATES,
+        rejected: Path | None = None,
     ) -> None:
         """Finds every rank of every service, checks that the services fit the config, begins the session on them, and
         sends every rank the endpoints of all others (Introduce).
@@ -77,6 +78,7 @@ class Cluster:
             admit: Called with the descriptions of the services by name, before anything changes in them; may raise to
                 refuse them. Default: does nothing.
             states: Directory of a sharded checkpoint that a service loads in place of its model directory, by name.
+            rejected: Directory in which services keep the rows that they refuse to train on. Default: they keep none.
 
         Raises:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
@@ -96,7 +98,9 @@ class Cluster:
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         # What is replaced by a checkpoint need not be loaded from the model directory before.
         begun = {
-            name: group.begin_session(keep_weights or name in states, [*map(str, outputs.get(name, ()))])
+            name: group.begin_session(
+                keep_weights or name in states, [*map(str, outputs.get(name, ()))], str(rejected or "")
+            )
             for name, group in ours.items()
         }
         loaded = [ours[name].load_checkpoint(str(directory)) for name, directory in states.items()]
@@ -148,6 +152,15 @@ class Cluster:
         `release` does."""
         step.has_ended = True
         self.release(step)
+
+    def verify_weights(self) -> None:
+        """Compares checksums of the tensors in the memory of every service, and waits for it.
+
+        Raises:
+            CorruptWeights: Tensors of a service differ.
+        """
+        calls = [group.verify_weights() for group in self._ours.values()]
+        results([call for batch in calls for call in batch.calls])
 
     def memory(self) -> dict[str, int]:
         """Returns resident plus device memory of each service, in bytes by name, summed over the ranks that respond."""

@@ -34,13 +34,16 @@ from services.roles.engine_errors import as_contract_errors
 from services.roles.engine_factory import make_engine, optimizer_options
 from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import Computed, MicroBatcher
-from services.roles.profiler import MAX_CALLS, CallProfiler
+from services.roles.profiler import CallProfiler
+from services.roles.rejected import RowKeeper
 from services.roles.tokenization import tokenize_texts
 from services.roles.update import Updater
 from services.roles.update_loss import LossTerm, UpdateLoss
 from services.roles.update_plan import MiniBatch, plan_mini_batches
+from services.roles.verified_worker import VerifiedWorker
+from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
 from settings.model import ModelTable, OptimizerTable
 from settings.service import ServiceTable
@@ -48,7 +51,7 @@ from settings.service import ServiceTable
 Output = TypeVar("Output")
 
 
-class ModelWorker(Worker):
+class ModelWorker(VerifiedWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:
@@ -91,17 +94,15 @@ class ModelWorker(Worker):
             pad_id=self.tokenizer.pad_token_id or 0,  # any id will do: outputs of the padding are not read
             vocab_size=self.model_config.vocab_size,
         )
-        self._updater = Updater(self.engine, ranks)
+        self.row_keeper = RowKeeper(self)
+        self.weight_check = WeightCheck(self.torch_device, self.progressed)
+        self._updater = Updater(self.engine, ranks, self.row_keeper)
         self._profiler = CallProfiler()
         self._writer = BackgroundWriter()
 
     def engine_name(self) -> str:
         """Returns the name of the engine that Describe reports."""
         return ", ".join(filter(None, (self.table.engine, self.engine.detail)))
-
-    @classmethod
-    def uses_torch(cls, table: ServiceTable) -> bool:
-        return True
 
     @classmethod
     def import_engines(cls, table: ServiceTable) -> None:
@@ -113,9 +114,6 @@ class ModelWorker(Worker):
 
     def writing(self, directory: Path) -> Future[list[Path]]:
         return self._writer.writing(directory)
-
-    def prepare_thread(self) -> None:
-        torch.set_num_threads(self.table.threads)
 
     def device(self) -> dict[str, str]:
         return device_identity(self.torch_device)
@@ -146,7 +144,7 @@ class ModelWorker(Worker):
         `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
         receive."""
         with (
-            as_contract_errors(self.policy_version),
+            as_contract_errors(),
             peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
             self._profiler.around_call(),
         ):
@@ -213,7 +211,8 @@ class ModelWorker(Worker):
         policy version, and returns the metrics of the steps. If anything fails, weights and optimizer state are
         restored on every rank. Collective. Other arguments as for `update`."""
         copy, loss = self.copy_weights if self.copies_weights else None, UpdateLoss(head, loss_for, term)
-        metrics = self._updater.run(mini_batches, loss, call, verify=rows.fetched.verify, copy_weights=copy)
+        self.verify_before_update(call)
+        metrics = self._updater.run(mini_batches, loss, call, rows, copy_weights=copy)
         self.policy_version += 1
         return CallResult(metrics=metrics, verified=True)
 
@@ -228,11 +227,13 @@ class ModelWorker(Worker):
         Raises:
             ValueError, FileNotFoundError: The directory can no longer be read (`PeerRankFailed` on ranks that could).
         """
+        self.weight_check.before_start_over()
         self.engine.start_over()
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
         """Brings an offloaded engine back, and loads a sharded checkpoint, on all ranks or none. Collective."""
+        self.weight_check.before_load()
         self.engine.onload()
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
@@ -244,6 +245,7 @@ class ModelWorker(Worker):
             for directory in map(self.output_path, request.directories):
                 if self.ranks.rank == 0:  # the rank that creates directories
                     check_writable(directory)
+        self.row_keeper.directory = request.rejected_directory
         if not request.keep_weights:
             self.start_over()
         return CallResult(fields={"model": str(self.table.model)})
@@ -263,8 +265,6 @@ class ModelWorker(Worker):
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
         require(request, "directory", "calls")
-        if request.calls > MAX_CALLS:
-            raise InvalidRequest(f"profile: calls is {request.calls}; at most {MAX_CALLS} are traced")
         name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"
         path = self.output_path(request.directory) / name
         self._profiler.arm(path, request.calls)
