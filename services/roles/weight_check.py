@@ -149,7 +149,7 @@ class WeightCheck:
 
     def _unequal(self, now: Checksums) -> list[str]:
         """Returns what differs between replicas, of which the lowest rank that has one tells. Collective."""
-        keys = {_signed(f"{name} {place}"): (name, place) for name, place in now.of}
+        keys = {_signed(f"{name} {place}".encode()): (name, place) for name, place in now.of}
         table = torch.tensor([[short, now.of[key]] for short, key in keys.items()], dtype=torch.int64)
         ranks_by_checksum: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, rows in enumerate(rows_of_ranks(table.reshape(-1, 2), self._device)):
@@ -181,7 +181,7 @@ def _checksum(tensor: Tensor) -> int:
     return _signed(flat.cpu().numpy().data)
 
 
-def _signed(data: str | memoryview) -> int:
-    """Returns the checksum of text or bytes as a signed 64-bit integer, as torch has no collectives of unsigned
+def _signed(data: bytes | memoryview) -> int:
+    """Returns the checksum of bytes as a signed 64-bit integer, as torch has no collectives of unsigned
     ones."""
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
