@@ -84,8 +84,8 @@ class TestRejectedRows:
         before = critic.engine.snapshot().tensors
         with pytest.raises(
             UpdateRejected,
-            match=r"^gradient norm is nan at optimizer step \d: not finite are those of \S+ and \d+ more on rank 0; every "
-            rf"rank is back on policy version 0; its rows are in {tmp_path}/rejected/step-0$",
+            match=r"^gradient norm is nan at optimizer step \d: not finite are those of \S+ and \d+ more on rank 0; "
+            rf"every rank is back on policy version 0; its rows are in {tmp_path}/rejected/step-0$",
         ):
             update(critic, rows, mini_batches)
         assert same(critic.engine.snapshot().tensors, before)
