@@ -14,8 +14,21 @@ from integration.ranks import launch
 
 DEADLINE_S = 120
 WITH_ZERO = importlib.util.find_spec("deepspeed") is not None
-REPLICAS = {"3d": ["weight", "exp_avg_sq"], "3d in bfloat16": ["weight", "copy"], "zero 2": ["copy"]}
-SHARDS = {"fsdp": ["weight", "exp_avg"], "zero 2": ["weight"], "zero 3": ["weight", "partition"]}
+REPLICAS = {
+    "3d": ["weight", "exp_avg_sq"],
+    "3d in bfloat16": ["weight", "copy"],
+    "tensor parallel": ["weight.model.norm"],
+    "pipeline": ["weight.model.embed_tokens"],
+    "zero 2": ["copy"],
+}
+"""Kinds of tensors of which both ranks have replicas, by engine. The embedding is tied to the output layer."""
+SHARDS = {
+    "fsdp": ["weight", "exp_avg"],
+    "3d, shards over data": ["weight"],
+    "zero 2": ["weight"],
+    "zero 3": ["weight", "partition"],
+}
+"""Kinds of tensors of which no other rank has one."""
 needs_zero = pytest.mark.skipif(not WITH_ZERO, reason="DeepSpeed is not installed")
 
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
@@ -32,18 +45,20 @@ def cases(kinds: dict[str, list[str]]) -> list[Any]:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     torch.manual_seed(7)
-    directory = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return launch("integration.weight_check_main", 2, directory, WITH_ZERO, deadline_s=DEADLINE_S)
+    directories = [tmp_path_factory.mktemp(name) for name in ("llama", "tied")]
+    for directory in directories:
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=directory is directories[1],
+        )
+        LlamaForCausalLM(config).save_pretrained(directory)
+    return launch("integration.weight_check_main", 2, *directories, WITH_ZERO, deadline_s=DEADLINE_S)
 
 
 def of_both(reports: list[dict[str, Any]], *path: str) -> Any:
@@ -55,8 +70,8 @@ def of_both(reports: list[dict[str, Any]], *path: str) -> Any:
     return one
 
 
-@pytest.mark.parametrize("engine", ["3d", "3d in bfloat16", "fsdp", "zero 2", "zero 3"])
-def test_intact_weights_pass_before_and_after_a_step(reports: list[dict[str, Any]], engine: str) -> None:
+@pytest.mark.parametrize("engine", sorted({*REPLICAS, *SHARDS}))
+def test_intact_weights_pass_before_and_after_steps(reports: list[dict[str, Any]], engine: str) -> None:
     if engine.startswith("zero") and not WITH_ZERO:
         pytest.skip("DeepSpeed is not installed")
     for when in ("intact", "stepped", "flipped back"):
@@ -75,7 +90,7 @@ def test_a_bit_that_differs_between_replicas_is_named_by_every_rank(
 
 
 @pytest.mark.parametrize("when", ["over time", "before an update"])
-@pytest.mark.parametrize(("engine", "kind"), cases(REPLICAS | SHARDS))
+@pytest.mark.parametrize(("engine", "kind"), [*cases(REPLICAS), *cases(SHARDS)])
 def test_a_bit_that_has_changed_since_is_named_by_every_rank(
     reports: list[dict[str, Any]], engine: str, kind: str, when: str
 ) -> None:
@@ -103,6 +118,6 @@ def test_weights_that_an_actor_generates_with_are_compared_with_those_it_trains(
 def test_gradients_that_are_not_finite_are_named_by_every_rank(reports: list[dict[str, Any]]) -> None:
     text = of_both(reports, "not finite")
     assert re.match(
-        r"gradient norm is nan at optimizer step 1: not finite are those of \S+ and \d+ more on rank 0; ",
+        r"gradient norm is nan at optimizer step 3: not finite are those of \S+ and \d+ more on rank 0; ",
         text,
     )

@@ -27,6 +27,7 @@ from services.rollout.hf import HFRollout
 from services.rollout.sharded import ShardedDecoder
 
 CPU, HEAD, OPTIONS = torch.device("cpu"), PolicyHead(), OptimizerOptions(lr=1e-2)
+DATA_RANKS = Mesh(1, 1, 2)
 PROMPTS, RESPONSES = jagged_ids([[1, 5], [1, 6, 7]]), jagged_ids([[8, 9], [10]])
 
 
@@ -57,13 +58,13 @@ def held(engine: TrainEngine, start: str) -> HeldTensor:
 
 
 def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """What is said of an intact engine, before and after a step, and of a flipped bit in a tensor of each kind: by a
+    """What is said of an intact engine, before and after steps, and of a flipped bit in a tensor of each kind: by a
     comparison of replicas alone, by one over time, and by one before an update."""
     micro_batches, check = split(PROMPTS, RESPONSES, token_budget=64, pad_id=0), WeightCheck(CPU)
     report: dict[str, Any] = {"intact": said(lambda: check.verify(engine.held()))}
-    if engine.step_is_atomic or kinds:
-        assert check.verify_before_update(engine.held)
-        assert not check.verify_before_update(engine.held), "there is nothing to compare any more"
+    assert check.verify_before_update(engine.held)
+    assert not check.verify_before_update(engine.held), "there is nothing to compare any more"
+    for _ in range(3):
         engine.step(micro_batches, HEAD, loss)
     report["stepped"] = said(lambda: check.verify(engine.held()))
     for kind in kinds:
@@ -115,14 +116,17 @@ def hybrid(directory: Path) -> dict[str, str]:
     return report
 
 
-def main(directory: Path, with_zero: bool) -> dict[str, Any]:
-    def three_d(**options: Any) -> ThreeDParallelEngine:
-        return ThreeDParallelEngine(directory, Mesh(1, 1, 2), CPU, **options)
+def main(directory: Path, tied: Path, with_zero: bool) -> dict[str, Any]:
+    def three_d(mesh: Mesh = DATA_RANKS, where: Path = directory, **options: Any) -> ThreeDParallelEngine:
+        return ThreeDParallelEngine(where, mesh, CPU, optimizer=OPTIONS, **options)
 
     fsdp = FSDPEngine(load_causal_lm(directory), CPU, optimizer=OPTIONS)
     reports: dict[str, Any] = {
-        "3d": found(three_d(optimizer=OPTIONS), ("weight", "exp_avg_sq")),
-        "3d in bfloat16": found(three_d(optimizer=OPTIONS, dtype=torch.bfloat16), ("weight", "copy")),
+        "3d": found(three_d(), ("weight", "exp_avg_sq")),
+        "3d in bfloat16": found(three_d(dtype=torch.bfloat16), ("weight", "copy")),
+        "3d, shards over data": found(three_d(shards_over_data=True), ("weight",)),
+        "tensor parallel": found(three_d(Mesh(1, 2, 1)), ("weight.model.norm",)),
+        "pipeline": found(three_d(Mesh(2, 1, 1), tied), ("weight.model.embed_tokens",)),
         "fsdp": found(fsdp, ("weight", "exp_avg")),
         "not finite": not_finite(fsdp),
         "hybrid": hybrid(directory),
