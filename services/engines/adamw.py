@@ -69,11 +69,9 @@ def clip_gradients(
     if not norm < float("inf"):
         bad = [name for name, each in zip(counted, norms, strict=True) if not each < float("inf")]
         found = "; ".join(text for text in texts_of_ranks(_listed(bad), device) if text)
-        raise known_to_all(
-            NonFiniteGradient(
-                f"gradient norm is {norm} at optimizer step {num_steps}: not finite are {found}"
-            )
-        )
+        # The squares of finite norms may overflow.
+        which = f": not finite are {found}" if found else ""
+        raise known_to_all(NonFiniteGradient(f"gradient norm is {norm} at optimizer step {num_steps}{which}"))
     if norm > max_norm:
         for gradient in gradients.values():
             gradient.mul_(max_norm / norm)

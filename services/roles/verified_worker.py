@@ -43,9 +43,7 @@ class VerifiedWorker(Worker):
 
     @register("ONE_TO_ALL")
     def verify_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        with self.ranks.together(call.peers_deadline):
-            if self.engine is not None:
-                self.engine.check_onloaded()
+        self._check_onloaded(call)
         verified = self.weight_check.verify(self.held())
         self.verify_copies(call)
         return CallResult(fields={"verified_bytes": verified})
@@ -53,5 +51,12 @@ class VerifiedWorker(Worker):
     def verify_before_update(self, call: CallContext) -> None:
         """Compares the weights with what they were at the last VerifyWeights, where there was no update since.
         Collective."""
-        if self.weight_check.verify_before_update(self.held):
+        if self.weight_check.is_armed:
+            self._check_onloaded(call)
+            self.weight_check.verify_before_update(self.held())
             self.verify_copies(call)
+
+    def _check_onloaded(self, call: CallContext) -> None:
+        with self.ranks.together(call.peers_deadline):
+            if self.engine is not None:
+                self.engine.check_onloaded()

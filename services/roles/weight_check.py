@@ -69,12 +69,16 @@ class WeightCheck:
     Args:
         device: Device of this rank.
         progressed: Called after each tensor that is read. Default: does nothing.
+
+    Attributes:
+        is_armed: Whether the checksums of tensors that learn are known, so that the next update should compare them;
+            the same on all ranks.
     """
 
     def __init__(self, device: torch.device, progressed: Callable[[], None] = lambda: None) -> None:
         self._device, self._progressed = device, progressed
         self._known: Checksums | None = None
-        self._is_armed = False
+        self.is_armed = False
         self._has_first_values = True
 
     def verify(self, held: Iterable[HeldTensor]) -> int:
@@ -89,28 +93,25 @@ class WeightCheck:
         """
         now = checksums_of(held, self._device, self._progressed)
         self.raise_together([*self._changed(now), *self._unequal(now)])
-        self._known, self._is_armed = now, True
+        self._known, self.is_armed = now, True
         return now.nbytes
 
-    def verify_before_update(self, held: Callable[[], Iterable[HeldTensor]]) -> bool:
-        """Compares tensors with their checksums of the last `verify`, if there was no update since, and forgets those
-        of tensors that learn. Called before each update; returns whether there was something to compare. Collective.
+    def verify_before_update(self, held: Iterable[HeldTensor]) -> None:
+        """Compares tensors with their checksums of the last `verify`, and forgets those of tensors that learn, which
+        are about to change. Only if `is_armed`. Collective.
 
         Args:
-            held: Returns the tensors, as for `verify`.
+            held: The tensors, as for `verify`.
 
         Raises:
             CorruptWeights: As for `verify`.
         """
-        if not self._is_armed:
-            return False
-        self.raise_together(self._changed(checksums_of(held(), self._device, self._progressed)))
+        self.raise_together(self._changed(checksums_of(held, self._device, self._progressed)))
         self._forget_learning()
-        return True
 
     def before_load(self) -> None:
         """Forgets all checksums, since all tensors are about to be loaded. Not collective."""
-        self._known, self._is_armed, self._has_first_values = None, False, False
+        self._known, self.is_armed, self._has_first_values = None, False, False
 
     def before_start_over(self) -> None:
         """Forgets the checksums of the tensors that are about to get their first values: of those that learn, and of
@@ -121,7 +122,7 @@ class WeightCheck:
         self._has_first_values = True
 
     def _forget_learning(self) -> None:
-        self._is_armed = False
+        self.is_armed = False
         if self._known is not None:
             frozen = {key: x for key, x in self._known.of.items() if key not in self._known.learning}
             self._known = Checksums(frozen, frozenset(), self._known.nbytes)

@@ -62,8 +62,9 @@ def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
     comparison of replicas alone, by one over time, and by one before an update."""
     micro_batches, check = split(PROMPTS, RESPONSES, token_budget=64, pad_id=0), WeightCheck(CPU)
     report: dict[str, Any] = {"intact": said(lambda: check.verify(engine.held()))}
-    assert check.verify_before_update(engine.held)
-    assert not check.verify_before_update(engine.held), "there is nothing to compare any more"
+    assert check.is_armed
+    check.verify_before_update(engine.held())
+    assert not check.is_armed, "there is nothing to compare any more"
     for _ in range(3):
         engine.step(micro_batches, HEAD, loss)
     report["stepped"] = said(lambda: check.verify(engine.held()))
@@ -74,7 +75,7 @@ def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
             "name": each.name,
             "replicas": said(lambda: WeightCheck(CPU).verify(engine.held())),
             "over time": said(lambda: check.verify(engine.held())),
-            "before an update": said(lambda: check.verify_before_update(engine.held)),
+            "before an update": said(lambda: check.verify_before_update(engine.held())),
         }
         flip(each.tensor)
     report["flipped back"] = said(lambda: check.verify(engine.held()))

@@ -18,11 +18,11 @@ from controller.training.parity import DriftCheck
 from controller.training.verification import WeightVerifier
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import CorruptWeights, RlhfError, UpdateRejected
+from rlhf.errors import CorruptWeights, Refused, RlhfError, UpdateRejected
 from rlhf.v1 import actor_pb2, common_pb2
 from services.actor.parity import drifting_rows
 from services.actor.worker import ActorWorker
-from services.engines.base import HeldTensor
+from services.engines.base import EngineOffloaded, HeldTensor
 from services.reference.worker import ReferenceWorker
 from services.roles.weight_check import WeightCheck, _odd_ones
 from services.runtime.ranks import Ranks
@@ -178,6 +178,20 @@ class TestVerifyWeights:
         flip(each.tensor)
         update(critic, make_rows())
         assert critic.policy_version == 2
+
+    def test_an_engine_that_is_offloaded_is_not_compared(
+        self, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse() -> None:
+            raise EngineOffloaded("the engine is offloaded")
+
+        critic = make_critic(tiny_llama_dir, "fsdp")
+        verify(critic)
+        monkeypatch.setattr(critic.engine, "check_onloaded", refuse)
+        with pytest.raises(Refused, match="offloaded"):
+            verify(critic)
+        with pytest.raises(Refused, match="offloaded"):
+            update(critic, make_rows())
 
     def test_new_weights_are_no_corruption(self, tiny_llama_dir: Path, tmp_path: Path) -> None:
         critic = make_critic(tiny_llama_dir, "fsdp")
