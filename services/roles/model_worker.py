@@ -17,7 +17,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute import matmul
 from services.compute.heads import Head
-from services.engines.base import EngineSetup, LossFn
+from services.engines.base import EngineSetup, LossFn, TrainEngine
 from services.engines.implementation import implementation_of
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
@@ -64,6 +64,7 @@ class ModelWorker(VerifiedWorker):
         ConfigError: The model directory cannot be used; the message says why.
     """
 
+    engine: TrainEngine
     copies_weights = False
     """Whether the role keeps a further copy of the weights, which `copy_weights` updates."""
     writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
