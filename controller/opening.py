@@ -35,6 +35,8 @@ from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
 
 LOGS = "logs"
+REJECTED = "rejected"
+"""Directory in that of a run in which services keep the rows that they refuse to train on."""
 
 
 def open_planned(
@@ -137,10 +139,17 @@ def _connect(
         partial = CheckpointStore(directory.path).partial(0)
         for name in stateful:
             outputs.setdefault(name, []).append(partial / name)
+    kept = directory.output(REJECTED)
     if not plan.resumes:
         states = {name: SavedState(path) for name, path in plan.loads.items()}
         restoration = Restoration(states, lambda held: states)
-        cluster.connect(progress.message, keep_weights=keep_weights, outputs=outputs, restoration=restoration)
+        cluster.connect(
+            progress.message,
+            keep_weights=keep_weights,
+            outputs=outputs,
+            restoration=restoration,
+            rejected=kept,
+        )
         return plan
     restorer = Restorer(plan, stateful, lambda: cluster.descriptions)
     cluster.connect(
@@ -149,6 +158,7 @@ def _connect(
         admit=restorer.admit,
         restoration=restorer.restoration,
         is_patient=True,
+        rejected=kept,
     )
     plan = restorer.plan
     assert plan.resumes is not None, "the run is resumed"

@@ -35,6 +35,9 @@ class OptimizerTable(Strict):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this L2 norm, taken over all parameters."""
+    reject_grad_norm: float = Field(default=0.0, ge=0)
+    """L2 norm above which a gradient, before it is clipped, is refused: the run ends, with the weights as before and
+    the rows kept (docs/integrity.md). 0: no limit; a gradient that is not finite is refused in any case."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"

@@ -114,7 +114,7 @@ class Checkpointer:
         self._journal.write(content)
         # Read once: a request that comes after this has its checkpoint after the next step.
         is_requested = self._termination.is_requested
-        if self._is_due(step, is_last=is_last) or is_requested:
+        if self.is_due(step, is_last=is_last) or is_requested:
             self._save(content, metrics)
         if is_requested:
             self.settle()
@@ -131,7 +131,8 @@ class Checkpointer:
         SIGTERM is over; raises no error."""
         wait([self._writing], 0 if self._termination.is_overdue else CLOSE_S)
 
-    def _is_due(self, step: int, *, is_last: bool) -> bool:
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Returns whether the config asks for a checkpoint of a step."""
         table = self._table
         return bool(table.every and step % table.every == 0) or (is_last and table.at_end)
 

@@ -28,6 +28,9 @@ class RunTable(Strict):
     next."""
     samples: int = Field(default=8, ge=0)
     """Number of sample responses written to samples.jsonl at each evaluation."""
+    verify_every: int = Field(default=0, ge=0)
+    """Number of steps between verifications of the weights in the memory of all services, see docs/integrity.md. The
+    run also verifies them before the first step, before each checkpoint and after the last step. 0: never."""
     balance: bool = True
     """Distributes sequences over data ranks by their estimated cost. false: by their number."""
     call_timeout_s: float = Field(default=600.0, gt=0)

@@ -98,6 +98,7 @@ class Cluster:
         admit: Callable[[Mapping[str, worker_pb2.DescribeResponse]], None] = lambda services: None,
         restoration: Restoration = KEEP_NONE,
         is_patient: bool = False,
+        rejected: Path | None = None,
     ) -> None:
         """Finds every rank of every service, checks that the services fit the config, begins the session on them, and
         sends every rank the endpoints of all others (Introduce).
@@ -111,6 +112,7 @@ class Cluster:
                 refuse them. Default: does nothing.
             restoration: States that services go on from. Default: they begin with their model directories.
             is_patient: As in `wait_until_free`.
+            rejected: Directory in which services keep the rows that they refuse to train on. Default: they keep none.
 
         Raises:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
@@ -133,7 +135,7 @@ class Cluster:
         # What is replaced by a checkpoint need not be loaded from the model directory before.
         kept = {name: keep_weights or name in restoration.names for name in ours}
         begun = {
-            name: group.begin_session(kept[name], [*map(str, outputs.get(name, ()))])
+            name: group.begin_session(kept[name], [*map(str, outputs.get(name, ()))], str(rejected or ""))
             for name, group in ours.items()
         }
         results([call for batch in begun.values() for call in batch.calls])
@@ -189,6 +191,15 @@ class Cluster:
         `release` does."""
         step.has_ended = True
         self.release(step)
+
+    def verify_weights(self) -> None:
+        """Compares checksums of the tensors in the memory of every service, and waits for it.
+
+        Raises:
+            CorruptWeights: Tensors of a service differ.
+        """
+        calls = [group.verify_weights() for group in self._ours.values()]
+        results([call for batch in calls for call in batch.calls])
 
     def memory(self) -> dict[str, int]:
         """Returns resident plus device memory of each service, in bytes by name, summed over the ranks that respond."""

@@ -151,19 +151,32 @@ class RoleGroup:
         Returns a future that is resolved when all ranks have responded."""
         return self._loop.start(self.ranks.reach_all(WORKER["Introduce"], request, INTRODUCE_S))
 
-    def begin_session(self, keep_weights: bool, directories: Sequence[str] = ()) -> FutureBatch:
+    def begin_session(
+        self, keep_weights: bool, directories: Sequence[str] = (), rejected_directory: str = ""
+    ) -> FutureBatch:
         """Begins the session of the run on all ranks.
 
         Args:
             keep_weights: Whether to keep the weights that the previous session left. False: load the model directory.
             directories: Directories that the service is going to write to; the call fails where it cannot.
+            rejected_directory: Directory in which ranks keep the rows that they refuse to train on. Empty: none.
         """
-        return self.call("begin_session", keep_weights=keep_weights, directories=directories)
+        return self.call(
+            "begin_session",
+            keep_weights=keep_weights,
+            directories=directories,
+            rejected_directory=rejected_directory,
+        )
 
     def synchronize(self) -> FutureBatch:
         """Calls Synchronize, which does nothing: its futures are resolved when all earlier calls of the group have
         ended."""
         return self.call("synchronize")
+
+    def verify_weights(self) -> FutureBatch:
+        """Compares checksums of the tensors in the memory of all ranks. Raises CorruptWeights (when resolved) where
+        they differ."""
+        return self.call("verify_weights")
 
     def offload(self) -> FutureBatch:
         """Moves weights and optimizer state from the devices to host memory."""

@@ -24,10 +24,11 @@ class ActorGroup(RoleGroup):
         outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
         return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
 
-    def compute_log_prob(self, batch: FutureBatch, temperature: float) -> FutureBatch:
+    def compute_log_prob(self, batch: FutureBatch, temperature: float, max_drift: float = 0.0) -> FutureBatch:
         """Computes column log_probs: the log-probability of each response token under the current weights at
-        `temperature`."""
-        return self.call("compute_log_prob", batch, temperature=temperature)
+        `temperature`. Ranks keep the rows whose log-probabilities of rollout and training are more than `max_drift`
+        nats apart; 0: none."""
+        return self.call("compute_log_prob", batch, temperature=temperature, max_drift=max_drift)
 
     def compute_loss(self, batch: FutureBatch) -> FutureBatch:
         """Computes column pretrain_loss [rows]: the mean negative log-likelihood of the tokens of column "text", in

@@ -71,6 +71,11 @@ class DriftCheck:
         if not drift <= self.limit:
             raise RlhfError(
                 f"step {self.step}: log-probabilities of {record.service}'s rollout and training are up to {drift:.3g} "
-                f"apart, more than algorithm.max_log_prob_drift, {self.limit:g}"
+                f"apart, more than algorithm.max_log_prob_drift, {self.limit:g}{_kept(found)}"
             )
         return record
+
+
+def _kept(found: Iterable[actor_pb2.RolloutParity]) -> str:
+    """Returns the first text of a rank on where it has kept its rows that drift; empty where there is none."""
+    return next((parity.kept for parity in found if parity.kept), "")

@@ -73,8 +73,9 @@ class Actor:
             return batch.select(["rollout_log_probs"]).rename(rollout_log_probs="log_probs")
         if config.rollout.truncates:
             batch = batch.drop("rollout_log_probs")
-        made = self._group.compute_log_prob(batch, config.rollout.temperature)
-        check = DriftCheck(self._step_of(batch).number, config.algorithm.max_log_prob_drift)
+        limit = config.algorithm.max_log_prob_drift
+        made = self._group.compute_log_prob(batch, config.rollout.temperature, limit)
+        check = DriftCheck(self._step_of(batch).number, limit)
         return made.checked(check) if check.limit else made
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:

@@ -31,6 +31,7 @@ from controller.training.roles import Actor, Critic, Reference, RewardModel
 from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
+from controller.training.verification import WeightVerifier
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.registry import create_transports
 from nccl_transfer.transports import host_id
@@ -85,6 +86,7 @@ class Run:
         if resumed is not None:
             self._state.restore(resumed)
         self._checkpointer = checkpointer
+        self._verifier = WeightVerifier(config.run.verify_every, cluster, checkpointer)
         fetcher = Fetcher(host_id(), create_transports())
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
@@ -173,7 +175,7 @@ class Run:
             InvalidRequest: The algorithm did not call `Step.finish`.
             ConfigError: The algorithm keeps other state than the checkpoint has, or state that one cannot hold; or no
                 metric is named `checkpoint.best`.
-            RlhfError: This checkpoint or the one before it could not be written.
+            RlhfError: This checkpoint or the one before it could not be written, or weights are corrupt.
             KeyboardInterrupt: SIGTERM has come, and the checkpoint of the step is written.
         """
         table, session, state = self.config.run, self._cluster.session, self._state
@@ -183,6 +185,7 @@ class Run:
             metrics = self._evaluator.evaluate(session.newest, evaluation)
             self._cluster.end_step(session.newest)
             self.recorder.step(session.newest.number, metrics)
+        self._verifier.verify()
         if self._checkpointer:
             self._checkpointer.begin(state.to_json)
         for number in range(state.step + 1, 1 if state.is_ended else table.steps + 1):
@@ -198,6 +201,7 @@ class Run:
             if is_last or (table.evaluate_every and number % table.evaluate_every == 0):
                 metrics |= self._evaluator.evaluate(context, evaluation)
             self._cluster.end_step(context)
+            self._verifier.after_step(number, is_last=is_last)
             self.recorder.step(number, metrics)
             state.step, state.is_ended = number, step.is_last
             if self._checkpointer:
@@ -255,13 +259,10 @@ class Run:
             self._checkpointer.settle()
         group = self.group(trained, RoleGroup)
         directory = str(self.recorder.directory.output(trained))
-        saved = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE)
-        record = saved.records()[0]
-        first, last = history[0], history[-1]
-        summary: dict[str, Any] = {}
-        for name in first:
-            summary |= {f"{name}_before": first[name], f"{name}_after": last[name]}
-        summary |= {
+        record = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE).records()[0]
+        both = {"before": history[0], "after": history[-1]}
+        summary: dict[str, Any] = {
+            **{f"{name}_{when}": each[name] for name in history[0] for when, each in both.items()},
             "steps": totals.steps,
             "tokens_per_s": totals.tokens / totals.seconds,
             "wall_s": self._state.wall_s,

@@ -11,7 +11,8 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── CallCancelled              CANCELLED            a call was asked to stop
 ├── PeerFailed                 ABORTED              another rank of the service failed and has the cause
 │   └── OutOfStep              ABORTED              ranks no longer match; the service ends
-├── UpdateRejected             DATA_LOSS            an update was not finite and was rolled back
+├── UpdateRejected             DATA_LOSS            a gradient was not finite or too large; the update was rolled back
+├── CorruptWeights             INTERNAL             weights in memory are not what they were, or replicas differ
 ├── RewardFailed               INTERNAL             rows could not be scored
 ├── TransferError              OUT_OF_RANGE         a transfer between ranks failed
 │   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena or a GPU has too little free memory
@@ -107,10 +108,15 @@ class OutOfStep(PeerFailed):
 
 
 class UpdateRejected(RlhfError):
-    """A gradient of an update was not finite, so the update was rolled back: every rank has the weights of the previous
-    policy version."""
+    """A gradient of an update was not finite or too large, so the update was rolled back: every rank has the weights of
+    the previous policy version."""
 
     code = grpc.StatusCode.DATA_LOSS
+
+
+class CorruptWeights(RlhfError):
+    """Tensors in the memory of a service are not what they were, or replicas of a tensor differ. The service may not be
+    trained further; its state has to be loaded again."""
 
 
 class RewardFailed(RlhfError):

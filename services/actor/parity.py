@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
+from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import actor_pb2
 from services.roles.losses import kl_penalty
+
+DRIFT = "log-probabilities of rollout and training are too far apart"
+"""Why rows are kept whose log-probabilities drift."""
 
 
 def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.RolloutParity:
@@ -31,3 +36,18 @@ def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.Ro
         sum_abs=float(differences.sum()),
         sum_kl=float(kl_penalty(rollout, training, "k3").sum()),
     )
+
+
+def drifting_rows(rollout: Jagged[Tensor], log_probs: Jagged[Tensor], limit: float) -> np.ndarray:
+    """Returns the indices of the rows with a token whose two log-probabilities are further apart than `limit` nats, or
+    of which one is NaN, [n] int64.
+
+    Args:
+        rollout, log_probs: Log-probabilities of the rollout engine and of the training engine, of equal lengths.
+        limit: Largest absolute difference allowed. 0: any is.
+    """
+    if not limit:
+        return np.empty(0, np.int64)
+    differences = (log_probs.values.double().to(rollout.values.device) - rollout.values.double()).abs()
+    is_far = (~(differences <= limit)).cpu().numpy()
+    return np.unique(np.repeat(np.arange(rollout.rows), rollout.lengths)[is_far])

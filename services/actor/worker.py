@@ -14,8 +14,9 @@ from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
-from services.actor.parity import rollout_parity
+from services.actor.parity import DRIFT, drifting_rows, rollout_parity
 from services.actor.requests import end_of_sequence_ids, sampling_options
+from services.actor.rollout_check import verify_rollout
 from services.actor.texts import TextCodec
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
@@ -106,7 +107,11 @@ class ActorWorker(ModelWorker):
         fields = {}
         if "rollout_log_probs" in rows and self.engine.sees_outputs:
             rollout = jagged_column(rows, "rollout_log_probs")
-            fields["parity"] = rollout_parity(rollout.values, log_probs.values)
+            fields["parity"] = parity = rollout_parity(rollout.values, log_probs.values)
+            far = drifting_rows(rollout, log_probs, request.max_drift)
+            if len(far):
+                is_first = self.ranks.mesh.position(self.ranks.rank)[1] == 0
+                parity.kept = self.row_keeper.keep(rows, far, call, DRIFT, writes=is_first)
         return CallResult({"log_probs": log_probs}, {"entropy": (total, len(entropy.values))}, fields)
 
     @register("3D_PROTO")
@@ -227,6 +232,13 @@ class ActorWorker(ModelWorker):
         self._rollout_version = _NO_WEIGHTS
         super().load(directory)
         self.rollout.wake()
+
+    def verify_copies(self, call: CallContext) -> None:
+        """Compares the weights that the rollout engine generates with with those of the training engine, if they are of
+        the same policy version and it is awake on all ranks."""
+        is_apart = self._rollout_version != self.policy_version or self.rollout.is_asleep
+        if not any(self.ranks.total([is_apart], call.peers_deadline)):
+            verify_rollout(self.rollout, self.engine, self.weight_check, self.torch_device)
 
     def _update_rollout(self, call: CallContext) -> None:
         """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.engines.base import NonFiniteGradient, OptimizerOptions
+from services.engines.collectives import texts_of_ranks
 from services.runtime.ranks import known_to_all
 
 
@@ -60,13 +61,26 @@ def clip_gradients(
         NonFiniteGradient: The norm is inf or nan; raised on every rank alike.
     """
     # A gradient may be in host memory: DeepSpeed's offloaded optimizer keeps it there.
-    norms = [torch.linalg.vector_norm(gradients[name], dtype=torch.float64).to(device) for name in primary]
+    counted = list(primary)
+    norms = [torch.linalg.vector_norm(gradients[name], dtype=torch.float64).to(device) for name in counted]
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square().sum()
     dist.all_reduce(squares)
     norm = float(squares.sqrt())
     if not norm < float("inf"):
-        raise known_to_all(NonFiniteGradient(f"gradient norm is {norm} at optimizer step {num_steps}"))
+        bad = [name for name, each in zip(counted, norms, strict=True) if not each < float("inf")]
+        found = "; ".join(text for text in texts_of_ranks(_listed(bad), device) if text)
+        # The squares of finite norms may overflow.
+        which = f": not finite are {found}" if found else ""
+        raise known_to_all(NonFiniteGradient(f"gradient norm is {norm} at optimizer step {num_steps}{which}"))
     if norm > max_norm:
         for gradient in gradients.values():
             gradient.mul_(max_norm / norm)
     return norm
+
+
+def _listed(names: list[str]) -> str:
+    """Returns a text that names the gradients of this rank that are not finite; empty if there are none."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"those of {names[0]}{more} on rank {dist.get_rank()}"

@@ -32,8 +32,16 @@ LossFn = Callable[[Output, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 graph, and statistics by name, detached scalars that are summed over micro-batches."""
 
 
-class NonFiniteGradient(ArithmeticError):
-    """The gradient norm of a step is inf or nan. Raised on every rank alike, before any weight has moved."""
+class RejectedGradient(ArithmeticError):
+    """The gradient of a step is not one to take. Raised on every rank alike, before any weight has moved."""
+
+
+class NonFiniteGradient(RejectedGradient):
+    """The gradient norm of a step is inf or nan."""
+
+
+class GradientTooLarge(RejectedGradient):
+    """The gradient norm of a step is above `OptimizerOptions.reject_grad_norm`."""
 
 
 class InferenceStopped(RuntimeError):
@@ -55,6 +63,7 @@ class OptimizerOptions:
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay; a step multiplies weights by 1 - lr * weight_decay.
         max_grad_norm: 2-norm to which a larger gradient is scaled down; inf for no clipping.
+        reject_grad_norm: 2-norm above which a step is refused; inf for no limit.
         warmup_steps: steps of warm-up; step i of them, from 1, runs at lr * i / warmup_steps.
         schedule: after warm-up "constant", or from lr to lr * min_ratio by "linear" or "cosine" (Loshchilov and Hutter
             2017, "SGDR", equation 5, without restarts).
@@ -67,6 +76,7 @@ class OptimizerOptions:
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    reject_grad_norm: float = math.inf
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     total_steps: int = 0
@@ -131,6 +141,23 @@ class Snapshot:
 
     num_steps: int
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that stays in a rank's memory between calls, or a part of one.
+
+    Attributes:
+        name: name of the whole tensor, and of what it is for a weight, such as "weight.NAME" or "exp_avg.NAME".
+        place: which part of the whole tensor it is. Tensors of the same name and place are replicas, on any ranks.
+        tensor: the values; not a copy.
+        learns: whether optimizer steps change it.
+    """
+
+    name: str
+    place: str
+    tensor: Tensor
+    learns: bool
 
 
 class TrainEngine(ABC):
@@ -238,7 +265,8 @@ class TrainEngine(ABC):
                 must raise on every rank or on none; if it raises, weights and optimizer state are as before.
 
         Raises:
-            NonFiniteGradient: the gradient is not finite; weights and optimizer state are as before.
+            RejectedGradient: the gradient is not finite, or larger than the optimizer's `reject_grad_norm`; weights
+                and optimizer state are as before.
             RuntimeError: the engine was built without an optimizer.
         """
 
@@ -258,6 +286,16 @@ class TrainEngine(ABC):
         collective: run it to its end on every rank, and change no weight meanwhile. A tensor may share its memory
         with the engine: copy it to keep it.
         """
+
+    def held(self) -> Iterator[HeldTensor]:
+        """Yields the tensors of this rank that must stay as they are between optimizer steps, for `VerifyWeights`. The
+        iterator is collective, as that of `full_tensors`.
+
+        Default: the whole tensors of `full_tensors`, all of which learn. An engine that yields its own memory instead
+        has all that it keeps verified, optimizer state included.
+        """
+        for name, tensor in self.full_tensors():
+            yield HeldTensor(f"weight.{name}", "whole", tensor, learns=True)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the tensor of each weight that this rank generates with, one at a time: this rank's

@@ -9,6 +9,8 @@ from services.engines.base import InferenceStopped
 from services.runtime.ranks import known_to_all
 
 _SHA256_BYTES = 32
+_TEXT_BYTES = 400
+"""Bytes of UTF-8 to which `texts_of_ranks` cuts a text."""
 
 
 def stop_together(stop: bool, device: torch.device) -> None:
@@ -43,3 +45,34 @@ def digest_of_rank_0(sha256: str, device: torch.device) -> str:
     shared = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     dist.broadcast(shared, src=0)
     return bytes(shared.tolist()).hex()
+
+
+def texts_of_ranks(text: str, device: torch.device) -> list[str]:
+    """Returns the text that each rank passes, in rank order, on every rank; a long one is cut. Collective.
+
+    Args:
+        text: Text of this rank.
+        device: Device of this rank.
+    """
+    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    own = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in gathered]
+
+
+def rows_of_ranks(table: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """Returns the table that each rank passes, in rank order, on the CPU of every rank. Collective.
+
+    Args:
+        table: Table of this rank [rows, columns] int64, on the CPU; ranks may have different numbers of rows.
+        device: Device of this rank.
+    """
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(table)], device=device))
+    sizes = [int(count) for count in counts]
+    own = torch.zeros((max(sizes), table.shape[1]), dtype=torch.int64, device=device)
+    own[: len(table)] = table.to(device)
+    gathered = [torch.empty_like(own) for _ in sizes]
+    dist.all_gather(gathered, own)
+    return [each[:size].cpu() for each, size in zip(gathered, sizes, strict=True)]

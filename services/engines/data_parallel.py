@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from services.compute.heads import Head, dummy_head, zero_loss
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.engines.agreement import all_or_none
-from services.engines.base import LossFn, OptimizerOptions
+from services.engines.base import HeldTensor, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
@@ -134,6 +134,10 @@ class DataParallelEngine(ShardedEngine):
             return sha256
 
         return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
+
+    def _copies(self) -> Iterator[HeldTensor]:
+        for name, buffer in self._model.named_buffers():
+            yield HeldTensor(f"buffer.{name}", "whole", buffer, learns=False)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns parameters and persistent buffers of the model, possibly partitioned, by name in the order of

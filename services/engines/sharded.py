@@ -4,7 +4,7 @@ plain tensors."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +16,19 @@ from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.adamw import clip_gradients, make_adamw
 from services.engines.agreement import all_or_none, new_directory, takes_effect
-from services.engines.base import LossFn, OptimizerOptions, Snapshot, StepResult, TrainEngine
+from services.engines.base import (
+    GradientTooLarge,
+    HeldTensor,
+    LossFn,
+    OptimizerOptions,
+    Snapshot,
+    StepResult,
+    TrainEngine,
+)
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
 from services.engines.offloader import Offloader
+from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
     Scalars,
@@ -115,6 +124,10 @@ class ShardedEngine(TrainEngine):
             with deterministic_kernels(self.device):
                 loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
             grad_norm = self._clip_gradients(self._options.max_grad_norm)
+            if grad_norm > (limit := self._options.reject_grad_norm):
+                where = f"at optimizer step {self._num_steps}"
+                why = f"gradient norm is {grad_norm:.4g} {where}, above reject_grad_norm, {limit:g}"
+                raise known_to_all(GradientTooLarge(why))
             lr = self._options.lr_at(self._num_steps)
             result = StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
             confirm()
@@ -139,6 +152,19 @@ class ShardedEngine(TrainEngine):
             x.copy_(snapshot.tensors[name])
         self._weights_changed()
         self._set_num_steps(snapshot.num_steps)
+
+    def held(self) -> Iterator[HeldTensor]:
+        self.check_onloaded()
+        weights = {f"weight.{name}": x.detach() for name, x in self._kept.items()}
+        trained = set(self._trained_names) if self._adamw is not None else set()
+        for name, shard in self._shards({**weights, **self._state()}).items():
+            yield held_shard(name, shard, learns=_weight_name(name) in trained)
+        yield from self._copies()
+
+    def _copies(self) -> Iterator[HeldTensor]:
+        """Yields further tensors that this rank computes with: copies of weights, such as those in a coarser type, and
+        buffers. Default: none. May be collective."""
+        yield from ()
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
@@ -252,6 +278,12 @@ class ShardedEngine(TrainEngine):
     def _shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
         """Returns a `WeightShard` of each tensor, which are given by name as `_state` returns them; not copies."""
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
+
+
+def held_shard(name: str, shard: WeightShard, *, learns: bool) -> HeldTensor:
+    """Returns a shard as a `HeldTensor`, whose place is its offsets in the whole tensor and the shapes of both."""
+    place = f"{list(shard.offsets)} + {list(shard.tensor.shape)} of {list(shard.whole)}"
+    return HeldTensor(name, place, shard.tensor, learns)
 
 
 def _weight_name(state_name: str) -> str:

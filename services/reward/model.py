@@ -18,7 +18,7 @@ from services.compute import matmul
 from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
-from services.engines.base import LossFn
+from services.engines.base import HeldTensor, LossFn
 from services.models.families import load_classifier
 from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer
@@ -30,6 +30,8 @@ from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import ModelWorker
 from services.roles.update_plan import MiniBatch
+from services.roles.verified_worker import VerifiedWorker
+from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.model import ModelTable
@@ -37,7 +39,7 @@ from settings.reward import RewardTable
 from settings.service import ServiceTable
 
 
-class ModelRewardWorker(RewardWorker):
+class ModelRewardWorker(VerifiedWorker, RewardWorker):
     """Worker of a reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them
     choose the same library for matrix products."""
 
@@ -47,6 +49,7 @@ class ModelRewardWorker(RewardWorker):
         if self._is_on_cpu:
             choose_matmul(table.matmul, ranks)
         super().__init__(table, ranks, ModelScorer)
+        self.weight_check = WeightCheck(rank_device(), self.progressed)
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
@@ -54,6 +57,10 @@ class ModelRewardWorker(RewardWorker):
 
     def prepare_thread(self) -> None:
         torch.set_num_threads(self.table.threads)
+
+    def held(self) -> Iterator[HeldTensor]:
+        assert isinstance(self.scorer, ModelScorer), "it is made of one"
+        return self.scorer.held(learns=False)
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
@@ -121,6 +128,10 @@ class LearningRewardWorker(ModelWorker):
 
         return self.apply(rows, mini_batches, call, last_score, loss_for)
 
+    def held(self) -> Iterator[HeldTensor]:
+        yield from super().held()
+        yield from self.scorer.held(learns=True)
+
     def copy_weights(self) -> None:
         gathered = RunToEnd(self.engine.full_tensors(), self.progressed)
         with all_or_none("copying the weights to the scorer", self.torch_device, gathered):
@@ -163,7 +174,7 @@ class LearningRewardWorker(ModelWorker):
             key = (header.seed, header.step, header.ordinal, epoch)
             for pairs in deal(rows.numbers, request.mini_batches, key):
                 call.check()
-                parts.append(MiniBatch(self._pair_batches(ids, pairs), len(pairs), len(pairs), 0))
+                parts.append(MiniBatch(self._pair_batches(ids, pairs), len(pairs), len(pairs), 0, pairs))
         return parts
 
     def _pair_ids(self, rows: CallRows, most: int, call: CallContext) -> Jagged[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
+from services.engines.base import HeldTensor
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
@@ -53,6 +54,11 @@ class ModelScorer(Scorer):
 
     def kind(self) -> str:
         return "model"
+
+    def held(self, *, learns: bool) -> Iterator[HeldTensor]:
+        """Yields the tensors of the model; `learns` says whether updates change them."""
+        for name, tensor in self._scorer.model.state_dict().items():
+            yield HeldTensor(f"scorer.{name}", "whole", tensor, learns)
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         """Scores prompt and response of each row as one text. Nothing is truncated: a row with too many characters, or

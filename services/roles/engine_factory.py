@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from services.engines.base import EngineSetup, OptimizerOptions, TrainEngine
 from services.engines.implementation import implementation_of
 from settings.model import ModelTable, OptimizerTable
@@ -33,6 +35,7 @@ def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
         eps=table.eps,
         weight_decay=table.weight_decay,
         max_grad_norm=table.max_grad_norm,
+        reject_grad_norm=table.reject_grad_norm or math.inf,
         warmup_steps=table.warmup_steps,
         schedule=table.schedule,
         total_steps=table.total_steps,

@@ -17,7 +17,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute import matmul
 from services.compute.heads import Head
-from services.engines.base import EngineSetup, LossFn
+from services.engines.base import EngineSetup, LossFn, TrainEngine
 from services.engines.implementation import implementation_of
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
@@ -28,13 +28,16 @@ from services.roles.engine_errors import as_contract_errors
 from services.roles.engine_factory import make_engine, optimizer_options
 from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import Computed, MicroBatcher
-from services.roles.profiler import MAX_CALLS, CallProfiler
+from services.roles.profiler import CallProfiler
+from services.roles.rejected import RowKeeper
 from services.roles.state_history import StateHistory, check_state_id
 from services.roles.tokenization import tokenize_texts
 from services.roles.torch_worker import TorchWorker
 from services.roles.update import Updater
 from services.roles.update_loss import LossTerm, UpdateLoss
 from services.roles.update_plan import MiniBatch, plan_mini_batches
+from services.roles.verified_worker import VerifiedWorker
+from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
@@ -44,7 +47,7 @@ from settings.service import ServiceTable
 Output = TypeVar("Output")
 
 
-class ModelWorker(TorchWorker):
+class ModelWorker(VerifiedWorker, TorchWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:
@@ -57,6 +60,7 @@ class ModelWorker(TorchWorker):
         ConfigError: The model directory cannot be used; the message says why.
     """
 
+    engine: TrainEngine
     copies_weights = False
     """Whether the role keeps a further copy of the weights, which `copy_weights` updates."""
     writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
@@ -85,7 +89,9 @@ class ModelWorker(TorchWorker):
             pad_id=self.tokenizer.pad_token_id or 0,  # any id will do: outputs of the padding are not read
             vocab_size=self.model_config.vocab_size,
         )
-        self._updater = Updater(self.engine, ranks)
+        self.row_keeper = RowKeeper(self)
+        self.weight_check = WeightCheck(self.torch_device, self.progressed)
+        self._updater = Updater(self.engine, ranks, self.row_keeper)
         self._history = StateHistory(f"{table.address} {ranks.epoch}")
         self._profiler = CallProfiler()
         self._writer = BackgroundWriter()
@@ -129,7 +135,7 @@ class ModelWorker(TorchWorker):
         `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
         receive."""
         with (
-            as_contract_errors(self.policy_version),
+            as_contract_errors(),
             peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
             self._profiler.around_call(),
         ):
@@ -196,7 +202,8 @@ class ModelWorker(TorchWorker):
         policy version, and returns the metrics of the steps. If anything fails, weights and optimizer state are
         restored on every rank. Collective. Other arguments as for `update`."""
         copy, loss = self.copy_weights if self.copies_weights else None, UpdateLoss(head, loss_for, term)
-        metrics = self._updater.run(mini_batches, loss, call, verify=rows.fetched.verify, copy_weights=copy)
+        self.verify_before_update(call)
+        metrics = self._updater.run(mini_batches, loss, call, rows, copy_weights=copy)
         self.policy_version += 1
         self._history.changed(call.call.call_id, self.policy_version)
         return CallResult(metrics=metrics, verified=True)
@@ -212,11 +219,13 @@ class ModelWorker(TorchWorker):
         Raises:
             ValueError, FileNotFoundError: The directory can no longer be read (`PeerRankFailed` on ranks that could).
         """
+        self.weight_check.before_start_over()
         self.engine.start_over()
         self.policy_version = 0
 
     def load(self, directory: Path) -> None:
         """Brings an offloaded engine back, and loads a sharded checkpoint, on all ranks or none. Collective."""
+        self.weight_check.before_load()
         self.engine.onload()
         self.policy_version = int(self.engine.load(directory)["policy_version"])
 
@@ -228,6 +237,7 @@ class ModelWorker(TorchWorker):
             for directory in map(self.output_path, request.directories):
                 if self.ranks.rank == 0:  # the rank that creates directories
                     check_writable(directory)
+        self.row_keeper.directory = request.rejected_directory
         if request.keep_weights:
             self.onload(rows, request, call)
         else:
@@ -250,8 +260,6 @@ class ModelWorker(TorchWorker):
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
         require(request, "directory", "calls")
-        if request.calls > MAX_CALLS:
-            raise InvalidRequest(f"profile: calls is {request.calls}; at most {MAX_CALLS} are traced")
         name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"
         path = self.output_path(request.directory) / name
         self._profiler.arm(path, request.calls)

@@ -22,7 +22,10 @@ class CallProfiler:
 
     def arm(self, path: Path, calls: int) -> None:
         """Requests a profile of the `calls` calls after the current one. The last of them writes it to the file `path`,
-        whose directory is created here. Replaces the path and the count of an earlier request."""
+        whose directory is created here. Replaces the path and the count of an earlier request. Raises ValueError for
+        more than MAX_CALLS calls."""
+        if calls > MAX_CALLS:
+            raise ValueError(f"profile: calls is {calls}; at most {MAX_CALLS} are traced")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._left = calls + 1

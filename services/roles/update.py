@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf.errors import CallCancelled, InvalidRequest
-from services.engines.base import TrainEngine
+from services.engines.base import RejectedGradient, TrainEngine
+from services.roles.rejected import RowKeeper
 from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import MiniBatch
 from services.runtime.ranks import Ranks, known_to_all
-from services.runtime.worker import CallContext
+from services.runtime.worker import CallContext, CallRows
 
 Metrics = dict[str, tuple[float, float]]
 """(sum, count) of each metric, by name."""
@@ -24,23 +25,24 @@ class Updater:
     Args:
         engine: Engine that is trained.
         ranks: Ranks of the service.
+        keeper: Keeps the rows of a mini-batch whose gradient is refused.
     """
 
-    def __init__(self, engine: TrainEngine, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+    def __init__(self, engine: TrainEngine, ranks: Ranks, keeper: RowKeeper) -> None:
+        self._engine, self._ranks, self._keeper = engine, ranks, keeper
 
     def run(
         self,
         mini_batches: list[MiniBatch],
         update_loss: UpdateLoss[Any],
         call: CallContext,
+        rows: CallRows,
         *,
-        verify: Callable[[], None],
         copy_weights: Callable[[], None] | None = None,
     ) -> Metrics:
         """Makes one optimizer step per mini-batch. If anything fails on a rank, if a mini-batch has no rows on any rank
-        (InvalidRequest), or if the call is stopped (CallCancelled), every rank raises, and weights and optimizer state
-        are as before. Collective.
+        (InvalidRequest), if a gradient is refused (UpdateRejected), or if the call is stopped (CallCancelled), every
+        rank raises, and weights and optimizer state are as before. Collective.
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
         other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone
@@ -50,7 +52,8 @@ class Updater:
             mini_batches: This rank's part of each mini-batch; equally many on every rank.
             update_loss: Loss to minimize.
             call: The call.
-            verify: Raises if input rows that were read in place have been released since the fetch.
+            rows: Rows of the call. The update fails if any that were read in place have been released since the
+                fetch.
             copy_weights: Copies the new weights to a further copy, on every rank or on none, as a part of the update;
                 None for no copy.
 
@@ -61,14 +64,14 @@ class Updater:
 
         def verify_together() -> None:
             with self._ranks.together(call.peers_deadline):
-                verify()
+                rows.fetched.verify()
 
         if len(mini_batches) == 1 and self._engine.step_is_atomic and copy_weights is None:
-            return self._steps(mini_batches, update_loss, call, confirm=verify_together)
+            return self._steps(mini_batches, update_loss, call, rows, confirm=verify_together)
         with self._ranks.together(call.peers_deadline):
             before = self._engine.snapshot()
         try:
-            metrics = self._steps(mini_batches, update_loss, call)
+            metrics = self._steps(mini_batches, update_loss, call, rows)
             verify_together()
             if copy_weights is not None:
                 copy_weights()
@@ -82,6 +85,7 @@ class Updater:
         mini_batches: list[MiniBatch],
         update_loss: UpdateLoss[Any],
         call: CallContext,
+        rows: CallRows,
         confirm: Callable[[], None] = lambda: None,
     ) -> Metrics:
         """Makes one optimizer step per mini-batch and returns the metrics of `run`. Weights that earlier steps have
@@ -91,7 +95,10 @@ class Updater:
         for done, mine in enumerate(mini_batches):
             num_tokens, num_rows, term_tokens = self._totals(mine, len(mini_batches), call)
             head, loss = update_loss.for_mini_batch(num_tokens, num_rows, term_tokens)
-            step = self._engine.step(mine.micro_batches, head, loss, confirm=confirm)
+            try:
+                step = self._engine.step(mine.micro_batches, head, loss, confirm=confirm)
+            except RejectedGradient as error:
+                raise self._keeper.rejected(error, rows, mine.indices, call) from error
             measured = {**step.stats, "loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
             for name, value in measured.items():
                 sums[name] = sums.get(name, 0.0) + value

@@ -29,12 +29,14 @@ class MiniBatch:
         tokens: Response tokens of the rows.
         rows: Number of rows.
         term_tokens: Response tokens of the loss term's sequences; 0 without a term.
+        indices: Indices of the rows among this rank's rows of the call, [rows].
     """
 
     micro_batches: list[MicroBatch]
     tokens: int
     rows: int
     term_tokens: int
+    indices: np.ndarray
 
 
 def plan_mini_batches(
@@ -73,7 +75,7 @@ def plan_mini_batches(
             call.check()
             further, term_tokens = _term_batches(micro_batcher, term, mine) if term else ([], 0)
             micro_batches = [*micro_batcher.split(sequences, mine), *further]
-            parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), term_tokens))
+            parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), term_tokens, mine))
     return parts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from services.engines.base import EngineOffloaded, TrainEngine
+from services.engines.base import EngineOffloaded, HeldTensor, TrainEngine
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
 from settings.actor import ActorTable
@@ -134,6 +134,11 @@ class RolloutEngine(ABC):
             ValueError: a name is not one of the model's, or a weight of the model is missing.
         """
 
+    def held(self) -> Iterator[HeldTensor]:
+        """Yields the tensors with weights that this rank generates with, so that VerifyWeights can compare them with
+        those that `load_weights` loads. Not collective. Default: none, and nothing is compared."""
+        yield from ()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -182,6 +187,11 @@ class RolloutEngine(ABC):
     def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:  # noqa: B027 - no engine must
         """Raises ValueError if the engine cannot respond to prompts of these lengths, [rows] int64, or does not support
         one of the options; on all ranks that generate the same rows alike. Default: the engine can."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine is asleep."""
+        return self._is_asleep
 
     def check_awake(self) -> None:
         """Raises EngineOffloaded if the engine is asleep, and so can neither generate nor load weights. `generate`

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from services.engines.base import HeldTensor
 from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
@@ -49,6 +50,10 @@ class Decoder(ABC):
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights of the model on this rank; see `RolloutEngine.load_weights`."""
+
+    @abstractmethod
+    def held(self) -> Iterator[HeldTensor]:
+        """Yields the weights on this rank; see `RolloutEngine.held`."""
 
     @abstractmethod
     def sleep(self) -> int:
@@ -100,6 +105,10 @@ class WholeDecoder(Decoder):
             if name in own:
                 own[name].copy_(tensor)
         check_names(names, own.keys())
+
+    def held(self) -> Iterator[HeldTensor]:
+        for name, tensor in self._model.state_dict().items():
+            yield HeldTensor(f"generation.{name}", "whole", tensor, learns=True)
 
     def sleep(self) -> int:
         """Moves the weights to host memory until `wake`; returns the bytes moved, 0 if they are on a CPU."""

@@ -7,7 +7,7 @@ the other rows; here each row has its own stream of random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.jagged_rows import assemble
 from services.compute.splitting import cut
-from services.engines.base import TrainEngine
+from services.engines.base import HeldTensor, TrainEngine
 from services.engines.implementation import compute_dtype
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm
@@ -77,6 +77,9 @@ class HFRollout(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._decoder.load_weights(weights)
+
+    def held(self) -> Iterator[HeldTensor]:
+        return self._decoder.held()
 
     @torch.inference_mode()
     def _generate(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nccl_transfer.refs.mesh import Mesh
+from services.engines.base import HeldTensor
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import ModelStage
 from services.engines.three_d.transition import Transition
@@ -119,6 +120,11 @@ class ShardedDecoder(Decoder):
             if name in self._stage.parameters:
                 self._stage.parameters[name].data = tensor
         check_names(came, self._stage.parameters.keys())
+
+    def held(self) -> Iterator[HeldTensor]:
+        place = f"stage {self._groups.stage}, part {self._groups.tensor_index}"
+        for name, parameter in self._stage.parameters.items():
+            yield HeldTensor(f"generation.{name}", place, parameter.detach(), learns=True)
 
     def sleep(self) -> int:
         """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of

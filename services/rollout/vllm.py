@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.refs.mesh import Mesh
-from services.engines.base import TrainEngine
+from services.engines.base import HeldTensor, TrainEngine
 from services.engines.implementation import compute_dtype
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
@@ -105,6 +105,13 @@ class VLLMRollout(RolloutEngine):
             deque(all_weights, maxlen=0)
         check_names(came, self._names)
 
+    def held(self) -> Iterator[HeldTensor]:
+        """Yields the tensors of vLLM's model on this rank. On a CPU it keeps most weights in a packed form that is
+        none of them."""
+        (tensors,) = self._engine.collective_rpc(_model_tensors)
+        for name, tensor in tensors.items():
+            yield HeldTensor(f"generation.{name}", f"of rank {dist.get_rank()}", tensor, learns=True)
+
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
@@ -183,6 +190,11 @@ class VLLMRollout(RolloutEngine):
         free, _ = torch.cuda.mem_get_info()
         change()
         return abs(torch.cuda.mem_get_info()[0] - free)
+
+
+def _model_tensors(worker: Any) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a vLLM worker's model by name; run by vLLM's `collective_rpc`."""
+    return dict(worker.model_runner.get_model().state_dict())
 
 
 def _zero_kv_cache(worker: Any) -> None:

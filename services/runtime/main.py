@@ -200,7 +200,7 @@ def _serve(
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
     worker = chosen(table, ranks)
-    worker.output_roots, worker.losses = roots, losses
+    worker.service, worker.output_roots, worker.losses = name, roots, losses
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()

@@ -192,6 +192,8 @@ class Worker:
         self.table = self.config_table = table
         self.ranks = ranks
         self.policy_version = 0
+        self.service = self.role
+        """Name of the service in its config. Default: the role."""
         self.output_roots: tuple[Path, ...] = ()
         """Directories below which the rank may write, with symbolic links resolved. Default: none."""
         self.losses: frozenset[str] = frozenset()
@@ -254,6 +256,11 @@ class Worker:
     @register("ONE_TO_ALL", collective=False, instant=True)
     def synchronize(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Does nothing: it runs after all earlier calls of the session, so its response says that they have ended."""
+        return CallResult()
+
+    @register("ONE_TO_ALL", collective=False, instant=True)
+    def verify_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Default, for a role without weights: does nothing; the response says that 0 bytes were verified."""
         return CallResult()
 
     @register("ONE_TO_ALL", collective=False)

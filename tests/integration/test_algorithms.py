@@ -14,6 +14,7 @@ from controller import algorithms, job
 from controller.tracking.metrics import read_metrics
 from integration.harness import Cluster, Service
 from rlhf.errors import InvalidRequest, RlhfError
+from services.storage.rejected_rows import read_rejected_rows
 
 STEPS = 2
 PARITY = 1e-4
@@ -50,8 +51,8 @@ def run_on(
     """A run of two steps on services that are up."""
     config = cluster.select(**SERVICES)
     changes = {
-        "run": {"directory": directory, "steps": STEPS, "samples": 0},
         **tables,
+        "run": {"directory": directory, "steps": STEPS, "samples": 0, **tables.get("run", {})},
     }
     updated = {table: getattr(config, table).model_copy(update=update) for table, update in changes.items()}
     done = job.run(config.model_copy(update=updated), name)
@@ -98,8 +99,10 @@ def test_grpo_without_kl_runs_without_a_reference(cluster: Cluster, tmp_path: Pa
 
 
 def test_the_same_run_twice_gives_the_same_weights(cluster: Cluster, tmp_path: Path) -> None:
-    """The multiplier and whatever else is remembered from step to step are functions of the seed too."""
-    shas = {run_on(cluster, tmp_path, "safe_rlhf")[1]["actor_sha256"] for _ in range(2)}
+    """The multiplier and whatever else is remembered from step to step are functions of the seed too, and to verify the
+    weights of all services changes nothing."""
+    runs = [run_on(cluster, tmp_path, "safe_rlhf", run={"verify_every": every}) for every in (0, 1)]
+    shas = {summary["actor_sha256"] for _, summary in runs}
     assert len(shas) == 1
 
 
@@ -141,9 +144,14 @@ def test_a_run_ends_before_the_update_where_rollout_and_training_drift_apart(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        RlhfError, match=r"^step 1: .*actor's .* up to \S+ apart, .*max_log_prob_drift, 1e-12$"
+        RlhfError,
+        match=r"^step 1: .*actor's .* up to \S+ apart, .*max_log_prob_drift, 1e-12; its rows are in "
+        r"\S+/rejected/step-1$",
     ):
         run_on(cluster, tmp_path, "grpo", algorithm={"max_log_prob_drift": 1e-12})
+    kept = [read_rejected_rows(path) for path in tmp_path.glob("*/rejected/step-1/actor-rank-*.json")]
+    assert 0 < sum(len(rows.facts["rows"]) for rows in kept) <= cluster.config.rows_per_step
+    assert all({"response_ids", "rollout_log_probs"} <= rows.columns.keys() for rows in kept)
     with closing(Service("actor", cluster.config.services["actor"].address)) as actor:
         assert set(actor.versions) == {0}
 

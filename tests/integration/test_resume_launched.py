@@ -210,7 +210,9 @@ def test_a_run_goes_on_whichever_process_is_killed_while_a_checkpoint_is_written
             _, err = process.communicate(timeout=RUN_TIMEOUT_S)
             run.processes.kill()
             if victim != "controller":
-                assert re.fullmatch(rf"error: service {victim}: (rank \d )?was killed by SIGKILL .*\n", err), err
+                assert re.fullmatch(
+                    rf"error: service {victim}: (rank \d )?was killed by SIGKILL .*\n", err
+                ), err
             assert CheckpointStore(run.run_dir).commits()[-1].step >= newest
         run.finish(run.resume())
         assert Results.of(run.run_dir) == expected

@@ -23,7 +23,7 @@ CALL = {
     "reference/ComputeRefLogProb",
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "Dispatch", "EndSession", "Introduce", "Offload",
-                                    "Onload", "Release", "Synchronize")),
+                                    "Onload", "Release", "Synchronize", "VerifyWeights")),
     *(f"transfer/{name}" for name in ("Abort", "Attach", "Commit", "Fetch", "MarkCorrupt", "OpenStaging", "Prepare",
                                       "Put", "Stage", "TakeRelayed")),
 }  # fmt: skip

@@ -253,3 +253,14 @@ def test_the_files_of_an_export_follow_from_the_weights(tiny_llama_dir: Path, tm
     assert config["target_modules"] == sorted(config["target_modules"])
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 6.0, 0.0)
     assert config["base_model_name_or_path"] == str(tiny_llama_dir)
+
+
+def test_what_is_held_says_that_adapters_alone_learn(tiny_llama_dir: Path):
+    engine = make_engine(tiny_llama_dir)
+    before = {each.name: (each.learns, each.tensor.clone()) for each in engine.held()}
+    trained(engine)
+    changed = {each.name for each in engine.held() if not torch.equal(each.tensor, before[each.name][1])}
+    assert {name for name, (learns, _) in before.items() if learns} == changed
+    assert {".lora_" in name for name in changed} == {True}
+    names = {f"weight.{name}" for name in engine._kept}
+    assert names < before.keys(), "frozen weights are held too"

@@ -44,7 +44,7 @@ class ReleasedRows(FetchedRows):
         raise Refused("the rows have been released")
 
 
-def make_critic(directory: Path, engine: str, epoch: int = 0) -> CriticWorker:
+def make_critic(directory: Path, engine: str, epoch: int = 0, **optimizer: float) -> CriticWorker:
     name, _, stage = engine.partition("-")
     tables: dict[str, Any] = {"3d": {"mesh": "1-1-1"}, "zero": {"zero": {"stage": int(stage or 1)}}}
     table = {
@@ -53,6 +53,7 @@ def make_critic(directory: Path, engine: str, epoch: int = 0) -> CriticWorker:
         "model": directory,
         "engine": name,
         "dtype": "bfloat16",
+        "optimizer": optimizer,
     }
     return CriticWorker(CriticTable.model_validate(table | tables.get(name, {})), Ranks(0, 1, epoch))
 

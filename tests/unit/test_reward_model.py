@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import CallCancelled, ConfigError, RlhfError
+from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
 from services.models.families import load_classifier
@@ -333,3 +333,23 @@ def test_weights_that_cannot_be_copied_to_the_scorer_are_not_taken_over(
     change()
     assert worker.policy_version == 0
     assert same(state(worker), saved)
+
+
+def test_weights_that_score_are_verified(directory: Path):
+    worker = ModelRewardWorker(make_table(directory), Ranks(0, 1, 0))
+    assert worker.verify_weights(NO_ROWS, None, make_call()).fields["verified_bytes"] > 0
+    weight = next(worker.scorer._scorer.model.parameters())  # type: ignore[attr-defined]
+    weight.data.view(-1).view(torch.int32)[0] ^= 1
+    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was verified last"):
+        worker.verify_weights(NO_ROWS, None, make_call())
+
+
+def test_weights_that_learn_and_their_scoring_copy_are_verified(directory: Path):
+    worker = make_learner(directory)
+    for change in (lambda: update(worker), worker.start_over, lambda: None):
+        worker.verify_weights(NO_ROWS, None, make_call())
+        change()
+    weight = next(worker.scorer._scorer.model.parameters())  # type: ignore[attr-defined]
+    weight.data.view(-1).view(torch.int32)[0] ^= 1
+    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was verified last"):
+        update(worker)

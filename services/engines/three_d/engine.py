@@ -17,12 +17,12 @@ from services.compute import matmul
 from services.compute.heads import Head, dummy_head
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.engines.agreement import all_or_none
-from services.engines.base import EngineSetup, LossFn, OptimizerOptions
+from services.engines.base import EngineSetup, HeldTensor, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.implementation import compute_dtype
 from services.engines.loss_accumulator import LossAccumulator
-from services.engines.sharded import ShardedEngine
+from services.engines.sharded import ShardedEngine, held_shard
 from services.engines.three_d.gather_groups import Kind
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.pipeline import run_forward, run_forward_backward
@@ -250,6 +250,15 @@ class ThreeDParallelEngine(ShardedEngine):
 
     def _weights_changed(self) -> None:
         self._sharding.weights_changed()
+
+    def _copies(self) -> Iterator[HeldTensor]:
+        for name, weight in self._sharding.weights.items():
+            if weight is not self._sharding.kept[name]:
+                yield held_shard(f"copy.{name}", self._shard(name, weight.detach()), learns=True)
+        # Each stage numbers its layers anew, and a tensor rank may have buffers of its own part alone.
+        place = f"stage {self._groups.stage}, part {self._groups.tensor_index}"
+        for name, buffer in self._stage.module.named_buffers():
+            yield HeldTensor(f"buffer.{name}", place, buffer, learns=False)
 
     def _resident(self) -> list[Tensor]:
         # With masters, the model computes with other tensors.

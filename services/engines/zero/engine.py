@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.adamw import add_moments
-from services.engines.base import EngineSetup, NonFiniteGradient, OptimizerOptions, Snapshot
+from services.engines.base import EngineSetup, HeldTensor, NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.implementation import compute_dtype, kept_dtype
 from services.engines.zero.deepspeed_internals import prepare
@@ -181,6 +181,19 @@ class ZeROEngine(DataParallelEngine):
                 continue
             with self._partitions.whole(tensor) as whole:
                 yield name, cast(whole, dtype)
+
+    def _copies(self) -> Iterator[HeldTensor]:
+        yield from super()._copies()
+        if not self._partitions.is_cut:
+            return
+        self._publish()
+        learns = isinstance(self._partitions, TrainedPartitions)
+        if self._partitions.has_all:
+            for name, parameter in self._model.named_parameters():
+                yield HeldTensor(f"copy.{name}", "whole", parameter.detach(), learns)
+            return
+        for number, partition in enumerate(self._partitions.resident()):
+            yield HeldTensor(f"partition {number}", f"of rank {self.data_rank}", partition.detach(), learns)
 
     def _shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self._partitions.shapes.get(name, tuple(tensor.shape))

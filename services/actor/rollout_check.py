@@ -1,0 +1,34 @@
+"""Compares the weights that an actor generates with with those that it trains."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from services.engines.base import TrainEngine
+from services.roles.weight_check import WeightCheck, checksums_of
+from services.rollout.base import RolloutEngine
+
+
+def verify_rollout(
+    rollout: RolloutEngine, engine: TrainEngine, check: WeightCheck, device: torch.device
+) -> None:
+    """Loads the weights of the training engine into the rollout engine, which must have those of the same policy
+    version already, and compares the checksums of the rollout engine's tensors before and after. Collective.
+
+    Args:
+        rollout, engine: The two engines of this rank.
+        check: Tells all ranks what any of them finds.
+        device: Device of this rank.
+
+    Raises:
+        CorruptWeights: A tensor has changed, so it was not what the training engine has.
+    """
+    before = checksums_of(rollout.held(), device).of
+    rollout.load_weights(engine.rollout_weights())
+    after = checksums_of(rollout.held(), device).of
+    check.raise_together(
+        f"{key[0]} on rank {dist.get_rank()} is not what the training engine has"
+        for key, checksum in after.items()
+        if before.get(key) != checksum
+    )
