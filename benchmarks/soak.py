@@ -167,39 +167,41 @@ def sample(iteration: int, watched: Mapping[str, psutil.Process], run_dir: Path)
     )
 
 
-def soak(directory: Path, iterations: int) -> list[Sample]:
-    """Makes the run; returns the samples, one for each checkpoint.
+def iterations_of(controller: psutil.Process, directory: Path, iterations: int) -> Iterator[tuple[int, Path]]:
+    """Yields the number of each new iteration that is seen, and the run directory, until the last one.
 
     Raises:
-        click.ClickException: The run has ended early, or makes no iterations.
+        click.ClickException: The run has ended early, or there was no new iteration for STEP_TIMEOUT_S.
     """
+    seen, seen_at = -1, time.monotonic()
+    while seen < iterations - 1:
+        time.sleep(POLL_S)
+        has_ended = controller.status() == psutil.STATUS_ZOMBIE
+        for run_dir in (directory / "runs").glob("soak-*"):
+            if (last := last_iteration(run_dir)) > seen:
+                seen, seen_at = last, time.monotonic()
+                yield seen, run_dir
+        if seen < iterations - 1 and (has_ended or time.monotonic() - seen_at > STEP_TIMEOUT_S):
+            raise click.ClickException(
+                f"no iteration after {seen}: {(directory / 'controller.log').read_text()[-2000:]}"
+            )
+
+
+def soak(directory: Path, iterations: int) -> list[Sample]:
+    """Makes the run; returns the samples, one for each checkpoint. Raises click.ClickException as `iterations_of`."""
     build(directory / "task", Recipe(max_steps=20))
-    config, log = directory / "soak.toml", directory / "controller.log"
+    config = directory / "soak.toml"
     config.write_text(tomli_w.dumps(tables(directory, iterations)))
     samples: list[Sample] = []
-    with running(config, log) as controller:
-        run_dir, watched, next_sample = None, {}, CHECKPOINT_EVERY // 2
-        seen, seen_at = -1, time.monotonic()
-        while seen < iterations - 1:
-            time.sleep(POLL_S)
-            run_dir = run_dir or next((directory / "runs").glob("soak-*"), None)
-            step = last_iteration(run_dir) if run_dir else -1
-            if step > seen:
-                seen, seen_at = step, time.monotonic()
-            if run_dir and step >= next_sample:
+    watched: dict[str, psutil.Process] = {}
+    next_sample = CHECKPOINT_EVERY // 2
+    with running(config, directory / "controller.log") as controller:
+        for iteration, run_dir in iterations_of(controller, directory, iterations):
+            if iteration >= next_sample:
                 watched = watched or processes(controller)
                 with contextlib.suppress(psutil.NoSuchProcess):  # at the end of the run
-                    samples.append(sample(step, watched, run_dir))
-                next_sample += CHECKPOINT_EVERY
-            is_stuck = time.monotonic() - seen_at > STEP_TIMEOUT_S
-            if is_stuck or (
-                controller.status() == psutil.STATUS_ZOMBIE and last_iteration(run_dir or directory) < 0
-            ):
-                raise click.ClickException(f"no iteration after {seen}: {log.read_text()[-2000:]}")
-            if controller.status() == psutil.STATUS_ZOMBIE:
-                break
-    if seen < iterations - 1:
-        raise click.ClickException(f"the run ended after iteration {seen}: {log.read_text()[-2000:]}")
+                    samples.append(sample(iteration, watched, run_dir))
+                next_sample = iteration - iteration % CHECKPOINT_EVERY + CHECKPOINT_EVERY * 3 // 2
     return samples
 
 
