@@ -33,8 +33,8 @@ from deploy.quickstart import Recipe
 from deploy.quickstart.build import build
 
 CHECKPOINT_EVERY = 10
-SETTLED_AFTER = 0.1
-"""Part of the iterations in which caches fill: 200 of 2,000."""
+SETTLED_AFTER = 200
+"""Iterations in which caches fill, such as that of responses for retries; at most a fifth of all."""
 WINDOW = 0.1
 """Part of the iterations in each window."""
 MOST_GROWTH = 1024
@@ -209,7 +209,7 @@ def growth(samples: Sequence[Sample], iterations: int) -> dict[str, Any]:
     """Returns for each process the medians of memory [bytes], threads and descriptors in the first and the last window,
     and the growth of its memory [bytes per iteration]; for the disk the same of its bytes."""
     size = max(int(WINDOW * iterations), 1)
-    begin = int(SETTLED_AFTER * iterations)
+    begin = min(SETTLED_AFTER, iterations // 5)
     first = [each for each in samples if begin <= each.iteration < begin + size]
     last = [each for each in samples if each.iteration >= iterations - size]
     if not first or not last:

@@ -7,10 +7,13 @@ ends badly is saved in FUZZ_DIR, and FUZZ_REPLAY=FILE sends it again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,11 @@ import torch
 import uvloop
 from chaos.fuzzing import ALLOWED, Answer, Fuzzer, Results, replay
 from chaos.shots import rpcs
-from chaos.targets import Size, Target, started
+from chaos.targets import FREE_WITHIN_S, Target, started
+from held import Held
 from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from integration.harness import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
 
@@ -62,15 +68,31 @@ def targets(
         yield made
 
 
-def check_growth(before: Mapping[str, list[Size]], targets: Mapping[str, Target]) -> None:
-    """Checks that no rank has grown."""
-    for name, target in targets.items():
-        after = target.settled(before[name])
-        print(f"{name}: {before[name]} -> {after}", flush=True)
-        for old, new in zip(before[name], after, strict=True):
-            assert new.rss - old.rss < GROWTH, name
-            assert new.threads <= old.threads, name
-            assert new.descriptors <= old.descriptors, name
+@dataclass(frozen=True)
+class Usage:
+    """Of a rank: threads and descriptors, and resident bytes."""
+
+    held: Held
+    rss: int
+
+    @staticmethod
+    def of(target: Target) -> list[Usage]:
+        return [Usage(Held.by(each.pid), each.memory_info().rss) for each in target.processes]
+
+
+def check_growth(target: Target, before: list[Usage]) -> None:
+    """Checks that no rank has grown, once connections that were closed have gone."""
+    with contextlib.suppress(AssertionError):
+        wait_until(
+            lambda: all(new.held <= old.held for new, old in zip(Usage.of(target), before, strict=True)),
+            FREE_WITHIN_S,
+            "threads and descriptors as before",
+        )
+    for old, new in zip(before, Usage.of(target), strict=True):
+        print(f"{target.name}: {old} -> {new}", flush=True)
+        opened = Counter(new.held.open) - Counter(old.held.open)
+        assert new.held <= old.held, f"{target.name}: {old.held} -> {new.held}; new: {opened}"
+        assert new.rss - old.rss < GROWTH, target.name
 
 
 @pytest.mark.skipif("FUZZ_REPLAY" in os.environ, reason="FUZZ_REPLAY names a saved call")
@@ -80,7 +102,7 @@ def test_random_calls_leave_services_of_all_roles_as_they_were(targets: Mapping[
     services = [target.service for target in targets.values()]
 
     async def send(first: int, count: int) -> Results:
-        async with Fuzzer(services, seed, SAVED, at_once=32) as fuzzer:
+        async with Fuzzer(services, seed, SAVED, at_once=96) as fuzzer:
             await fuzzer.run(count, first)
             return fuzzer.results
 
@@ -93,11 +115,11 @@ def test_random_calls_leave_services_of_all_roles_as_they_were(targets: Mapping[
         for target in targets.values():
             target.check()
         if before is None and sent >= WARM:
-            before = {name: target.settled(target.sizes()) for name, target in targets.items()}
+            before = {name: Usage.of(target) for name, target in targets.items()}
         print(f"{sent} calls, {count / (time.monotonic() - began):.0f} a second: {dict(codes)}", flush=True)
     assert before is not None
-    check_growth(before, targets)
-    for target in targets.values():
+    for name, target in targets.items():
+        check_growth(target, before[name])
         assert target.compute() == target.numbers
     if CALLS > 10_000:
         assert paths == {rpc.path for target in targets.values() for rpc in rpcs(target.role)}
