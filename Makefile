@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-full test-gpu lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-full test-gpu fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,11 +54,18 @@ test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with 
 	$(BIN)/python -m benchmarks.transfer --part cuda_ipc --json benchmarks/results/transfer_gpu.json
 	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json
 
-lint: setup ## Check style, types and protos.
+fuzz: setup ## Send 200,000 random requests to services of all roles (FUZZ_CALLS=N for another number).
+	$(PYTEST) -s tests/chaos/test_fuzz.py
+
+soak: setup ## Make 2,000 tiny iterations with checkpoints and print how much each process has grown.
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.soak --json $(RESULTS)/soak.json
+
+lint: setup ## Check style, types and protos, and that the protos do not break clients of the last release.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	cd protos && ../$(BIN)/buf lint
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against released.binpb
 
 format: setup ## Format the code.
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlhf.errors import OutOfStep
 from services.runtime.ranks import FailedAlone, known_to_all
-from services.storage.publish import check_replaceable, partial_of, publish, settle
+from services.storage.publish import check_replaceable, only_writer, partial_of, publish, settle
 
 T = TypeVar("T")
 
@@ -141,21 +141,20 @@ def new_directory(
     Raises:
         ValueError: `directory` holds files other than those of an earlier checkpoint or model. (This and any other
             error on the rank where it occurred, PeerRankFailed on the others.)
+        Refused: Another service or call is writing `directory`.
     """
     is_rank_0 = dist.get_rank() == 0
     partial = partial_of(directory)
-    try:
+    with ExitStack() as held:
         with all_or_none(f"creating {partial}", device):
             if is_rank_0:
+                held.enter_context(only_writer(directory))
                 settle(directory)
                 check_replaceable(directory)
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                partial.mkdir()
         with all_or_none(f"writing {partial}", device, collective):
             yield partial
         with all_or_none(f"publishing {directory}", device):
             if is_rank_0:
                 publish(partial, directory, progressed)
-    finally:
-        if is_rank_0:
-            shutil.rmtree(partial, ignore_errors=True)

@@ -124,9 +124,10 @@ class RpcBoundary:
         `abort`."""
         call = getattr(request, "call", None)
         call_id = call.call_id[:MAX_NAME] if call is not None else ""
-        status = self.status_of(error, method.name, call_id)
-        # The context keeps what `abort` raises, and so this error: its frames would keep the rows of the call.
+        # The context keeps what `abort` raises, and so this error: its frames would keep the rows of the call. Dropped
+        # first, since this formats the traceback once for all that is told and logged of it.
         drop_frames(error)
+        status = self.status_of(error, method.name, call_id)
         context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
         code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         await context.abort(code, status.message)

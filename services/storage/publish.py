@@ -6,14 +6,18 @@ replaced, since it may hold a user's work.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from rlhf.errors import Refused
 
 FILES = "rlhf-files.json"
 """Name of the file in a published directory that lists all its other files, by relative path."""
@@ -25,6 +29,32 @@ def partial_of(directory: Path) -> Path:
     """Returns the path at which a directory is written before `publish` renames it: a sibling, and so on the same
     file system."""
     return directory.with_name(f".{directory.name}.rlhf-partial")
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path) -> Iterator[Path]:
+    """Context manager that yields `partial_of(directory)`, and that no other process or thread enters for the same
+    directory at the same time, also on another host where the file system carries locks. Creates the parents of
+    `directory`; on exit, removes what is left at the partial path.
+
+    Raises:
+        Refused: Another writer is in the block.
+        OSError: The lock, a file beside `directory`, cannot be created.
+    """
+    path, partial = directory.with_name(f".{directory.name}.rlhf-lock"), partial_of(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not _locked(descriptor, path):
+            raise Refused(f"{directory} is being written by another call, which has to end first")
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            # While it is locked: a writer that has opened it already finds that it is gone.
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def check_replaceable(directory: Path) -> None:
@@ -129,6 +159,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int, path: Path) -> bool:
+    """Locks an open file, without waiting; returns whether this succeeded and `path` still names the file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _previous_of(directory: Path) -> Path:

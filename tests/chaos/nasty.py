@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf import message_factory
+from google.protobuf import message_factory, struct_pb2
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
@@ -22,9 +22,10 @@ INTEGERS = {
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-9, 3e9)
 TEXTS = (
     "", "a", "\0", "1+1=", "../../etc/passwd", "/etc/cron.d/x", "~root", "%s%n", "\u202e\U0001f600" * 40,
-    "x" * 300, "x" * 5_000, "y" * (1 << 18),
+    "x" * 300, "x" * 5_000,
 )  # fmt: skip
 ADDRESSES = ("", "127.0.0.1:1", "127.0.0.1:99999999", "a:b:c", "unix:/tmp/none", "[::1]:1", ":", "127.0.0.1")
+KEYS = ("clip_low", "clip_high", "dual_clip", "value_clip", "x", "", "__class__")
 MAX_DEPTH = 6
 
 
@@ -34,7 +35,7 @@ class Nasty:
 
     Args:
         chance: Of all that is drawn.
-        by_name: What fields of these names are drawn from beside what their type suggests.
+        by_name: Draws most values of fields of these names, which are no messages.
     """
 
     chance: random.Random
@@ -100,11 +101,13 @@ class Nasty:
             getattr(message, each.name).extend(given[n % len(given)] for n in range(count))
 
     def _value(self, each: FieldDescriptor, depth: int) -> Any:
-        if each.name in self.by_name and self.chance.random() < 0.85:
-            return self.by_name[each.name](self.chance)
         kind = each.cpp_type
+        if each.message_type and each.message_type.full_name == "google.protobuf.Struct":
+            return self._struct()
         if each.message_type:
             return self.message(message_factory.GetMessageClass(each.message_type), depth + 1)
+        if each.name in self.by_name and self.chance.random() < 0.85:
+            return self.by_name[each.name](self.chance)
         if kind in INTEGERS:
             return self._integer(*INTEGERS[kind])
         if each.enum_type:
@@ -113,9 +116,29 @@ class Nasty:
             return self.chance.random() < 0.5
         if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             return self.chance.choice(FLOATS)
+        if each.type == FieldDescriptor.TYPE_BYTES and self.chance.random() < 0.02:
+            return bytes(1 << 18)
         if each.type == FieldDescriptor.TYPE_BYTES:
-            return self.chance.choice((b"", b"\0", b"\xff" * 9, self.chance.randbytes(1_000), bytes(1 << 18)))
+            return self.chance.choice((b"", b"\0", b"\xff" * 9, bytes(64), self.chance.randbytes(1_000)))
+        if self.chance.random() < 0.02:
+            return "y" * (1 << 18)
         return self.chance.choice(ADDRESSES if each.name == "address" else TEXTS)
+
+    def _struct(self) -> struct_pb2.Struct:
+        """Values of JSON, also of no JSON: numbers that are none, and values of no kind."""
+        struct = struct_pb2.Struct()
+        for key in self.chance.sample(KEYS, self.chance.randrange(4)):
+            value = struct.fields[key]
+            match self.chance.randrange(5):
+                case 0:
+                    value.number_value = self.chance.choice(FLOATS)
+                case 1:
+                    value.string_value = self.chance.choice(TEXTS)
+                case 2:
+                    value.bool_value = True
+                case 3:
+                    value.list_value.values.add().struct_value.fields["x"].null_value = struct_pb2.NULL_VALUE
+        return struct
 
     def _integer(self, lowest: int, highest: int) -> int:
         some = (0, 1, 2, 3, 8, -1, 127, 1 << 16, 1 << 31, 1 << 33, 1 << 62, lowest, highest, highest - 1)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlhf.errors import Refused
 from services.storage import publish
 from services.storage.publish import (
     FILES,
     check_replaceable,
     check_writable,
+    only_writer,
     partial_of,
     readable_path,
     settle,
@@ -168,3 +170,33 @@ def test_what_could_not_be_written_is_told(tmp_path: Path) -> None:
         check_writable(file / "runs" / "actor")
     with pytest.raises(ValueError, match="/proc/actor cannot be written: /proc: "):
         check_writable(Path("/proc/actor"))
+
+
+def test_a_directory_has_one_writer_at_a_time(tmp_path: Path):
+    """The other one is refused, and leaves what the first has written so far."""
+    directory = tmp_path / "new" / "checkpoint"
+    with only_writer(directory) as partial:
+        partial.mkdir()
+        (partial / "weights").touch()
+        for _ in range(2):
+            with pytest.raises(Refused, match=f"{directory} is being written"), only_writer(directory):
+                raise AssertionError("two writers")
+        assert (partial / "weights").exists()
+        with only_writer(directory.with_name("other")):
+            pass
+    assert list(tmp_path.rglob("*")) == [directory.parent]
+    with only_writer(directory):
+        pass
+
+
+def test_the_lock_of_a_writer_that_was_killed_holds_up_nobody(tmp_path: Path):
+    child = os.fork()
+    if child == 0:
+        with only_writer(tmp_path / "checkpoint") as partial:
+            partial.mkdir()
+            os._exit(CRASHED)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == CRASHED
+    assert len(os.listdir(tmp_path)) == 2
+    with only_writer(tmp_path / "checkpoint") as partial:
+        assert partial.exists()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,140 @@
+"""Random calls to services of all roles, each in processes of its own: no rank ends, grows or is locked, no call ends
+in a way that the contract does not allow, and afterwards every service computes what it computed before.
+
+`make fuzz` sends FUZZ_CALLS calls, 200,000 by default; `make test` has a sample (unit/test_fuzz_sample.py). A call that
+ends badly is saved in FUZZ_DIR, and FUZZ_REPLAY=FILE sends it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import uvloop
+from chaos.fuzzing import ALLOWED, Answer, Fuzzer, Results, replay
+from chaos.shots import rpcs
+from chaos.targets import FREE_WITHIN_S, Target, started
+from held import Held
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from integration.harness import wait_until
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
+
+CALLS = int(os.environ.get("FUZZ_CALLS", "200000"))
+WARM = CALLS // 10
+"""Calls before memory, threads and descriptors are counted."""
+ROUND = 2_000
+"""Calls after which all services are looked at."""
+SAVED = Path(os.environ.get("FUZZ_DIR", "runs/fuzz")).resolve()
+GROWTH = 64 << 20
+"""Most bytes by which resident memory of a rank may grow after WARM calls, all others together."""
+
+
+@pytest.fixture(scope="module")
+def scorer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a reward model with the policy's tokenizer."""
+    path = tmp_path_factory.mktemp("scorer")
+    torch.manual_seed(3)
+    config = LlamaConfig.from_pretrained(model)
+    config.num_labels = 1
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    for file in model.glob("*token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def targets(
+    model: Path, scorer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Target]]:
+    learner = {"model": str(model), "micro_batch_tokens": 64, "optimizer": {"learning_rate": 1e-3}}
+    services = {
+        "actor": ("actor", 2, learner),
+        "critic": ("critic", 1, learner),
+        "reference": ("reference", 1, {"model": str(model), "micro_batch_tokens": 64}),
+        "reward": ("reward", 1, {"function": "chaos.chaos_plugins:score"}),
+        "scorer": ("reward", 1, {**learner, "kind": "model", "model": str(scorer)}),
+    }
+    with started(services, tmp_path_factory.mktemp("fuzz")) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of a rank: threads and descriptors, and resident bytes."""
+
+    held: Held
+    rss: int
+
+    @staticmethod
+    def of(target: Target) -> list[Usage]:
+        return [Usage(Held.by(each.pid), each.memory_info().rss) for each in target.processes]
+
+
+def check_growth(target: Target, before: list[Usage]) -> None:
+    """Checks that no rank has grown, once connections that were closed have gone."""
+    with contextlib.suppress(AssertionError):
+        wait_until(
+            lambda: all(new.held <= old.held for new, old in zip(Usage.of(target), before, strict=True)),
+            FREE_WITHIN_S,
+            "threads and descriptors as before",
+        )
+    for old, new in zip(before, Usage.of(target), strict=True):
+        print(f"{target.name}: {old} -> {new}", flush=True)
+        opened = Counter(new.held.open) - Counter(old.held.open)
+        assert new.held <= old.held, f"{target.name}: {old.held} -> {new.held}; new: {opened}"
+        assert new.rss - old.rss < GROWTH, target.name
+
+
+@pytest.mark.skipif("FUZZ_REPLAY" in os.environ, reason="FUZZ_REPLAY names a saved call")
+def test_random_calls_leave_services_of_all_roles_as_they_were(targets: Mapping[str, Target]) -> None:
+    seed = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"FUZZ_SEED={seed}", flush=True)
+    services = [target.service for target in targets.values()]
+
+    async def send(first: int, count: int) -> Results:
+        async with Fuzzer(services, seed, SAVED, at_once=96) as fuzzer:
+            await fuzzer.run(count, first)
+            return fuzzer.results
+
+    sent, codes, paths, before = 0, Results().codes, set[str](), None
+    while sent < CALLS:
+        count, began = min(ROUND, CALLS - sent), time.monotonic()
+        results = uvloop.run(send(sent, count))
+        results.check()
+        sent, codes, paths = sent + count, codes + results.codes, paths | results.paths.keys()
+        for target in targets.values():
+            target.check()
+        if before is None and sent >= WARM:
+            before = {name: Usage.of(target) for name, target in targets.items()}
+        print(f"{sent} calls, {count / (time.monotonic() - began):.0f} a second: {dict(codes)}", flush=True)
+    assert before is not None
+    for name, target in targets.items():
+        check_growth(target, before[name])
+        assert target.compute() == target.numbers
+    if CALLS > 10_000:
+        assert paths == {rpc.path for target in targets.values() for rpc in rpcs(target.role)}
+
+
+@pytest.mark.skipif("FUZZ_REPLAY" not in os.environ, reason="FUZZ_REPLAY names no saved call")
+def test_a_saved_call_is_answered_as_the_contract_says(targets: Mapping[str, Target], tmp_path: Path) -> None:
+    services = [target.service for target in targets.values()]
+    saved = Path(os.environ["FUZZ_REPLAY"]).read_text()
+
+    async def send() -> Mapping[str, list[Answer]]:
+        return await replay(services, saved, tmp_path)
+
+    for how, answers in uvloop.run(send()).items():
+        print(f"{how}: {answers}", flush=True)
+        assert {answer.code for answer in answers} <= ALLOWED
+    for target in targets.values():
+        target.check()
