@@ -129,8 +129,9 @@ async def wait_until_free(
     *,
     is_patient: bool = False,
 ) -> None:
-    """Waits until no rank of the services is in another session, for at most `GONE_WITHIN_S`: ranks end a session
-    whose controller is gone. Does not wait where `session.take_over` is set. Then claims a start time after those of
+    """Waits until no rank of the services is in another session that keeps this one out, for at most `GONE_WITHIN_S`:
+    ranks end a session whose controller is gone. Does not wait for services that several sessions share, which tell no
+    such session, nor where `session.take_over` is set. Then claims a start time after those of
     all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some ranks.
 
     Args:
@@ -163,6 +164,15 @@ async def wait_until_free(
             await asyncio.sleep(POLL_S)
             answer = await describe(client)
         session.claim_after([answer.session_started_unix_ns])
+
+
+def sharing_lines(groups: Mapping[str, RoleGroup]) -> list[str]:
+    """Returns a line for the terminal for each service that other sessions use too, from its response to Describe."""
+    return [
+        f"services.{name} ({group.clients[0].address}) is shared with {count} other session{'s' * (count > 1)}"
+        for name, group in groups.items()
+        if group.description.is_shared and (count := group.description.sessions)
+    ]
 
 
 def origin(response: worker_pb2.BeginSessionResponse, *, keeps_weights: bool) -> str:

@@ -14,7 +14,13 @@ from client.fanout import FanOut
 from client.rank import WORKER, RankClient
 from client.session import Session, StepContext
 from controller.config.config import Config
-from controller.role_groups.admission import GONE_WITHIN_S, check_tables, origin, wait_until_free
+from controller.role_groups.admission import (
+    GONE_WITHIN_S,
+    check_tables,
+    origin,
+    sharing_lines,
+    wait_until_free,
+)
 from controller.role_groups.discovery import Discovery, check_vocabularies, reads_tokens
 from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
@@ -104,7 +110,8 @@ class Cluster:
         sends every rank the endpoints of all others (Introduce).
 
         Args:
-            say: Called with a line of text that names services, or a run, that are waited for. Default: does nothing.
+            say: Called with a line of text that names services, or a run, that are waited for, and with one for each
+                service that other runs use too. Default: does nothing.
             keep_weights: Whether to continue from the weights, optimizers and policy versions that the services have.
                 False: services load their model directories.
             outputs: Directories that a service is going to write to, by name; the service checks that it can.
@@ -124,6 +131,8 @@ class Cluster:
         ours = self._ours
         check_tables(ours, self.config.services)
         admit(self.descriptions)
+        for line in sharing_lines(ours):
+            say(line)
         free = wait_until_free(
             ours,
             self.session,

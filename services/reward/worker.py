@@ -95,6 +95,7 @@ class RewardWorker(Worker):
     """
 
     role = "reward"
+    is_frozen = True
 
     def __init__(
         self, table: RewardTable, ranks: Ranks, make: Callable[[RewardTable], Scorer] = make_scorer

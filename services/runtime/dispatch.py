@@ -68,7 +68,7 @@ class DispatchStream:
             for answer in self._answering:
                 answer.cancel()
             for session in self._sessions:
-                self._queue.session.closed_stream(session)
+                self._queue.sessions.closed_stream(session)
 
     async def _take(self, message: worker_pb2.DispatchRequest) -> None:
         """Handles one message of the stream: notes the session that it names, and queues the call that it has, if
@@ -84,7 +84,7 @@ class DispatchStream:
             if self._sessions:
                 raise InvalidRequest("Dispatch: a stream is of one session, and this one names two")
             self._sessions.add(message.session)
-            self._queue.session.opened_stream(message.session)
+            self._queue.sessions.opened_stream(message.session)
         if not message.method:
             return
         response, call_id = self._start(message)

@@ -25,7 +25,7 @@ from services.runtime.introductions import Introductions
 from services.runtime.phases import RankPhase
 from services.runtime.responses import ResponseMemory
 from services.runtime.runner import CallRunner
-from services.runtime.sessions import CurrentSession, check_name
+from services.runtime.sessions import Sessions, check_name
 from services.runtime.turn_queue import TurnQueue
 from services.runtime.worker import CallContext, Registration, Worker
 
@@ -44,19 +44,19 @@ class CallQueue:
         fetcher: Fetches the rows of requests.
 
     Attributes:
-        session: The session whose calls the rank runs.
+        sessions: The sessions whose calls the rank runs.
         phase: Phase of the rank, which Watch reports.
     """
 
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
         self.worker = worker
         self._store = store
-        self.session = CurrentSession(self._end_session)
+        self.sessions = Sessions(self._end_session, is_shared=worker.is_frozen)
         self.phase = RankPhase()
         self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
         self._responses = ResponseMemory()
         self._turns = TurnQueue()
-        self._runner = CallRunner(worker, store, fetcher, self.session, self._turns, self.phase)
+        self._runner = CallRunner(worker, store, fetcher, self.sessions, self._turns, self.phase)
         self._calls: dict[str, ActiveCall] = {}
 
     def start(
@@ -127,14 +127,14 @@ class CallQueue:
         return response.result()
 
     def introduce(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
-        """Allows batches of the current session to refer to rows at these endpoints, until the session ends.
+        """Allows batches of an open session to refer to rows at these endpoints, until the session ends.
 
         Raises:
-            Refused: The session is not the current one.
+            Refused: The session is not open.
             InvalidRequest: An endpoint is invalid, or the session has too many.
         """
-        if not session or session != self.session.name:
-            raise Refused(f"session {session!r} is not the current one, so it introduces nobody")
+        if not session or session not in self.sessions.names:
+            raise Refused(f"session {session!r} is not open here, so it introduces nobody")
         self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
@@ -162,18 +162,19 @@ class CallQueue:
                 self._runner.stop(call)
         self._store.end(name)
         self._introductions.forget(name)
-        self._turns.wake()
+        self._runner.end_session(name)
+        self._turns.end_session(name)
 
     def _admit(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
         """Queues a new call, or raises if it is refused; returns the future of its response. A call with a sequence
-        number whose session is not the current one opens its session first. An instant call whose turn it is has run
-        when this returns."""
+        number whose session is not open opens its session first. An instant call whose turn it is has run when this
+        returns."""
         header: common_pb2.Call = request.call
         self._check(header)
-        if header.sequence and header.session != self.session.name:
-            self.session.open(header)
+        if header.sequence and header.session not in self.sessions.names:
+            self.sessions.open(header)
             self._turns.begin_session(header.session)
         self._check_endpoints(method, request)
         call = ActiveCall(
@@ -186,7 +187,11 @@ class CallQueue:
                 stuck_timeout_s=self.worker.table.stuck_timeout_s,
             ),
             common_pb2.Timing(arrived_unix_s=time.time()),
-            self._turns.join(header.session, header.sequence),
+            self._turns.join(
+                header.session,
+                header.sequence,
+                meets=registration.collective and self.worker.ranks.size > 1,
+            ),
         )
         if registration.instant and self._turns.begin_at_once(call.ticket):
             response = self._runner.run_at_once(call)

@@ -13,11 +13,15 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 REMEMBERED_CALLS = 256
-"""Most responses kept for retries after their calls have ended; far more than a controller has in flight."""
+"""Most responses of a session kept for retries after their calls have ended; far more than a controller has in
+flight."""
 
 REMEMBERED_BYTES = 16 << 20
-"""Most bytes, serialized, of the responses kept for retries. References to many rows take up to a mebibyte per
-call."""
+"""Most bytes, serialized, of the responses of a session kept for retries. References to many rows take up to a mebibyte
+per call."""
+
+REMEMBERED_SESSIONS = 32
+"""Most sessions whose responses are kept; more than are open at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +31,41 @@ class _Known:
     response: asyncio.Future[Any]
 
 
+class _Ended:
+    """Responses of calls of one session that have ended, by call id; those that ended first come first.
+
+    Attributes:
+        nbytes: Bytes of the responses, serialized.
+    """
+
+    def __init__(self) -> None:
+        self.calls: OrderedDict[str, _Known] = OrderedDict()
+        self.nbytes = 0
+
+    def add(self, call_id: str, known: _Known) -> None:
+        """Adds a call that has just ended, and drops the oldest ones above the limits."""
+        self.calls[call_id] = known
+        self.nbytes += _size(known.response)
+        while len(self.calls) > 1 and (len(self.calls) > REMEMBERED_CALLS or self.nbytes > REMEMBERED_BYTES):
+            _, oldest = self.calls.popitem(last=False)
+            self.nbytes -= _size(oldest.response)
+
+
 class ResponseMemory:
     """Futures of the responses of calls: of all calls that have not ended, and of those that ended most recently.
 
-    If more than REMEMBERED_CALLS or REMEMBERED_BYTES of ended calls are kept, those that ended first are dropped; the
-    response of the call that ended last is kept whatever its size. Not thread-safe: used from the event loop alone.
+    If more than REMEMBERED_CALLS or REMEMBERED_BYTES of a session's ended calls are kept, those that ended first are
+    dropped; the response of the call that ended last is kept whatever its size. So sessions that share the rank do not
+    drop each other's responses. Calls without a sequence number count as those of one session. Not thread-safe: used
+    from the event loop alone.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, _Known] = {}
-        self._ended: OrderedDict[str, _Known] = OrderedDict()
-        self._ended_bytes = 0
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
     def __contains__(self, call_id: str) -> bool:
-        return call_id in self._open or call_id in self._ended
+        return self._find(call_id) is not None
 
     @property
     def to_come(self) -> list[asyncio.Future[Any]]:
@@ -53,7 +78,7 @@ class ResponseMemory:
         Raises:
             InvalidRequest: The id was used for a call of a different method or session.
         """
-        known = self._open.get(call.call_id) or self._ended.get(call.call_id)
+        known = self._find(call.call_id)
         if known is None:
             return None
         if (known.path, known.session) != (method.path, call.session):
@@ -63,18 +88,22 @@ class ResponseMemory:
     def add(self, method: Method, call: common_pb2.Call, response: asyncio.Future[Any]) -> None:
         """Adds the future of the response of a new call, under the call's id, which no known call may have."""
         self._open[call.call_id] = _Known(method.path, call.session, response)
-        response.add_done_callback(partial(self._end, call.call_id))
+        response.add_done_callback(partial(self._end, call.call_id, call.session if call.sequence else ""))
 
-    def _end(self, call_id: str, response: asyncio.Future[Any]) -> None:
-        """Moves a call whose response is done to those that have ended, and drops the oldest of these above the
-        limits."""
-        self._ended[call_id] = self._open.pop(call_id)
-        self._ended_bytes += _size(response)
-        while len(self._ended) > 1 and (
-            len(self._ended) > REMEMBERED_CALLS or self._ended_bytes > REMEMBERED_BYTES
-        ):
-            _, oldest = self._ended.popitem(last=False)
-            self._ended_bytes -= _size(oldest.response)
+    def _find(self, call_id: str) -> _Known | None:
+        """Returns the call with this id; None if it is not known."""
+        if known := self._open.get(call_id):
+            return known
+        return next((ended.calls[call_id] for ended in self._ended.values() if call_id in ended.calls), None)
+
+    def _end(self, call_id: str, session: str, response: asyncio.Future[Any]) -> None:
+        """Moves a call whose response is done to those of its session that have ended, and drops the session in which
+        no call has ended for the longest time if there are too many."""
+        ended = self._ended.pop(session, None) or _Ended()
+        self._ended[session] = ended
+        ended.add(call_id, self._open.pop(call_id))
+        if len(self._ended) > REMEMBERED_SESSIONS:
+            self._ended.popitem(last=False)
 
 
 def _size(response: asyncio.Future[Any]) -> int:

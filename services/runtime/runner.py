@@ -16,10 +16,11 @@ from services.runtime.compute import ComputeThread
 from services.runtime.deadlines import ANSWER_S
 from services.runtime.encoding import ResponseEncoder
 from services.runtime.fetches import FetchQueue, fetch_rows
-from services.runtime.meetings import Meetings
+from services.runtime.meetings import Meetings, Note, note_of
 from services.runtime.phases import RankPhase
-from services.runtime.sessions import CurrentSession
+from services.runtime.sessions import Sessions
 from services.runtime.turn_queue import TurnQueue
+from services.runtime.turns import Ticket
 from services.runtime.worker import NO_ROWS, CallRows, Worker
 
 
@@ -30,7 +31,7 @@ class CallRunner:
         worker: Worker whose methods are run.
         store: Store that keeps the rows of responses.
         fetcher: Fetches the rows of requests.
-        session: Current session of the rank.
+        sessions: Sessions whose calls the rank runs.
         turns: Queue that issued the ticket of each call.
         phase: Phase of the rank, which is updated as calls run.
     """
@@ -40,19 +41,21 @@ class CallRunner:
         worker: Worker,
         store: TensorStore,
         fetcher: Fetcher,
-        session: CurrentSession,
+        sessions: Sessions,
         turns: TurnQueue,
         phase: RankPhase,
     ) -> None:
         self._worker = worker
         self._store = store
         self._fetcher = fetcher
-        self._session = session
+        self._sessions = sessions
         self._turns = turns
         self._phase = phase
-        self._fetches = FetchQueue()
-        self._meetings = Meetings(worker.ranks, worker.leave)
-        self._compute = ComputeThread(worker, ResponseEncoder(worker, store), phase, session.check)
+        self._fetches = {"": FetchQueue()}
+        self._calls: dict[Ticket, ActiveCall] = {}
+        others = self._notes_of_others if sessions.is_shared else None
+        self._meetings = Meetings(worker.ranks, worker.leave, others)
+        self._compute = ComputeThread(worker, ResponseEncoder(worker, store), phase, sessions.check)
 
     def stop(self, call: ActiveCall) -> None:
         """Asks a call to stop, whether it fetches, waits or computes; returns immediately."""
@@ -64,13 +67,19 @@ class CallRunner:
     def drop_rows(self, call: ActiveCall) -> None:
         """Cancels the fetch of a call's rows, if it has one that is not complete."""
         if call.fetch is not None:
-            self._fetches.drop(call.fetch)
+            self._fetches_of(call).drop(call.fetch)
+
+    def end_session(self, name: str) -> None:
+        """Ends the transfer thread of a session, if it has one of its own; its calls must have been stopped."""
+        if name and name in self._fetches:
+            self._fetches.pop(name).close()
 
     async def close(self, within_s: float) -> None:
         """Closes the worker and ends the compute thread, waiting at most `within_s` seconds, and then ends the
         transfer thread."""
         await self._compute.close(within_s)
-        self._fetches.close()
+        for fetches in self._fetches.values():
+            fetches.close()
 
     def run_at_once(self, call: ActiveCall) -> asyncio.Future[Any]:
         """Runs an instant call whose turn has begun, on this thread, and ends the turn; returns a future that is
@@ -90,9 +99,53 @@ class CallRunner:
         Raises:
             RlhfError: One of the errors that the proto names for the method.
         """
-        arrived = time.monotonic()
+        self._calls[call.ticket] = call
+        try:
+            self._begin_fetch(call)
+            if self._sessions.is_shared:
+                # A fetch from a rank that has died lasts until its deadline; other sessions do not wait for it.
+                await self._fetched(call)
+            response = None
+            while response is None:
+                await self._wait_for_turn(call)
+                response = await self._run_turn(call)
+            return response
+        finally:
+            del self._calls[call.ticket]
+
+    async def _run_turn(self, call: ActiveCall) -> Any:
+        """Runs a call whose turn has begun and ends the turn; returns the response message of its method. Returns None
+        if the call has given way to one of another session and has to wait for another turn."""
+        first = None
+        try:
+            if call.registration.instant:
+                return self._compute.run_at_once(call)
+            self._phase.set(worker_pb2.PHASE_FETCHING, call)
+            rows, failure = await self._fetched(call)
+            if call.ticket.meets:
+                self._turns.await_peers(call.ticket)
+                first = await self._meet(call)
+                if first is not None:
+                    return None
+                await self._turns.resume(call.ticket)
+            self._phase.set(worker_pb2.PHASE_COMPUTING, call)
+            if self._sessions.is_shared:
+                call.context.others = self._sessions.names - {call.context.call.session}
+            return await self._compute.run(call, rows, failure)
+        except OutOfStep as error:
+            asyncio.get_running_loop().call_later(ANSWER_S, self._worker.leave, str(error))
+            raise
+        finally:
+            self._phase.set(worker_pb2.PHASE_IDLE, None)
+            if first is None:
+                self._end_turn(call)
+            else:
+                self._turns.give_way(call.ticket, first)
+
+    def _begin_fetch(self, call: ActiveCall) -> None:
+        """Queues the fetch of a call's rows, if it has any and was not stopped."""
         if call.has_batch and not call.stopped.is_set():
-            call.fetch = self._fetches.add(
+            call.fetch = self._fetches_of(call).add(
                 partial(
                     fetch_rows,
                     self._fetcher,
@@ -102,23 +155,20 @@ class CallRunner:
                     writable=self._worker.writes_to_rows,
                 )
             )
-        await self._wait_for_turn(call)
-        try:
-            call.timing.queue_s = time.monotonic() - arrived
-            if call.registration.instant:
-                return self._compute.run_at_once(call)
-            self._phase.set(worker_pb2.PHASE_FETCHING, call)
-            rows, failure = await self._fetched(call)
-            if call.registration.collective and self._worker.ranks.size > 1:
-                await self._meet(call)
-            self._phase.set(worker_pb2.PHASE_COMPUTING, call)
-            return await self._compute.run(call, rows, failure)
-        except OutOfStep as error:
-            asyncio.get_running_loop().call_later(ANSWER_S, self._worker.leave, str(error))
-            raise
-        finally:
-            self._phase.set(worker_pb2.PHASE_IDLE, None)
-            self._end_turn(call)
+
+    def _fetches_of(self, call: ActiveCall) -> FetchQueue:
+        """Returns the queue of a call's fetch. Sessions that share the service have queues of their own: those of two
+        sessions may be in different orders on ranks that relay rows to each other."""
+        header = call.context.call
+        name = header.session if header.sequence and self._sessions.is_shared else ""
+        if name not in self._fetches and name in self._sessions.names:
+            self._fetches[name] = FetchQueue()
+        return self._fetches.get(name, self._fetches[""])
+
+    def _notes_of_others(self) -> list[Note]:
+        """Returns the notes of the calls that wait for the turn of another session's call alone."""
+        calls = (self._calls[ticket] for ticket in self._turns.heads)
+        return [note_of(call.method, call.request) for call in calls]
 
     async def _wait_for_turn(self, call: ActiveCall) -> None:
         """Waits until it is the call's turn, and begins the turn.
@@ -127,15 +177,17 @@ class CallRunner:
             DeadlineExceeded: The turn did not come before the call's deadline.
             RlhfError: One of the errors of `_check_waiting`.
         """
-        context = call.context
+        context, since = call.context, time.monotonic()
         try:
             await self._turns.begin(call.ticket, context.deadline, partial(self._check_waiting, call))
         except TimeoutError:
             running = self._phase.call
-            behind = running.method.name if running else f"call {self._turns.next}, which never came"
+            number = self._turns.next_of(context.call.session)
+            behind = running.method.name if running else f"call {number}, which never came"
             raise DeadlineExceeded(
                 f"{call.method.name} (sequence {context.call.sequence}) waited past its deadline behind {behind}"
             ) from None
+        call.timing.queue_s += time.monotonic() - since
 
     def _check_waiting(self, call: ActiveCall) -> None:
         """Raises if a call may neither wait for its turn any longer nor take it.
@@ -145,7 +197,7 @@ class CallRunner:
             ServiceLost: The rank is shutting down.
             CallCancelled: The call was cancelled, on a service of one rank.
         """
-        self._session.check(call.context.call)
+        self._sessions.check(call.context.call)
         if self._phase.is_draining:
             raise ServiceLost("the service is shutting down")
         # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
@@ -157,7 +209,7 @@ class CallRunner:
         meanwhile."""
         self._turns.end(call.ticket)
         header = call.context.call
-        if header.sequence and header.session != self._session.name:
+        if header.sequence and header.session not in self._sessions.names:
             # The call outlived its session, whose end has freed only the rows that were there.
             self._store.release(header.session)
 
@@ -173,22 +225,29 @@ class CallRunner:
         if error := call.fetch.exception():
             return NO_ROWS, error if isinstance(error, Exception) else RuntimeError(str(error))
         rows = call.fetch.result()
-        call.timing.fetch_s = time.monotonic() - waited
+        call.timing.fetch_s += time.monotonic() - waited
         call.timing.fetched_bytes = rows.fetched.fetched_bytes
         return rows, None
 
-    async def _meet(self, call: ActiveCall) -> None:
-        """Waits until every rank of the service is ready to begin this call.
+    async def _meet(self, call: ActiveCall) -> Ticket | None:
+        """Waits until every rank of the service is ready to begin this call, and returns None; or until all have agreed
+        to begin a call of another session first, and returns the ticket of that one.
 
         Raises:
             CallCancelled: The call was cancelled while it waited.
             DeadlineExceeded: A rank was not ready before the call's deadline.
             RlhfError: As `Meetings.meet`, or Refused if the call's session has ended.
         """
-        context = call.context
-        if await self._meetings.meet(call.method, call.request, call.stopped, context.deadline):
-            return
-        self._session.check(context.call)
+        context, mine = call.context, note_of(call.method, call.request)
+        note = await self._meetings.meet(mine, call.stopped, context.deadline)
+        if note == mine:
+            return None
+        if note is not None:
+            others = (self._calls[ticket] for ticket in self._turns.heads)
+            return next(
+                (each.ticket for each in others if note_of(each.method, each.request) == note), call.ticket
+            )
+        self._sessions.check(context.call)
         if context.cancelled:
             raise CallCancelled(f"call {call.call_id} was cancelled before it started")
         raise DeadlineExceeded(

@@ -209,7 +209,7 @@ class RankServer:
                 self._stop,
                 self._drained,
             ).handlers(),
-            **TransferHandlers(self.store, self.fetcher, self.queue.session, self.unavailable).handlers(),
+            **TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable).handlers(),
             **self.sources.handlers(),
         }
         in_turn = {method.path for method, _ in self.methods.values()}

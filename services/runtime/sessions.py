@@ -1,4 +1,4 @@
-"""The session (one run of a controller) whose calls a rank runs, and whether its controller is connected."""
+"""The sessions (runs of controllers) whose calls a rank runs, and whether their controllers are connected."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ MOST_AHEAD_S = 3600.0
 """Seconds that a controller's clock may be ahead of this rank's. A session that claims a later start is refused: all
 sessions that start before that time would be refused as older."""
 
+MOST_SESSIONS = 16
+"""Most sessions that share a rank at a time. Each may keep MAX_WAITING calls and rows in the arena."""
+
 MAX_NAME = 256
 """Most characters of a session's name and of a call's id; limited, since a rank stores many of them."""
 
@@ -28,44 +31,56 @@ def check_name(field: str, name: str) -> None:
         raise InvalidRequest(f"{field} has {len(name)} characters; at most {MAX_NAME} are allowed")
 
 
-class CurrentSession:
-    """The one session whose ordered calls the rank runs. Not thread-safe: used from the event loop alone.
+class Sessions:
+    """The sessions whose ordered calls the rank runs: one at a time, or, where the service is shared, several. Not
+    thread-safe: used from the event loop alone.
+
+    A session is held while its controller has a stream to this rank, and for ABSENCE_S afterwards. One that is not
+    held, such as one whose calls come without a stream, ends when another one opens. Without sharing, a younger session
+    that asks to take over replaces one that is held, and older ones are refused. Where the service is shared, sessions
+    that are held do not end each other, whatever their starts, and `Call.take_over` changes nothing.
 
     Args:
         ended: Called with the name of a session when it ends; it must stop the session's calls and free its rows.
+        is_shared: Whether up to MOST_SESSIONS sessions are open at a time. Default: False.
 
     Attributes:
-        name: Name of the current session; empty where there is none.
-        started_unix_ns: Start of the youngest session so far, in Unix nanoseconds; sessions that started earlier are
-            refused. 0 before the first session.
+        is_shared: As given.
+        started_unix_ns: Start of the youngest session so far, in Unix nanoseconds; without sharing, sessions that
+            started earlier are refused. 0 before the first session.
     """
 
-    def __init__(self, ended: Callable[[str], None]) -> None:
-        self.name = ""
+    def __init__(self, ended: Callable[[str], None], *, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
         self.started_unix_ns = 0
+        self._open: dict[str, None] = {}
         self._ended = ended
         self._streams: Counter[str] = Counter()
         self._absences: dict[str, asyncio.TimerHandle] = {}
 
     @property
-    def holder(self) -> str:
-        """Name of the current session if its controller has a stream to this rank, or had one in the last ABSENCE_S;
-        otherwise "". A younger session replaces a holder only if it asks to take over. A current session that is no
-        holder, such as one whose calls come without a stream, is replaced by any younger session."""
-        return self.name if self.is_connected or self.name in self._absences else ""
+    def names(self) -> frozenset[str]:
+        """Names of the open sessions."""
+        return frozenset(self._open)
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the current session's controller has a stream to this rank."""
-        return bool(self.name) and self._streams[self.name] > 0
+    def holder(self) -> str:
+        """Name of the session that keeps others from the rank: the current one if it is held; "" otherwise, and where
+        the service is shared."""
+        return "" if self.is_shared else next(filter(self._is_held, self._open), "")
+
+    def is_connected(self, name: str) -> bool:
+        """Whether the controller of this session, which is open, has a stream to this rank."""
+        return name in self._open and self._streams[name] > 0
 
     def open(self, call: common_pb2.Call) -> None:
-        """Makes a call's session the current one, and ends the session that was.
+        """Opens a call's session, which is not open. Without sharing, ends the session that was current; with sharing,
+        those that are not held.
 
         Raises:
             InvalidRequest: The session's start is more than MOST_AHEAD_S in the future.
-            Refused: The session is older than the current one, the call is not its first, or the current session has a
-                holder and the call does not ask to take over.
+            Refused: The call is not the session's first. Or, without sharing, the session is older than the current
+                one, or that is held and the call does not ask to take over. Or, with sharing, MOST_SESSIONS are held.
         """
         started = call.session_started_unix_ns
         if started > time.time_ns() + MOST_AHEAD_S * 1e9:
@@ -73,32 +88,28 @@ class CurrentSession:
                 f"session {call.session!r}: session_started_unix_ns is {started}, more than {MOST_AHEAD_S:g} s ahead "
                 "of this host's clock"
             )
-        if started < self.started_unix_ns:
-            raise Refused(f"session {call.session!r} was superseded by {self.name or 'a younger one'!r}")
-        if call.sequence != 1:
-            current = repr(self.name) if self.name else "there is none"
-            raise Refused(f"session {call.session!r} is not the current one ({current})")
-        if self.holder and not call.take_over:
-            raise Refused(f"session {self.name!r} is running here; {call.session!r} may only take it over")
-        before, self.name = self.name, call.session
-        self.started_unix_ns = started
-        if before:
-            self._ended(before)
+        if not self.is_shared and started < self.started_unix_ns:
+            raise Refused(
+                f"session {call.session!r} was superseded by {self._current or repr('a younger one')}"
+            )
+        for name in self._to_end(call):
+            self._close(name)
+        self._open[call.session] = None
+        self.started_unix_ns = max(self.started_unix_ns, started)
 
     def check(self, call: common_pb2.Call) -> None:
-        """Raises Refused if a call is ordered (has a sequence number) and its session is not the current one."""
-        if call.sequence and call.session != self.name:
-            how = f"was superseded by {self.name!r}" if self.name else "has ended"
+        """Raises Refused if a call is ordered (has a sequence number) and its session is not open."""
+        if call.sequence and call.session not in self._open:
+            is_superseded = self._open and not self.is_shared
+            how = f"was superseded by {self._current}" if is_superseded else "has ended"
             raise Refused(f"session {call.session!r} {how}")
 
     def end(self, name: str) -> None:
-        """Ends a session by name, whether or not it is the current one: calls `ended`, which stops its calls and
-        frees its rows. If it was the current one, there is no current session afterwards."""
+        """Ends a session by name, whether or not it is open: calls `ended`, which stops its calls and frees its
+        rows."""
         if absence := self._absences.pop(name, None):
             absence.cancel()
-        if name == self.name:
-            self.name = ""
-        self._ended(name)
+        self._close(name)
 
     def opened_stream(self, name: str) -> None:
         """Notes that a session's controller has opened a stream to this rank, and so cancels the end of the session
@@ -115,3 +126,33 @@ class CurrentSession:
             del self._streams[name]
             loop = asyncio.get_running_loop()
             self._absences[name] = loop.call_later(ABSENCE_S, self.end, name)
+
+    def _close(self, name: str) -> None:
+        self._open.pop(name, None)
+        self._ended(name)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether an open session is held, as the class describes it."""
+        return self.is_connected(name) or name in self._absences
+
+    def _to_end(self, call: common_pb2.Call) -> list[str]:
+        """Returns the sessions that end where the session of a call opens; raises Refused as `open` does."""
+        if call.sequence != 1:
+            which = "open here" if self.is_shared else f"the current one ({self._current or 'there is none'})"
+            raise Refused(f"session {call.session!r} is not {which}")
+        held = [name for name in self._open if self._is_held(name)]
+        if self.is_shared:
+            if len(held) >= MOST_SESSIONS:
+                raise Refused(
+                    f"{len(held)} sessions share this service, the most that may; {call.session!r} has to wait until "
+                    "one of them has ended"
+                )
+            return [name for name in self._open if name not in held]
+        if held and not call.take_over:
+            raise Refused(f"session {held[0]!r} is running here; {call.session!r} may only take it over")
+        return list(self._open)
+
+    @property
+    def _current(self) -> str:
+        """Names of the open sessions, for messages; "" if there is none."""
+        return ", ".join(map(repr, self._open))

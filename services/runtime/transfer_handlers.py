@@ -13,7 +13,7 @@ from nccl_transfer.transports import mark_corrupt_response, serve_fetch, stat_re
 from rlhf.errors import Refused
 from rlhf.v1 import transfer_pb2
 from services.runtime.boundary import Handler, timeout_s
-from services.runtime.sessions import CurrentSession
+from services.runtime.sessions import Sessions
 
 
 class TransferHandlers:
@@ -22,7 +22,7 @@ class TransferHandlers:
     Args:
         store: Store of the rank's rows.
         fetcher: Fetches rows from other ranks and counts the traffic.
-        session: Current session of the rank, the only one for which Put stores rows.
+        sessions: Sessions of the rank; Put stores rows for no other.
         unavailable: For each transport that is not available on this host, the reason, by name.
     """
 
@@ -30,12 +30,12 @@ class TransferHandlers:
         self,
         store: TensorStore,
         fetcher: Fetcher,
-        session: CurrentSession,
+        sessions: Sessions,
         unavailable: Mapping[str, str],
     ) -> None:
         self._store = store
         self._fetcher = fetcher
-        self._session = session
+        self._sessions = sessions
         self._unavailable = unavailable
 
     def handlers(self) -> dict[str, Handler]:
@@ -55,10 +55,9 @@ class TransferHandlers:
         return await self._fetcher.relays.take(request, timeout_s(context))
 
     async def _put(self, request: transfer_pb2.PutRequest, context: Any) -> transfer_pb2.PutResponse:
-        """Stores the request's rows and returns references to them; raises Refused for a session that is not the
-        current one."""
-        if not request.session or request.session != self._session.name:
-            raise Refused(f"session {request.session!r} is not the current one, so its rows are not kept")
+        """Stores the request's rows and returns references to them; raises Refused for a session that is not open."""
+        if not request.session or request.session not in self._sessions.names:
+            raise Refused(f"session {request.session!r} is not open here, so its rows are not kept")
         batch, lease = from_proto(request.batch), Lease(request.session, request.step)
         stored = await asyncio.to_thread(self._store.put_batch, batch, lease)
         return transfer_pb2.PutResponse(batch=to_proto(stored))

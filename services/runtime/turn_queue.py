@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.runtime.turns import Ticket, TurnOrder
 
 MISSING_S = 5.0
-"""Seconds that an idle rank waits for a missing call before it runs a later one. Calls on a stream arrive in order,
-so a call that is missing for longer will hardly come."""
+"""Seconds that a rank that runs no call of a session waits for a missing one of it before it runs a later one. Calls
+on a stream arrive in order, so a call that is missing for longer will hardly come."""
 
 
 class TurnQueue:
@@ -20,25 +20,31 @@ class TurnQueue:
     def __init__(self) -> None:
         self._turns = TurnOrder()
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
-        self._missing: int | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
 
     @property
-    def next(self) -> int:
-        """Sequence number of the current session's next call, from 1."""
-        return self._turns.next
+    def heads(self) -> Sequence[Ticket]:
+        """Tickets of the calls that wait in `begin`, of each session the one that is its next."""
+        return [ticket for ticket in self._turns.heads if ticket in self._waiting]
+
+    def next_of(self, session: str) -> int:
+        """Returns the sequence number of a session's next call; 0 for a session that was not added or has ended."""
+        return self._turns.next_of(session)
 
     def begin_session(self, name: str) -> None:
-        """Makes `name` the current session: sequence numbers start from 1 again, and every waiting call checks
-        whether it may still wait."""
+        """Adds a session, whose sequence numbers start from 1."""
         self._turns.begin_session(name)
+
+    def end_session(self, name: str) -> None:
+        """Removes a session, if it was added; every waiting call checks whether it may still wait."""
+        self._turns.end_session(name)
         self._watch_missing()
         self.wake()
 
-    def join(self, session: str, number: int) -> Ticket:
+    def join(self, session: str, number: int, *, meets: bool = False) -> Ticket:
         """Adds a call to those that wait and returns its ticket, without waiting for the turn; arguments and errors
         are those of `TurnOrder.join`."""
-        ticket = self._turns.join(session, number)
+        ticket = self._turns.join(session, number, meets=meets)
         self._watch_missing()
         return ticket
 
@@ -80,14 +86,37 @@ class TurnQueue:
         self._watch_missing()
 
     def end(self, ticket: Ticket) -> None:
-        """Notes that the running call, which must be this one, has ended, and wakes the next one."""
+        """Notes that this call, which runs or waits for the other ranks, has ended, and wakes the next one."""
         self._turns.end(ticket)
+        self._pass_on()
+
+    def await_peers(self, ticket: Ticket) -> None:
+        """Notes that the running call, which must be this one, waits for the other ranks: calls that meet nobody may
+        begin, until `resume`, `give_way` or `end`."""
+        self._turns.await_peers(ticket)
+        self._pass_on()
+
+    async def resume(self, ticket: Ticket) -> None:
+        """Begins the call that waited for the other ranks again, which must be this one, once the call that runs
+        meanwhile has ended. Cannot be stopped, since the other ranks begin it."""
+        self._turns.resume(ticket)
+        while not self._turns.may_begin(ticket):
+            turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+            await turn
+        self._waiting.pop(ticket, None)
+        self._turns.begin(ticket)
+        self._watch_missing()
+
+    def give_way(self, ticket: Ticket, to: Ticket) -> None:
+        """Makes the call that waits for the other ranks, which must be this one, wait for another turn, so that the
+        call `to` of another session begins before it. The caller then has to `begin` the call again."""
+        self._turns.give_way(ticket, to)
         self._pass_on()
 
     def abandon(self, session: str, number: int) -> None:
         """Lets later calls of the session run without waiting for this sequence number. A call may still `join` with
-        the number while it is not below `next`. No effect if a call with the number waits or runs, or if `join` would
-        refuse the number."""
+        the number while it is not below the session's next one. No effect if a call with the number waits or runs, or
+        if `join` would refuse the number."""
         self._turns.abandon(session, number)
         self._pass_on()
 
@@ -98,26 +127,28 @@ class TurnQueue:
                 turn.set_result(None)
 
     def _pass_on(self) -> None:
-        """Wakes the call whose turn it is, and no other, so that the cost of a turn does not grow with the queue."""
-        turn = self._waiting.get(ready) if (ready := self._turns.ready) else None
+        """Wakes the call whose turn it is, and no other, so that the cost of a turn does not grow with the queue. A
+        call that does not wait in `begin` yet, since its rows are still fetched, does not hold up those of other
+        sessions."""
+        turn = next((self._waiting[ticket] for ticket in self._turns.ready if ticket in self._waiting), None)
         if turn is not None and not turn.done():
             turn.set_result(None)
         self._watch_missing()
 
     def _watch_missing(self) -> None:
-        """Starts the timer of MISSING_S for the sequence number that is missing now, if any, and stops the timer of a
-        number that no longer is."""
-        if self._turns.missing == self._missing:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._missing = self._turns.missing
-        is_missing = self._missing is not None
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(MISSING_S, self._pass_over_missing) if is_missing else None
+        """Starts a timer of MISSING_S for each sequence number that is missing now, and stops those of numbers that no
+        longer are."""
+        missing = set(self._turns.missing.items())
+        for each in self._timers.keys() - missing:
+            self._timers.pop(each).cancel()
+        for each in missing - self._timers.keys():
+            timer = asyncio.get_running_loop().call_later(MISSING_S, self._pass_over_missing, each)
+            self._timers[each] = timer
 
-    def _pass_over_missing(self) -> None:
-        """Ends the wait for the missing call: the waiting call with the lowest sequence number is next. If the ranks
-        of the service meet for the missing call, `Meetings` fails it, since this rank is past it."""
-        self._turns.pass_over_missing()
+    def _pass_over_missing(self, missing: tuple[str, int]) -> None:
+        """Ends the wait for the missing call, given as (session, number): the session's waiting call with the lowest
+        sequence number is its next. If the ranks of the service meet for the missing call, `Meetings` fails it, since
+        this rank is past it."""
+        del self._timers[missing]
+        self._turns.pass_over_missing(missing[0])
         self._pass_on()

@@ -1,8 +1,9 @@
-"""The order in which calls run on one rank, by their sequence numbers in a session. This module decides which call is
-next; `services.runtime.turn_queue` lets calls wait."""
+"""The order in which calls run on one rank, by their sequence numbers in their sessions. This module decides which call
+is next; `services.runtime.turn_queue` lets calls wait."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from rlhf.errors import Refused, TooManyCalls
@@ -20,19 +21,17 @@ class Ticket:
         session: Name of the call's session.
         number: Sequence number of the call in its session, from 1; 0 for a call that needs no order.
         arrival: Position of the call among all calls of the rank, in the order in which they joined, from 1.
+        meets: Whether all ranks of the service begin the call together.
     """
 
     session: str
     number: int
     arrival: int
+    meets: bool = False
 
 
-class TurnOrder:
-    """Decides which call runs next, one at a time: calls of the current session in the order of their sequence
-    numbers, unordered calls (number 0) in the order of their arrival.
-
-    A sequence number whose call will not run is abandoned (`abandon`, `give_up`) and skipped. A sequence number whose
-    call has not arrived is missing: later calls wait for it until `pass_over_missing`.
+class _Session:
+    """The calls of one session: those that wait, by sequence number, and the numbers whose calls will not run.
 
     Attributes:
         next: Sequence number of the session's next call, from 1.
@@ -40,80 +39,160 @@ class TurnOrder:
 
     def __init__(self) -> None:
         self.next = 1
-        self._session = ""
+        self.waiting: dict[int, Ticket] = {}
+        self.abandoned: set[int] = set()
+
+    @property
+    def ready(self) -> Ticket | None:
+        """The waiting call with number `next`; None if it has not arrived."""
+        return self.waiting.get(self.next)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether calls wait for one that has not arrived."""
+        return bool(self.waiting) and self.next not in self.waiting
+
+    def pass_over_missing(self) -> None:
+        """Makes the lowest number that waits the next one."""
+        self.next = min(self.waiting)
+        self.abandoned = {number for number in self.abandoned if number > self.next}
+
+    def skip_abandoned(self) -> None:
+        """Advances `next` past numbers that are abandoned."""
+        while self.next in self.abandoned:
+            self.abandoned.remove(self.next)
+            self.next += 1
+
+
+class TurnOrder:
+    """Decides which call runs next, one at a time: calls of each session in the order of their sequence numbers; of
+    several sessions' next calls, and of unordered calls (number 0), the one that arrived first.
+
+    A call whose turn has come may wait for the other ranks (`await_peers`). Meanwhile calls of other sessions that meet
+    nobody may run; it then goes on (`resume`), or all ranks begin another session's call first (`give_way`).
+
+    A sequence number whose call will not run is abandoned (`abandon`, `give_up`) and skipped. A sequence number whose
+    call has not arrived is missing: later calls of the session wait for it until `pass_over_missing`.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Session] = {}
         self._arrivals = 0
         self._running: Ticket | None = None
-        self._waiting: dict[int, Ticket] = {}
+        self._at_barrier: Ticket | None = None
+        self._first: Ticket | None = None
         self._unordered: dict[Ticket, None] = {}
-        self._abandoned: set[int] = set()
 
     def begin_session(self, name: str) -> None:
-        """Makes `name` the current session: sequence numbers start from 1 again, and waiting calls of the previous
-        session can no longer begin."""
-        self._session, self.next = name, 1
-        self._waiting.clear()
-        self._abandoned.clear()
+        """Adds a session, whose sequence numbers start from 1."""
+        self._sessions[name] = _Session()
 
-    def join(self, session: str, number: int) -> Ticket:
+    def end_session(self, name: str) -> None:
+        """Removes a session, if it was added: its waiting calls can no longer begin."""
+        ended = self._sessions.pop(name, None)
+        if ended is not None and self._first in ended.waiting.values():
+            self._first = None
+
+    def next_of(self, session: str) -> int:
+        """Returns the sequence number of a session's next call; 0 for a session that was not added or has ended."""
+        known = self._sessions.get(session)
+        return known.next if known else 0
+
+    def join(self, session: str, number: int, *, meets: bool = False) -> Ticket:
         """Adds a call to those that wait; returns its ticket.
 
         Args:
             session: Name of the call's session; ignored for an unordered call.
             number: Sequence number, from 1; 0 for an unordered call.
+            meets: As in `Ticket`.
 
         Raises:
-            Refused: The number is below `next` or belongs to another call that has not ended, or the session is not
-                the current one.
-            TooManyCalls: MAX_WAITING unordered calls wait already, or the number is MAX_WAITING or more above `next`.
+            Refused: The number is below the session's next one or belongs to another call that has not ended, or there
+                is no such session.
+            TooManyCalls: MAX_WAITING unordered calls wait already, or the number is MAX_WAITING or more above the
+                session's next one.
         """
-        if number:
-            self._check(session, number)
-        elif len(self._unordered) >= MAX_WAITING:
+        known = self._checked(session, number) if number else None
+        if known is None and len(self._unordered) >= MAX_WAITING:
             raise TooManyCalls(f"{MAX_WAITING} calls without a sequence wait already; try again later")
         self._arrivals += 1
-        ticket = Ticket(session, number, self._arrivals)
-        if number:
-            self._abandoned.discard(number)
-            self._waiting[number] = ticket
+        ticket = Ticket(session, number, self._arrivals, meets)
+        if known is not None:
+            known.abandoned.discard(number)
+            known.waiting[number] = ticket
         else:
             self._unordered[ticket] = None
         return ticket
 
     @property
-    def ready(self) -> Ticket | None:
-        """Ticket of the waiting call that should begin now; None while a call runs, or if no waiting call may begin.
-        If an ordered and an unordered call may both begin, the one that arrived first."""
-        if self._running is not None:
-            return None
-        candidates = (self._waiting.get(self.next), next(iter(self._unordered), None))
-        return min(filter(None, candidates), key=lambda ticket: ticket.arrival, default=None)
+    def heads(self) -> list[Ticket]:
+        """The waiting call of each session that is the session's next one."""
+        return [ticket for known in self._sessions.values() if (ticket := known.ready)]
 
     @property
-    def missing(self) -> int | None:
-        """Sequence number of the next call, if no call runs and later calls wait for it but it has not arrived; None
-        otherwise."""
-        is_blocked = self._running is None and self._waiting and self.next not in self._waiting
-        return self.next if is_blocked else None
+    def ready(self) -> list[Ticket]:
+        """Tickets of the waiting calls that may begin now, in the order in which they should: the one that `resume` or
+        `give_way` chose alone; else the next one of each session, and the first unordered one, in the order of their
+        arrival."""
+        candidates = [self._first] if self._first else [*self.heads, *itertools.islice(self._unordered, 1)]
+        return sorted(filter(self.may_begin, candidates), key=lambda ticket: ticket.arrival)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Sequence number of the next call of each session whose later calls wait for it while it has not arrived; only
+        of sessions of which no call runs, and none while an unordered call runs."""
+        if self._running is not None and not self._running.number:
+            return {}
+        active = [session for session, _ in self._active]
+        blocked = (name for name, known in self._sessions.items() if known.is_blocked)
+        return {name: self._sessions[name].next for name in blocked if name not in active}
 
     def may_begin(self, ticket: Ticket) -> bool:
-        """Whether a waiting call may begin now: no call runs, and its number is the next one or it is unordered."""
+        """Whether a call may begin now: no call runs, and it is the one that `resume` or `give_way` chose; or they
+        chose none, it is unordered or its session's next call, and the other ranks are not awaited for another one."""
         if self._running is not None:
             return False
-        return ticket in self._unordered or self._waiting.get(self.next) is ticket
+        if self._first is not None or (ticket.meets and self._at_barrier is not None):
+            return ticket is self._first
+        known = self._sessions.get(ticket.session)
+        return ticket in self._unordered or (known is not None and known.ready is ticket)
 
     def begin(self, ticket: Ticket) -> None:
         """Makes a waiting call the running one; `may_begin` must be True."""
         assert self.may_begin(ticket), "another call's turn"
+        if self._at_barrier is ticket:
+            self._stop(ticket)
         self._leave(ticket)
         self._running = ticket
 
     def end(self, ticket: Ticket) -> None:
-        """Notes that the running call, which must be this one, has ended, so that the next one may begin."""
-        assert self._running is ticket, "another call runs"
-        self._running = None
-        if ticket.number and ticket.session == self._session:
-            self.next = max(self.next, ticket.number + 1)
-        self._skip_abandoned()
+        """Notes that this call, which runs or waits for the other ranks, has ended, so that the next one may begin."""
+        self._stop(ticket)
+        known = self._sessions.get(ticket.session)
+        if ticket.number and known is not None:
+            known.next = max(known.next, ticket.number + 1)
+            known.skip_abandoned()
+
+    def await_peers(self, ticket: Ticket) -> None:
+        """Notes that the running call, which must be this one, waits for the other ranks: calls that meet nobody may
+        begin."""
+        self._stop(ticket)
+        self._at_barrier = ticket
+
+    def resume(self, ticket: Ticket) -> None:
+        """Makes the call that waits for the other ranks, which must be this one, the one that begins next, whether or
+        not its session has ended: the other ranks begin it."""
+        assert self._at_barrier is ticket, "another call waits"
+        self._first = ticket
+
+    def give_way(self, ticket: Ticket, to: Ticket) -> None:
+        """Makes the call that waits for the other ranks, which must be this one, wait for another turn, with its place
+        among the others, and the call `to` of another session the one that begins next. If `to` no longer waits to be
+        its session's next, the order is as before."""
+        self._stop(ticket)
+        if known := self._sessions.get(ticket.session):
+            known.waiting[ticket.number] = ticket
+        self._first = to if to in self.heads else None
 
     def give_up(self, ticket: Ticket) -> None:
         """Removes a waiting call, which will not run, so that later calls do not wait for it."""
@@ -121,46 +200,58 @@ class TurnOrder:
         self.abandon(ticket.session, ticket.number)
 
     def abandon(self, session: str, number: int) -> None:
-        """Lets later calls run without waiting for this sequence number. A call may still `join` with the number while
-        it is not below `next`. No effect if a call with the number waits or runs, or if `join` would refuse the
-        number."""
-        is_free = number not in self._waiting and self._runs != (session, number)
-        if session == self._session and is_free and self.next <= number < self.next + MAX_WAITING:
-            self._abandoned.add(number)
-            self._skip_abandoned()
+        """Lets later calls of the session run without waiting for this sequence number. A call may still `join` with
+        the number while it is not below the session's next one. No effect if a call with the number waits or runs, or
+        if `join` would refuse the number."""
+        known = self._sessions.get(session)
+        if known is None or number in known.waiting or (session, number) in self._active:
+            return
+        if known.next <= number < known.next + MAX_WAITING:
+            known.abandoned.add(number)
+            known.skip_abandoned()
 
-    def pass_over_missing(self) -> None:
-        """If the next call is missing, makes the lowest sequence number that waits the next one. Calls with lower
-        numbers that arrive later are refused."""
-        if self.missing is not None:
-            self.next = min(self._waiting)
-            self._abandoned = {number for number in self._abandoned if number > self.next}
+    def pass_over_missing(self, session: str) -> None:
+        """If the next call of a session is missing, makes the lowest sequence number that waits the next one. Calls
+        with lower numbers that arrive later are refused."""
+        if session in self.missing:
+            self._sessions[session].pass_over_missing()
 
     @property
-    def _runs(self) -> tuple[str, int] | None:
-        """Session and sequence number of the running call; None if no call runs."""
-        return None if self._running is None else (self._running.session, self._running.number)
+    def _active(self) -> list[tuple[str, int]]:
+        """Session and sequence number of the call that runs, and of the one that waits for the other ranks."""
+        return [(ticket.session, ticket.number) for ticket in (self._running, self._at_barrier) if ticket]
 
-    def _check(self, session: str, number: int) -> None:
-        """Raises as `join` if an ordered call of this session and number may not join."""
-        where = f"sequence {number} of session {session!r}"
-        if session != self._session:
-            raise Refused(f"{where}, but the current session is {self._session!r}")
-        if number < self.next:
-            raise Refused(f"{where}, but {self.next} is next")
-        if number >= self.next + MAX_WAITING:
-            raise TooManyCalls(f"{where}, but {self.next} is next; at most {MAX_WAITING} calls may wait")
-        if number in self._waiting or self._runs == (session, number):
+    def _checked(self, session: str, number: int) -> _Session:
+        """Returns the session of an ordered call; raises as `join` if a call with this number may not join."""
+        where, known = f"sequence {number} of session {session!r}", self._sessions.get(session)
+        if known is None:
+            raise Refused(f"{where}, but there is no such session here")
+        if number < known.next:
+            raise Refused(f"{where}, but {known.next} is next")
+        if number >= known.next + MAX_WAITING:
+            raise TooManyCalls(f"{where}, but {known.next} is next; at most {MAX_WAITING} calls may wait")
+        if number in known.waiting or (session, number) in self._active:
             raise Refused(f"{where} is another call's, which has not ended")
+        return known
 
     def _leave(self, ticket: Ticket) -> None:
         """Removes a call from those that wait; no effect if it does not wait."""
         self._unordered.pop(ticket, None)
-        if self._waiting.get(ticket.number) is ticket:
-            del self._waiting[ticket.number]
+        if self._first is ticket:
+            self._first = None
+        if self._is_waiting(ticket):
+            del self._sessions[ticket.session].waiting[ticket.number]
 
-    def _skip_abandoned(self) -> None:
-        """Advances `next` past sequence numbers that are abandoned."""
-        while self.next in self._abandoned:
-            self._abandoned.remove(self.next)
-            self.next += 1
+    def _is_waiting(self, ticket: Ticket | None) -> bool:
+        """Whether an ordered call waits for its turn."""
+        known = self._sessions.get(ticket.session) if ticket else None
+        return known is not None and known.waiting.get(ticket.number) is ticket
+
+    def _stop(self, ticket: Ticket) -> None:
+        """Notes that this call neither runs nor waits for the other ranks any more, one of which it must do."""
+        if self._at_barrier is ticket:
+            self._at_barrier = None
+            self._first = None if self._first is ticket else self._first
+        else:
+            assert self._running is ticket, "another call runs"
+            self._running = None

@@ -117,6 +117,8 @@ class CallContext:
         done, done_of: Progress that Watch reports: units of work done, and their total; 0 of 0 if unknown.
         stuck_timeout_s: Seconds without progress after the deadline until the call counts as stuck.
         progressed_at: When `progress` was last called, in seconds of `time.monotonic()`; 0 for never.
+        others: Names of the other sessions that were open on this rank when the method was called. They may differ
+            from rank to rank, and there are none where the service is not shared.
     """
 
     call: common_pb2.Call
@@ -126,6 +128,7 @@ class CallContext:
     done_of: int = 0
     stuck_timeout_s: float = 60.0
     progressed_at: float = 0.0
+    others: frozenset[str] = frozenset()
 
     @property
     def peers_deadline(self) -> float:
@@ -184,6 +187,8 @@ class Worker:
     as module:object, which finds it with and without an entry point."""
     also_serves: ClassVar[tuple[str, ...]] = ()
     """Names of further roles whose methods this worker also has; calls of all roles share one order."""
+    is_frozen: ClassVar[bool] = False
+    """Whether no call changes what later calls return, so that several sessions may share the service at a time."""
     writes_to_rows: ClassVar[bool] = False
     """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
     request message itself are read-only in any case."""

@@ -88,7 +88,7 @@ class WorkerHandlers:
         }
 
     async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        ranks, session = self._worker.ranks, self._queue.session
+        ranks, sessions = self._worker.ranks, self._queue.sessions
         answer = self._worker.describe()
         answer.MergeFrom(
             worker_pb2.DescribeResponse(
@@ -103,9 +103,11 @@ class WorkerHandlers:
                 version=self._version,
                 cpu=self._cpu,
                 dispatches=True,
-                session=session.holder,
-                session_is_connected=session.is_connected,
-                session_started_unix_ns=session.started_unix_ns,
+                session=sessions.holder,
+                session_is_connected=sessions.is_connected(sessions.holder),
+                session_started_unix_ns=sessions.started_unix_ns,
+                is_shared=sessions.is_shared,
+                sessions=len(sessions.names),
                 working_directory=str(Path.cwd()),
                 output_roots=map(str, self._worker.output_roots),
             )
@@ -179,7 +181,7 @@ class WorkerHandlers:
 
     async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
         check_name("session", request.session)
-        self._queue.session.end(request.session)
+        self._queue.sessions.end(request.session)
         return worker_pb2.EndSessionResponse()
 
     async def _introduce(self, request: Any, context: Any) -> worker_pb2.IntroduceResponse:

@@ -111,17 +111,45 @@ def test_a_run_does_not_end_another_unless_it_takes_over(cluster: Cluster, tmp_p
             first.group("actor").synchronize().records(TIMEOUT_S)
 
 
-def test_a_service_refuses_a_second_session_by_itself_too(cluster: Cluster, reference: Service) -> None:
-    with connected(cluster.select(reference="reference"), Session(name="first")) as first:
+def test_a_service_refuses_a_second_session_by_itself_too(cluster: Cluster, critic: Service) -> None:
+    with connected(cluster.select(critic="critic"), Session(name="first")) as first:
         with pytest.raises(Refused, match="session 'first' is running here"):
-            reference.call(
-                "synchronize", header=reference.header(sequence=1, session_started_unix_ns=time.time_ns())
+            critic.call(
+                "synchronize", header=critic.header(sequence=1, session_started_unix_ns=time.time_ns())
             )
-        first.group("reference").synchronize().records(TIMEOUT_S)
+        first.group("critic").synchronize().records(TIMEOUT_S)
+
+
+def test_a_frozen_service_is_shared_and_says_with_how_many(cluster: Cluster, reference: Service) -> None:
+    config, lines = cluster.select(reference="reference"), list[str]()
+    with connected(config, Session(name="first")) as first:
+        second = ConnectedCluster(config, Session(started_unix_ns=5, take_over=True))
+        second.connect(lines.append)
+        groups = [each.group("reference") for each in (first, second)]
+        calls = [each.synchronize() for each in groups * 3]
+        assert reference.ask("Describe").sessions == 2
+        for call in calls:
+            call.records(TIMEOUT_S)
+        (address,) = reference.addresses
+        assert lines == [f"services.reference ({address}) is shared with 1 other session"]
+        with pytest.raises(Refused, match="other sessions use this reference"):
+            groups[0].offload().records(TIMEOUT_S)
+        second.close()
+        groups[0].offload().records(TIMEOUT_S)
+        with (
+            pytest.raises(
+                Refused, match="session 'first' has loaded a checkpoint here or offloaded the model"
+            ),
+            connected(config, Session()),
+        ):
+            pass
+    with connected(config, Session()) as next_one:
+        assert next_one.origins["reference"].endswith(", fresh")
+    assert reference.ask("Describe").sessions == 0
 
 
 def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    config = cluster.select(reference="reference")
+    config = cluster.select(critic="critic")
     with connected(config, Session()):
         pass
     began = time.monotonic()
@@ -130,19 +158,17 @@ def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster,
 
 
 def test_a_controller_whose_clock_is_behind_is_let_in_and_one_from_the_future_locks_nobody_out(
-    cluster: Cluster, reference: Service
+    cluster: Cluster, critic: Service
 ) -> None:
-    ahead = reference.header(
-        session="ahead", sequence=1, session_started_unix_ns=time.time_ns() + HOUR_NS // 2
-    )
-    reference.call("synchronize", header=ahead)
+    ahead = critic.header(session="ahead", sequence=1, session_started_unix_ns=time.time_ns() + HOUR_NS // 2)
+    critic.call("synchronize", header=ahead)
     for started in (2**64 - 1, time.time_ns() + 2 * HOUR_NS):
-        future = reference.header(session="future", sequence=1, session_started_unix_ns=started)
+        future = critic.header(session="future", sequence=1, session_started_unix_ns=started)
         with pytest.raises(InvalidRequest, match="ahead of this host's clock"):
-            reference.call("synchronize", header=future)
+            critic.call("synchronize", header=future)
     behind = Session(started_unix_ns=time.time_ns() - HOUR_NS)
-    with connected(cluster.select(reference="reference"), behind) as run:
-        run.group("reference").synchronize().records(TIMEOUT_S)
+    with connected(cluster.select(critic="critic"), behind) as run:
+        run.group("critic").synchronize().records(TIMEOUT_S)
 
 
 def test_a_service_that_was_started_with_another_config_is_refused_with_the_keys(

@@ -12,7 +12,7 @@ import pytest
 from rlhf.contract import group_methods
 from rlhf.errors import OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services.runtime.meetings import Meetings
+from services.runtime.meetings import Meetings, note_of
 
 METHOD = group_methods("reward")["offload"]
 
@@ -47,7 +47,8 @@ def request(sequence: int) -> Any:
 
 
 async def meet(meetings: Meetings, sequence: int, within_s: float = 0.01) -> bool:
-    return await meetings.meet(METHOD, request(sequence), asyncio.Event(), time.monotonic() + within_s)
+    note = note_of(METHOD, request(sequence))
+    return await meetings.meet(note, asyncio.Event(), time.monotonic() + within_s) == note
 
 
 async def soon() -> None:
@@ -92,14 +93,14 @@ def test_of_calls_that_were_given_up_a_rank_attends_for_the_first_and_the_last()
         last = asyncio.create_task(meet(meetings, 20, within_s=20))
         await soon()
         assert len(meetings._attending) == 2
-        peer = [0.0, 20.0, *ranks.rounds[0].note[2:]]
+        peer = [0.0, 0.0, 20.0, *ranks.rounds[0].note[3:]]
         ranks.rounds[0].end(peer)
         await soon()
-        ranks.rounds[1].end([1.0])  # the peer wants its call, and this rank does not want its first
+        ranks.rounds[1].end([1.0, 0.0])  # the peer wants its call, and this rank does not want its first
         await soon()
         assert len(ranks.rounds) == 3
         ranks.rounds[2].end(ranks.rounds[2].note)
-        assert ranks.rounds[2].note[1] == 20.0
+        assert ranks.rounds[2].note[2] == 20.0
         assert await last
 
     asyncio.run(main())
@@ -111,9 +112,9 @@ def test_a_peer_at_a_call_before_one_that_was_given_up_is_told_at_once() -> None
         meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
         meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
         await soon()
-        ranks.rounds[0].end([0.0, 5.0, *ranks.rounds[0].note[2:]])
+        ranks.rounds[0].end([0.0, 0.0, 5.0, *ranks.rounds[0].note[3:]])
         await soon()
-        ranks.rounds[1].end([0.0])
+        ranks.rounds[1].end([0.0, 0.0])
         with pytest.raises(PeerFailed, match="rank 1 was not sent this call, and is at a later one"):
             await meeting
 
@@ -128,9 +129,9 @@ def test_a_call_whose_session_a_peer_has_left_is_refused() -> None:
         meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
         meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
         await soon()
-        ranks.rounds[0].end([1.0, 1.0, *ranks.rounds[0].note[2:]])
+        ranks.rounds[0].end([1.0, 0.0, 1.0, *ranks.rounds[0].note[3:]])
         await soon()
-        ranks.rounds[1].end([1.0])
+        ranks.rounds[1].end([1.0, 0.0])
         with pytest.raises(Refused, match="superseded: rank 1 is at a younger one"):
             await meeting
 

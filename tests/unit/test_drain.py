@@ -111,14 +111,14 @@ def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: 
         call = common_pb2.Call(call_id="a", session="run", sequence=1)
         request = worker_pb2.SaveCheckpointRequest(call=call)
         running = queue.start(method, registration, request, timeout_s=30)
-        queue.session.opened_stream("run")
-        queue.session.opened_stream("run")
-        queue.session.closed_stream("run")
-        queue.session.closed_stream("run")
-        queue.session.opened_stream("run")
+        queue.sessions.opened_stream("run")
+        queue.sessions.opened_stream("run")
+        queue.sessions.closed_stream("run")
+        queue.sessions.closed_stream("run")
+        queue.sessions.opened_stream("run")
         await asyncio.sleep(0.1)
         assert ended.empty(), "a stream is open"
-        queue.session.closed_stream("run")
+        queue.sessions.closed_stream("run")
         assert await asyncio.wait_for(ended.get(), 5) == "run"
         with pytest.raises(Refused, match="session 'run' has ended"):
             await running

@@ -237,7 +237,7 @@ def test_refused_calls_by_the_number_of_the_running_one_and_the_next_hold_up_no_
 def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() -> None:
     async def main(rank: Rank) -> None:
         for name in ("", "run"):
-            with pytest.raises(Refused, match="is not the current one, so it introduces nobody"):
+            with pytest.raises(Refused, match="is not open here, so it introduces nobody"):
                 rank.queue.introduce(name, [proto(OTHER)])
         await rank.start(1, rank.near())
         rank.queue.introduce("run", [proto(OTHER)])
@@ -245,7 +245,7 @@ def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() ->
         assert not known.done()
         with pytest.raises(Exception, match="no transport reaches actor rank 1"):
             await known
-        rank.queue.session.end("run")
+        rank.queue.sessions.end("run")
         await rank.start(1, rank.near(), session="next")
         with pytest.raises(InvalidRequest, match="session 'next' has introduced"):
             await rank.start(2, far(), session="next")
@@ -260,7 +260,7 @@ def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() ->
 def test_calls_without_a_session_read_from_the_rank_itself() -> None:
     async def main(rank: Rank) -> None:
         assert (await rank.start(0, rank.near(), session="")).outcome.metrics["sum"].sum == 7.0
-        rank.queue.session.open(pb.Call(session="run", sequence=1))
+        rank.queue.sessions.open(pb.Call(session="run", sequence=1))
         rank.queue.introduce("run", [proto(OTHER)])
         with pytest.raises(InvalidRequest, match="session '' has introduced"):
             await rank.start(0, far(), session="")

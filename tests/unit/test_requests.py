@@ -229,7 +229,7 @@ def test_rows_of_another_session_are_not_stored() -> None:
     def call(servers: list[RankServer]) -> None:
         with connected(servers, Session(timeout_s=TIMEOUT_S)) as ranks:
             request = transfer_pb2.PutRequest(session="stranger", step=1, batch=common_pb2.Batch())
-            with pytest.raises(Refused, match="session 'stranger' is not the current one"):
+            with pytest.raises(Refused, match="session 'stranger' is not open here"):
                 ranks._loop.run(ranks.clients[0].put(request, TIMEOUT_S), TIMEOUT_S)
             assert servers[0].store.stat().shards == 0
 

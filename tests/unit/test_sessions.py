@@ -25,7 +25,7 @@ from controller.role_groups.futures import promise
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services.runtime.sessions import CurrentSession
+from services.runtime.sessions import MOST_SESSIONS, Sessions
 from settings.actor import ActorTable
 
 HOUR_NS = 3600 * 10**9
@@ -35,7 +35,7 @@ def first_call(session: str, started: int, *, take_over: bool = False) -> common
     return common_pb2.Call(session=session, sequence=1, session_started_unix_ns=started, take_over=take_over)
 
 
-Test = Callable[[CurrentSession, list[str]], Coroutine[Any, Any, None]]
+Test = Callable[[Sessions, list[str]], Coroutine[Any, Any, None]]
 
 
 def in_a_loop(test: Test) -> None:
@@ -43,73 +43,133 @@ def in_a_loop(test: Test) -> None:
 
     async def main() -> None:
         ended: list[str] = []
-        await test(CurrentSession(ended.append), ended)
+        await test(Sessions(ended.append), ended)
 
     asyncio.run(main())
 
 
 def test_a_younger_session_ends_one_whose_controller_is_not_there() -> None:
-    async def test(current: CurrentSession, ended: list[str]) -> None:
-        current.open(first_call("first", 1))
-        current.open(first_call("second", 2))
-        assert (current.name, ended) == ("second", ["first"])
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("first", 1))
+        sessions.open(first_call("second", 2))
+        assert ([*sessions.names], ended) == (["second"], ["first"])
 
     in_a_loop(test)
 
 
 def test_a_session_whose_controller_is_there_ends_only_where_it_is_taken_over() -> None:
-    async def test(current: CurrentSession, ended: list[str]) -> None:
-        current.open(first_call("first", 1))
-        current.opened_stream("first")
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("first", 1))
+        sessions.opened_stream("first")
         with pytest.raises(Refused, match=r"session 'first' is running here"):
-            current.open(first_call("second", 2))
-        current.closed_stream("first")
-        assert not current.is_connected
+            sessions.open(first_call("second", 2))
+        sessions.closed_stream("first")
+        assert not sessions.is_connected("first")
         with pytest.raises(Refused, match=r"session 'first' is running here"):
-            current.open(first_call("second", 2))
-        assert (current.name, ended) == ("first", [])
-        current.open(first_call("second", 2, take_over=True))
-        assert (current.name, ended) == ("second", ["first"])
+            sessions.open(first_call("second", 2))
+        assert ([*sessions.names], ended) == (["first"], [])
+        sessions.open(first_call("second", 2, take_over=True))
+        assert ([*sessions.names], ended) == (["second"], ["first"])
 
     in_a_loop(test)
 
 
 def test_a_session_that_was_ended_is_free_to_take_at_once() -> None:
-    async def test(current: CurrentSession, ended: list[str]) -> None:
-        current.open(first_call("first", 1))
-        current.opened_stream("first")
-        current.closed_stream("first")
-        current.end("first")
-        current.open(first_call("second", 2))
-        assert (current.name, ended) == ("second", ["first"])
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("first", 1))
+        sessions.opened_stream("first")
+        sessions.closed_stream("first")
+        sessions.end("first")
+        sessions.open(first_call("second", 2))
+        assert ([*sessions.names], ended) == (["second"], ["first"])
 
     in_a_loop(test)
 
 
 def test_a_session_from_the_future_is_refused_and_locks_nobody_out() -> None:
-    async def test(current: CurrentSession, ended: list[str]) -> None:
+    async def test(sessions: Sessions, ended: list[str]) -> None:
         for started in (2**64 - 1, time.time_ns() + 2 * HOUR_NS):
             with pytest.raises(InvalidRequest, match="ahead of this host's clock"):
-                current.open(first_call("future", started))
-        current.open(first_call("next", time.time_ns()))
-        assert current.name == "next"
+                sessions.open(first_call("future", started))
+        sessions.open(first_call("next", time.time_ns()))
+        assert sessions.names == {"next"}
 
     in_a_loop(test)
 
 
 def test_a_session_that_claims_a_start_after_the_youngest_is_taken_whatever_its_clock_says() -> None:
-    async def test(current: CurrentSession, ended: list[str]) -> None:
-        current.open(first_call("ahead", time.time_ns() + HOUR_NS // 2))
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("ahead", time.time_ns() + HOUR_NS // 2))
         behind = Session(started_unix_ns=time.time_ns() - HOUR_NS)
-        behind.claim_after([current.started_unix_ns, 5])
+        behind.claim_after([sessions.started_unix_ns, 5])
         header = behind.header(behind.newest, "actor", "synchronize")
         header.sequence = 1
-        current.open(header)
-        assert current.name == behind.name
+        sessions.open(header)
+        assert sessions.names == {behind.name}
         # Ranks compare starts in microseconds.
         assert header.session_started_unix_ns // 1000 > (time.time_ns() + HOUR_NS // 2 - 60 * 10**9) // 1000
 
     in_a_loop(test)
+
+
+def shared(test: Test) -> None:
+    """Runs a test of the sessions of a rank that several may share."""
+
+    async def main() -> None:
+        ended: list[str] = []
+        await test(Sessions(ended.append, is_shared=True), ended)
+
+    asyncio.run(main())
+
+
+def test_sessions_that_share_a_rank_do_not_end_each_other_whatever_their_starts() -> None:
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        for name, started, take_over in (("first", 5, False), ("older", 1, False), ("third", 9, True)):
+            sessions.opened_stream(name)
+            sessions.open(first_call(name, started, take_over=take_over))
+        sessions.closed_stream("older")
+        sessions.opened_stream("fourth")
+        sessions.open(first_call("fourth", 9))
+        assert sessions.names == {"first", "older", "third", "fourth"}
+        assert (ended, sessions.holder, sessions.started_unix_ns) == ([], "", 9)
+        sessions.end("first")
+        assert ended == ["first"]
+        with pytest.raises(Refused, match="session 'first' has ended"):
+            sessions.check(first_call("first", 5))
+        late = first_call("first", 5)
+        late.sequence = 7
+        with pytest.raises(Refused, match="session 'first' is not open here"):
+            sessions.open(late)
+
+    shared(test)
+
+
+def test_a_session_of_a_shared_rank_without_a_stream_ends_when_another_one_opens() -> None:
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.opened_stream("held")
+        sessions.open(first_call("held", 1))
+        sessions.open(first_call("second", 2))
+        assert not ended
+        sessions.open(first_call("third", 3))
+        assert (sessions.names, ended) == ({"held", "third"}, ["second"])
+
+    shared(test)
+
+
+def test_sessions_that_share_a_rank_are_bounded() -> None:
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        for number in range(MOST_SESSIONS):
+            sessions.opened_stream(str(number))
+            sessions.open(first_call(str(number), number))
+        with pytest.raises(
+            Refused, match="16 sessions share this service, the most that may; 'more' has to wait"
+        ):
+            sessions.open(first_call("more", 99, take_over=True))
+        assert not ended
+        sessions.end("3")
+        sessions.open(first_call("more", 99))
+
+    shared(test)
 
 
 def test_a_claim_is_later_by_a_microsecond_and_changes_the_start_of_no_run() -> None:

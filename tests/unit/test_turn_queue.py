@@ -135,11 +135,72 @@ def test_a_session_waits_for_its_own_missing_numbers_not_for_what_is_left_of_ano
     async def test(queue: TurnQueue) -> None:
         queue.join("run", 3)
         await asyncio.sleep(0.7 * PATIENCE_S)
+        queue.end_session("run")
         queue.begin_session("next")
         second = queue.join("next", 2)
         began = time.monotonic()
         await queue.begin(second, began + 20, nothing)
         assert time.monotonic() - began > 0.9 * PATIENCE_S
         queue.end(second)
+
+    in_a_loop(test)
+
+
+def test_a_missing_number_of_a_session_is_waited_for_while_another_one_s_calls_run() -> None:
+    async def test(queue: TurnQueue) -> None:
+        queue.begin_session("other")
+        second = queue.join("run", 2)
+        began = time.monotonic()
+        waiting = asyncio.create_task(queue.begin(second, began + 20, nothing))
+        number = 0
+        while time.monotonic() < began + 2 * PATIENCE_S:
+            number += 1
+            theirs = queue.join("other", number)
+            await queue.begin(theirs, began + 20, nothing)
+            await asyncio.sleep(0.05)
+            queue.end(theirs)
+        await waiting
+        assert time.monotonic() < began + 4 * PATIENCE_S
+        queue.end(second)
+
+    in_a_loop(test)
+
+
+def test_a_call_that_does_not_wait_for_its_turn_yet_does_not_hold_up_another_session() -> None:
+    async def test(queue: TurnQueue) -> None:
+        queue.begin_session("other")
+        fetching, running, theirs = queue.join("run", 1), queue.join("other", 1), queue.join("other", 2)
+        assert queue.begin_at_once(running)
+        waiting = asyncio.create_task(queue.begin(theirs, time.monotonic() + 20, nothing))
+        await soon()
+        queue.end(running)
+        await waiting
+        assert queue.heads == []
+        late = asyncio.create_task(queue.begin(fetching, time.monotonic() + 20, nothing))
+        await soon()
+        assert queue.heads == [fetching]
+        queue.end(theirs)
+        await late
+        queue.end(fetching)
+
+    in_a_loop(test)
+
+
+def test_a_call_that_gives_way_waits_again() -> None:
+    async def test(queue: TurnQueue) -> None:
+        queue.begin_session("other")
+        mine, theirs = queue.join("run", 1), queue.join("other", 1)
+        assert queue.begin_at_once(mine)
+        waiting = asyncio.create_task(queue.begin(theirs, time.monotonic() + 20, nothing))
+        await soon()
+        queue.await_peers(mine)
+        queue.give_way(mine, theirs)
+        again = asyncio.create_task(queue.begin(mine, time.monotonic() + 20, nothing))
+        await waiting
+        await soon()
+        assert not again.done()
+        queue.end(theirs)
+        await again
+        queue.end(mine)
 
     in_a_loop(test)

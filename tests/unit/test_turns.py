@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhf.errors import Refused, TooManyCalls
@@ -16,7 +18,7 @@ def turns() -> TurnOrder:
 
 
 def run(turns: TurnOrder, ticket: Ticket) -> None:
-    assert turns.ready is ticket
+    assert turns.ready[0] is ticket
     turns.begin(ticket)
     turns.end(ticket)
 
@@ -25,14 +27,14 @@ def test_ordered_calls_run_by_number_and_unordered_ones_by_arrival(turns: TurnOr
     third, unordered, second, first = (turns.join("run", number) for number in (3, 0, 2, 1))
     for ticket in (unordered, first, second, third):
         run(turns, ticket)
-    assert turns.ready is None
+    assert not turns.ready
 
 
 def test_one_call_runs_at_a_time(turns: TurnOrder) -> None:
     first, second, unordered = turns.join("run", 1), turns.join("run", 2), turns.join("", 0)
     turns.begin(first)
-    assert turns.ready is None
-    assert turns.missing is None
+    assert not turns.ready
+    assert not turns.missing
     assert not any(turns.may_begin(ticket) for ticket in (second, unordered))
     turns.end(first)
     assert turns.may_begin(second)
@@ -41,14 +43,14 @@ def test_one_call_runs_at_a_time(turns: TurnOrder) -> None:
 
 def test_a_number_is_missing_while_later_ones_wait_on_an_idle_rank(turns: TurnOrder) -> None:
     unordered, third = turns.join("run", 0), turns.join("run", 3)
-    assert turns.missing == 1
+    assert turns.missing == {"run": 1}
     turns.begin(unordered)
-    assert turns.missing is None
+    assert not turns.missing
     turns.end(unordered)
     turns.abandon("run", 1)
-    assert turns.missing == 2
-    turns.pass_over_missing()
-    assert turns.missing is None
+    assert turns.missing == {"run": 2}
+    turns.pass_over_missing("run")
+    assert not turns.missing
     run(turns, third)
     with pytest.raises(Refused, match="sequence 2 of session 'run', but 4 is next"):
         turns.join("run", 2)
@@ -57,11 +59,11 @@ def test_a_number_is_missing_while_later_ones_wait_on_an_idle_rank(turns: TurnOr
 def test_nothing_is_passed_over_while_a_call_runs_or_the_next_one_is_here(turns: TurnOrder) -> None:
     first = turns.join("run", 1)
     turns.join("run", 3)
-    turns.pass_over_missing()
-    assert turns.next == 1
+    turns.pass_over_missing("run")
+    assert turns.next_of("run") == 1
     turns.begin(first)
-    turns.pass_over_missing()
-    assert turns.next == 1
+    turns.pass_over_missing("run")
+    assert turns.next_of("run") == 1
 
 
 def test_a_number_is_one_call_s_until_that_ends(turns: TurnOrder) -> None:
@@ -92,7 +94,7 @@ def test_a_number_of_a_call_that_is_here_is_not_abandoned(turns: TurnOrder) -> N
     turns.begin(first)
     for number in (1, 2):
         turns.abandon("run", number)
-    assert turns.next == 1
+    assert turns.next_of("run") == 1
     turns.end(first)
     run(turns, second)
 
@@ -101,7 +103,7 @@ def test_numbers_that_are_kept_are_bounded(turns: TurnOrder) -> None:
     run(turns, turns.join("run", 1))
     for number in (0, 1, 2 + MAX_WAITING, 1 << 62):
         turns.abandon("run", number)
-    assert not turns._abandoned
+    assert not turns._sessions["run"].abandoned
     with pytest.raises(TooManyCalls, match=f"but 2 is next; at most {MAX_WAITING} calls may wait"):
         turns.join("run", 2 + MAX_WAITING)
     turns.join("run", 1 + MAX_WAITING)
@@ -112,22 +114,109 @@ def test_a_call_that_gives_up_leaves_its_number_to_nobody(turns: TurnOrder) -> N
     turns.give_up(first)
     turns.give_up(unordered)
     run(turns, second)
-    assert turns.ready is None
+    assert not turns.ready
 
 
-def test_a_session_begins_at_one_and_calls_of_the_one_before_have_no_turn(turns: TurnOrder) -> None:
+def test_a_session_begins_at_one_and_calls_of_one_that_has_ended_have_no_turn(turns: TurnOrder) -> None:
     running, old = turns.join("run", 1), turns.join("run", 2)
     turns.begin(running)
     turns.abandon("run", 3)
+    turns.end_session("run")
     turns.begin_session("next")
     first = turns.join("next", 1)
     turns.give_up(old)
     turns.end(running)
-    assert turns.next == 1
+    assert (turns.next_of("next"), turns.next_of("run")) == (1, 0)
     assert not turns.may_begin(old)
     run(turns, first)
-    with pytest.raises(Refused, match="the current session is 'next'"):
+    with pytest.raises(Refused, match="sequence 3 of session 'run', but there is no such session here"):
         turns.join("run", 3)
+
+
+def test_calls_of_two_sessions_run_by_arrival_and_each_session_by_its_numbers(turns: TurnOrder) -> None:
+    turns.begin_session("other")
+    second = turns.join("run", 2)
+    theirs, unordered, first = turns.join("other", 1), turns.join("", 0), turns.join("run", 1)
+    assert turns.missing == {}
+    for ticket in (theirs, unordered, first, second):
+        run(turns, ticket)
+    assert not turns.ready
+
+
+def test_a_missing_number_of_a_session_holds_up_no_other_and_is_passed_over_while_another_one_s_call_runs(
+    turns: TurnOrder,
+) -> None:
+    turns.begin_session("other")
+    second, theirs = turns.join("run", 2), turns.join("other", 1)
+    assert turns.missing == {"run": 1}
+    turns.begin(theirs)
+    assert turns.missing == {"run": 1}
+    turns.pass_over_missing("run")
+    turns.end(theirs)
+    run(turns, second)
+
+
+def test_a_call_that_gives_way_to_one_of_another_session_runs_after_it(turns: TurnOrder) -> None:
+    turns.begin_session("other")
+    mine, third, theirs = turns.join("run", 1), turns.join("", 0), turns.join("other", 1)
+    turns.begin(mine)
+    turns.await_peers(mine)
+    turns.give_way(mine, theirs)
+    assert turns.ready == [theirs]
+    assert not turns.may_begin(mine)
+    assert not turns.may_begin(third)
+    for ticket in (theirs, mine, third):
+        run(turns, ticket)
+
+
+@pytest.mark.parametrize(
+    "leave", [TurnOrder.give_up, lambda turns, ticket: turns.end_session(ticket.session)]
+)
+def test_a_call_that_gives_way_to_one_that_leaves_runs_next(turns: TurnOrder, leave: Any) -> None:
+    """Before or after it gives way."""
+    for is_late in (True, False):
+        turns.begin_session("other")
+        mine, theirs = turns.join("run", turns.next_of("run")), turns.join("other", 1)
+        turns.begin(mine)
+        if not is_late:
+            leave(turns, theirs)
+        turns.await_peers(mine)
+        turns.give_way(mine, theirs)
+        if is_late:
+            leave(turns, theirs)
+        run(turns, mine)
+
+
+def test_while_a_call_waits_for_the_other_ranks_only_calls_that_meet_nobody_run(turns: TurnOrder) -> None:
+    turns.begin_session("other")
+    mine, next_one = turns.join("run", 1, meets=True), turns.join("run", 2)
+    alone, theirs = turns.join("other", 1), turns.join("other", 2, meets=True)
+    turns.begin(mine)
+    turns.await_peers(mine)
+    assert turns.ready == [alone]
+    turns.begin(alone)
+    turns.resume(mine)
+    assert not turns.ready
+    turns.end(alone)
+    assert turns.may_begin(mine)
+    turns.end_session("run")  # the other ranks begin the call all the same
+    turns.begin(mine)
+    assert turns.missing == {}
+    turns.end(mine)
+    assert not turns.may_begin(next_one)
+    run(turns, theirs)
+
+
+def test_a_call_whose_session_has_ended_gives_way_for_good(turns: TurnOrder) -> None:
+    turns.begin_session("other")
+    mine, theirs = turns.join("run", 1), turns.join("other", 1)
+    turns.begin(mine)
+    turns.end_session("run")
+    turns.await_peers(mine)
+    turns.give_way(mine, theirs)
+    run(turns, theirs)
+    assert not turns.may_begin(mine)
+    assert not turns.ready
 
 
 def test_calls_that_wait_are_bounded_and_strangers_take_no_place_of_the_session(turns: TurnOrder) -> None:
