@@ -41,10 +41,10 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU.
 	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
-	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not slow and not gpu" tests/integration tests/chaos
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
-	$(PYTEST) -n 2 --dist loadfile -m "slow and not full and not gpu" tests
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests
 
 test-full: setup ## Run all of them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
@@ -75,6 +75,7 @@ bench: setup ## Run the benchmarks; figures go to a directory for this maker of 
 	$(BIN)/python -m benchmarks.transition --json $(RESULTS)/transition.json
 	$(BIN)/python -m benchmarks.generate --json $(RESULTS)/generate.json
 	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json
+	$(BIN)/python -m benchmarks.checkpoint --json $(RESULTS)/checkpoint.json
 	$(BIN)/python -m benchmarks.false_alarms --json $(RESULTS)/false_alarms.json
 	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json $(RESULTS)/algorithms.json
 

@@ -56,7 +56,8 @@ def check_metadata(target: RewardTarget) -> str:
 
 
 def check_many_rows(target: RewardTarget) -> str:
-    """Checks that a call with `target.num_rows` rows gives each its verdict. Sets `target.long_rows` to these rows."""
+    """Checks that a call with at least `target.num_rows` rows, the probe rows in turn, gets a valid verdict for each,
+    equal to the one it got alone where `target.alone` has it. Sets `target.long_rows` to the rows of the call."""
     probes, units, num_rows = target.units, [], 0
     while num_rows < target.num_rows:
         units.append(probes[len(units) % len(probes)])

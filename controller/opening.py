@@ -114,8 +114,8 @@ def _directory(plan: Plan) -> Iterator[RunDirectory]:
 
 
 def _logs(plan: Plan, directory: RunDirectory) -> Path:
-    """Returns the directory of the logs of launched services. For a run that is resumed, makes a new one beside the
-    earlier logs."""
+    """Returns the directory of the logs of launched services, `logs` in the run directory. For a run that is resumed,
+    makes and returns a new directory in it, from-step-N."""
     logs = directory.path / LOGS
     if not plan.resumes:
         return logs

@@ -134,8 +134,9 @@ class Caller:
             await self._ask_all("Release", request)
 
     def _header(self, method: Method) -> bytes:
-        """Returns the serialized header of the next call of a method, and counts the call; empty where the service
-        reads none."""
+        """Returns the serialized header of the next call of a method: with a new call id, the session's newest step and
+        its next ordinal, and the next sequence number where calls are ordered, else 0. Returns b"" where the service
+        reads no header."""
         if not self._has_header:
             return b""
         call = self._session.header(self._session.newest, self._target.role, method.snake_name)
@@ -171,8 +172,8 @@ class Caller:
 
 
 def _code_and_cause(error: RlhfError) -> tuple[str, str]:
-    """Returns the name of the gRPC status code and the message of a failed call, as the server sent them; without
-    them, those of `error`."""
+    """Returns the name of the gRPC status code and the message of a failed call: those of the gRPC error that caused
+    `error`, or else those of `error` itself."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return cause.code().name, cause.details() or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,11 +16,55 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None)
 settings.load_profile("same")
 
+# With `--dist loadfile` one worker runs a whole file, and one that begins a long file last leaves the others idle.
+LONGEST_FILES = (
+    "test_runtime_failures",
+    "test_secure_run",
+    "test_loadtest",
+    "test_plugin_reward",
+    "test_abuse",
+    "test_rollout_vllm",
+    "test_launched_services",
+    "test_plugin_engines",
+    "test_two_hosts",
+    "test_three_d",
+    "test_sandbox_attacks",
+    "test_lone_failures",
+    "test_sharded_memory",
+    "test_transfers_between_services",
+    "test_resume_launched",
+    "test_python",
+)
+
+# Slow tests that use the services of `integration.conftest.cluster`: on one worker, which launches them once.
+ONE_LAUNCH = {"test_secure_run", "test_loadtest", "test_plugin_reward"}
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
     interrupt are to get it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the longest files to the front, in the order of LONGEST_FILES."""
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Makes the scheduler of `--dist loadfile`, for which the files of ONE_LAUNCH are one file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return "one launch" if Path(path).stem in ONE_LAUNCH else path
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -159,7 +159,7 @@ def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.n
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, the lengths of its responses and their groups; see
+    """Computes column "advantages" of a batch from its rewards, the lengths of its responses and their groups; see
     `dapo_advantage`. Adds metrics to `step`."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(

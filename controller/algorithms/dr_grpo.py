@@ -30,7 +30,7 @@ def dr_grpo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
-    """Computes column advantages of a batch: the reward of each response minus the mean of its group. Adds metrics to
+    """Computes column "advantages" of a batch: the reward of each response minus the mean of its group. Adds metrics to
     `step`."""
     rewards, group = run.fetch(batch, "rewards", "group").values()
     return step.compute(group_advantage, rewards, run.lengths(batch), group, normalize_std=False)

@@ -33,7 +33,7 @@ def grpo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
-    """Computes column advantages of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
+    """Computes column "advantages" of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
     and standard deviation of its group. Adds metrics to `step`."""
     columns = run.fetch(batch, "rewards", "group")
     return step.compute(group_advantage, columns["rewards"], run.lengths(batch), columns["group"])

@@ -29,7 +29,7 @@ def ppo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Computes columns advantages and returns of a batch from its rewards, values and log-probabilities, the only
+    """Computes columns "advantages" and "returns" of a batch from its rewards, values and log-probabilities, the only
     columns that the controller reads. Then adds metrics to `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards")

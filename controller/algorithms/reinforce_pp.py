@@ -71,7 +71,7 @@ def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
 def compute_advantage(
     run: Run, step: Step, batch: FutureBatch, kl: KlController, options: ReinforcePPOptions
 ) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, log-probabilities and groups. Then adds metrics to
+    """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")

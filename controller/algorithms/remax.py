@@ -42,7 +42,7 @@ def remax(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Computes column advantages from columns rewards, baselines (the rewards of the greedy responses), log_probs
+    """Computes column "advantages" from columns rewards, baselines (the rewards of the greedy responses), log_probs
     and ref_log_probs. Then adds metrics to `step`, and updates `kl` for the next step."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "baselines")
     kind = run.config.algorithm.kl_reward_estimator

@@ -42,7 +42,7 @@ def rloo(run: Run) -> None:
 
 
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
-    """Computes column advantages of a batch from its rewards, log-probabilities and groups. Then adds metrics to
+    """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
     columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
     kind = run.config.algorithm.kl_reward_estimator

@@ -105,8 +105,8 @@ def compute_advantage(
     multiplier: Multiplier,
     options: SafeRLHFOptions,
 ) -> FutureBatch:
-    """Computes columns advantages, returns and cost_returns of a batch. First updates `multiplier` with the costs of
-    the batch, and uses the new value; afterwards adds metrics to `step` and updates `kl` for the next step."""
+    """Computes columns "advantages", "returns" and "cost_returns" of a batch. First updates `multiplier` with the costs
+    of the batch, and uses the new value; afterwards adds metrics to `step` and updates `kl` for the next step."""
     config = run.config.algorithm
     names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
     columns = run.fetch(batch, *names)

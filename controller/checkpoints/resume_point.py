@@ -23,7 +23,7 @@ class ResumePoint:
         run_dir: Path of the run directory.
         commit: Content of the checkpoint's file COMMIT.
         run: State of the run as JSON values.
-        marks: Marks in the files that the run appends to, by path.
+        marks: Mark at the end of each file that the run appends to, as of the checkpoint, by the file's path.
         facts: Facts that the results of the run depend on; see `controller.checkpoints.facts`.
     """
 

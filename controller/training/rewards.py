@@ -68,7 +68,7 @@ class Reward:
         groups: Role groups of its services, by name.
         recipes: Weight of each service by name, for each source of rows by its label.
         failures: Settings of what is done with rows that could not be scored.
-        step_of: Function that returns the step of a batch, in whose metrics such rows are counted.
+        step_of: Function that returns the step of a batch; that step's metrics count the rows sent again or dropped.
     """
 
     def __init__(

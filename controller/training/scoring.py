@@ -102,7 +102,7 @@ def with_groups(batch: FutureBatch) -> FutureBatch:
 
 
 def verdicts_of(column: Column) -> list[Verdict]:
-    """Returns the verdict on each row from column rewards."""
+    """Returns the verdicts in a local column "rewards", one per row: a score, or an array of one score per token."""
     assert isinstance(column, LocalColumn), "verdicts are in the response itself"
     values = column.values
     if isinstance(values, Jagged):

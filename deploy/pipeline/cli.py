@@ -68,8 +68,8 @@ class Pipeline:
         _run("-m", "deploy.pipeline.prepare", "--data", str(data), "--out", out, "--seed", str(seed))
 
     def run(self, stage: Stage, seed: int) -> None:
-        """Runs one stage in a process that starts its services before and stops them after it; enters its run
-        directory into `runs`. Raises click.exceptions.Exit where the process failed."""
+        """Runs one stage in a new process, which starts the stage's services first and stops them at the end. Enters
+        the stage's run directory into `runs`. Raises click.exceptions.Exit where the process failed."""
         parent = self.directory / stage.algorithm
         settings = [
             f"run.directory={parent}",

@@ -29,8 +29,8 @@ def open_channel(
     Args:
         address: host:port.
         options: gRPC channel arguments. Default: PLAIN_OPTIONS, which any server accepts.
-        access: Highest class of the methods that are called over the channel; the server gets a token that suffices for
-            them, and may use it elsewhere. Default: CALL.
+        access: Highest class of the methods that are called over the channel; chooses the token that the server gets
+            (`Security.token_for`), which should allow no more, since the server could use it elsewhere. Default: CALL.
     """
     certificates = current().certificates
     if certificates is None:

@@ -96,8 +96,8 @@ class ActorWorker(ModelWorker):
     def compute_log_prob(
         self, rows: CallRows, request: actor_pb2.ComputeLogProbRequest, call: CallContext
     ) -> CallResult:
-        """Implements ComputeLogProb: returns column "log_probs", metric "entropy" and, if "rollout_log_probs" is
-        given, their parity."""
+        """Implements ComputeLogProb: returns column "log_probs", metric "entropy" and, where column "rollout_log_probs"
+        is given, field `parity`: the differences between the two columns, by `rollout_parity`."""
         sequences = sequence_columns(rows)
         computed = self.forward(sequences, policy_head(request.temperature), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)

@@ -255,7 +255,8 @@ def _runs_of_like_length(lengths: np.ndarray) -> Iterator[slice]:
 
 
 def _group(places: Places, run: slice) -> SequenceGroup:
-    """Returns the group of the sequences `run`, padded to the longest or to whole tiles; on the CPU."""
+    """Returns the group of the sequences that slice `run` selects; on the CPU. Its grid is as long as the longest
+    sequence, rounded up to a multiple of TILE where the remainder is more than half a tile."""
     sequences_S1 = np.arange(run.start, run.stop)[:, None]
     longest = int(places.lengths[run].max())
     tokens_T = np.arange(longest + -longest % TILE if longest % TILE > TILE // 2 else longest)

@@ -32,8 +32,8 @@ class BackgroundWriter:
         self._writes = {**dict(remembered), directory: self._thread.submit(_written, write)}
 
     def writing(self, directory: Path) -> Future[list[Path]]:
-        """Returns the future of the files of a checkpoint that was started. Raises Refused where it was not, or was
-        forgotten."""
+        """Returns the future of the files of the checkpoint that was started in `directory`. Raises Refused where none
+        was started there, or it is no longer remembered; see REMEMBERED."""
         if directory not in self._writes:
             raise Refused(f"this rank writes no checkpoint to {directory}")
         return self._writes[directory]

@@ -97,7 +97,7 @@ def _fill(module: _Module, parts: Mapping[str, Tensor]) -> None:
         if parameter.shape == fused.shape:
             parameter.copy_(fused)
         else:
-            # On a CPU vLLM keeps the packed form of a weight alone.
+            # On a CPU, vLLM keeps only the packed form of a weight.
             setattr(module.module, kind, nn.Parameter(fused, requires_grad=False))
     repack = getattr(getattr(module.module, "quant_method", None), "process_weights_after_loading", None)
     if repack is not None:

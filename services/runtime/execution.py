@@ -168,8 +168,8 @@ class CallQueue:
     def _admit(
         self, method: Method, registration: Registration, request: Any, timeout_s: float
     ) -> asyncio.Future[Any]:
-        """Queues a new call, or raises if it is refused; returns the future of its response. A call of a session that
-        is not open opens that session first. An instant call whose turn it is has run when this
+        """Queues a new call, or raises if it is refused; returns the future of its response. A call with a sequence
+        number whose session is not open opens its session first. An instant call whose turn it is has run when this
         returns."""
         header: common_pb2.Call = request.call
         self._check(header)

@@ -129,8 +129,8 @@ def _remove_torchrun_directories() -> None:
 
 
 def _warn_of_open_store() -> None:
-    """Logs a warning, on local rank 0, if torchrun started the ranks with another rendezvous backend than rlhf, whose
-    store listens on every interface."""
+    """Logs a warning, on local rank 0, if torchrun started the ranks without rendezvous backend rlhf: its store then
+    listens on every interface."""
     if (
         "TORCHELASTIC_RUN_ID" in os.environ
         and not os.environ.get(VARIABLE)

@@ -372,6 +372,15 @@ def leaked_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}\n" not in mapped}
 
 
+def left_in_shared_memory(before: set[str], within_s: float = 10.0) -> set[str]:
+    """Names of the leaked files that were not there before, once there are none, or after `within_s` seconds:
+    processes of other tests, which run at the same time, may be between making a semaphore and mapping it."""
+    deadline = time.monotonic() + within_s
+    while (left := leaked_shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
 def abstract_sockets() -> set[str]:
     """Names of the abstract unix sockets of this host that arenas are handed out on."""
     names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())

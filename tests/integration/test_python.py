@@ -29,6 +29,7 @@ from integration.harness import (
     free_ports,
     is_listening,
     leaked_shared_memory,
+    left_in_shared_memory,
     wait_until,
     write_config,
 )
@@ -92,7 +93,7 @@ def test_the_script_of_the_examples_runs_its_own_algorithm_and_leaves_nothing(
     assert all(line["actor/pretrain_loss"] > 0 for line in read_metrics(finished(tmp_path))[1:])
     assert not processes.living()
     assert not any(is_listening(address) for address in addresses.values())
-    assert not leaked_shared_memory() - before
+    assert not left_in_shared_memory(before)
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ from integration.harness import (
     free_ports,
     is_listening,
     leaked_shared_memory,
+    left_in_shared_memory,
     wait_until,
     write_config,
 )
@@ -138,7 +139,7 @@ class Controller:
             "processes": self.processes.living(),
             "listening": [t.address for t in self.config.services.values() if is_listening(t.address)],
             "sockets": self.sockets & abstract_sockets(),
-            "shared memory": leaked_shared_memory() - self.leaked_before,
+            "shared memory": left_in_shared_memory(self.leaked_before),
         }
 
 

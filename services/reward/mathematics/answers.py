@@ -98,8 +98,9 @@ def _value(match: re.Match[str]) -> str:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    r"""Converts bounds on a variable to (variable, set): 3 < x \le 4 to (x, (3,4]). Returns None for any other
-    text."""
+    r"""Converts bounds on a variable, or its membership in a set, to (variable, set): 3 < x \le 4 to (x, (3,4]),
+    x \in S to (x, S). Bounds joined by "or" give the union of their sets, and a set in builder notation that of its
+    condition. Returns None for any other text."""
     if match := _BUILDER.fullmatch(text):
         return _interval(match["rest"].strip())
     if match := _MEMBER.fullmatch(text):

@@ -89,8 +89,8 @@ class RemoteProgram:
         return answer["value"]
 
     def run(self, stdin: str) -> tuple[str, int]:
-        """Runs the whole program with `stdin` as standard input; returns its standard output and exit code. Calls
-        `lost` if there is no valid answer in time.
+        """Runs the whole program with `stdin` as standard input; returns its standard output and exit code. Calls the
+        constructor's `lost`, which does not return, if there is no valid answer in time.
 
         Raises:
             Raised: The program cannot be run.

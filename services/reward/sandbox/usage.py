@@ -37,8 +37,8 @@ def cpu_time_s(first: int) -> float:
 
 
 def files(first: int, directory: str) -> int:
-    """Returns the number of files, directories and links in a file system of a sandbox, those without a name
-    included.
+    """Returns the number of files, directories and links in a file system of a sandbox, including files without a
+    name, such as deleted ones that a process still has open.
 
     Args:
         first: PID of a process in the sandbox.
