@@ -27,7 +27,7 @@ PAUSE_S = 0.01
 MOST_VOTES = 50
 """Most calls that ranks vote on at a time; a float64 keeps this many bits."""
 
-Note = Sequence[float]
+Note = list[float]
 """Four numbers that identify a call: start of its session in Unix nanoseconds, a checksum of the session's name, the
 call's sequence number, and a checksum of the method and of the request fields that are the same on all ranks."""
 

@@ -242,9 +242,9 @@ class TurnOrder:
         if self._is_waiting(ticket):
             del self._sessions[ticket.session].waiting[ticket.number]
 
-    def _is_waiting(self, ticket: Ticket | None) -> bool:
+    def _is_waiting(self, ticket: Ticket) -> bool:
         """Whether an ordered call waits for its turn."""
-        known = self._sessions.get(ticket.session) if ticket else None
+        known = self._sessions.get(ticket.session)
         return known is not None and known.waiting.get(ticket.number) is ticket
 
     def _stop(self, ticket: Ticket) -> None:

@@ -14,7 +14,9 @@ METHOD = group_methods("reward")["synchronize"]
 
 async def end(memory: ResponseMemory, call_id: str, session: str = "") -> None:
     response = asyncio.get_running_loop().create_future()
-    memory.add(METHOD, common_pb2.Call(call_id=call_id, session=session, sequence=bool(session)), response)
+    memory.add(
+        METHOD, common_pb2.Call(call_id=call_id, session=session, sequence=int(bool(session))), response
+    )
     response.set_result(worker_pb2.SynchronizeResponse())
     await asyncio.sleep(0)
 
