@@ -21,7 +21,7 @@ class Place:
 
     Attributes:
         queue: See Args.
-        first: Futures that must be resolved before the call may be sent.
+        first: Futures that must be resolved before the call may be sent; none once `ended` is resolved.
         patience_s: Longest time, in seconds, that the call may wait for its inputs and for the calls before it.
         sent: Future that is resolved when the call has been sent, or will not be made.
         ended: Future that is resolved when this call and all before it on its devices have ended.
@@ -44,6 +44,11 @@ class Place:
         if not self.sent.done():
             resolve_after(self.first, self.sent)
         resolve_after(self._all_before, self.ended)
+
+    def forget_before(self) -> None:
+        """Drops the futures of the calls before, which have ended. Each place would keep all places before it in memory
+        otherwise, as long as the run goes on."""
+        self.first, self._all_before = [], []
 
 
 class Placement:
@@ -73,5 +78,10 @@ class Placement:
         place = Place(queue, before, self.longest_wait_s() + time_s)
         self._last.update(dict.fromkeys(devices, place))
         self._unfinished[place] = time_s
-        place.ended.add_done_callback(lambda _: self._unfinished.pop(place, None))
+        place.ended.add_done_callback(lambda _: self._finish(place))
         return place
+
+    def _finish(self, place: Place) -> None:
+        """Removes a call that has ended, as have all before it, from those that later calls may wait for."""
+        self._unfinished.pop(place, None)
+        place.forget_before()

@@ -129,7 +129,7 @@ def test_a_run_goes_on_beside_random_calls(actor: Target, tmp_path: Path) -> Non
     reader = Service("actor", actor.address)
     sequences, _ = actor.valid["compute_log_prob"]
     assert sequences is not None
-    ids = {name: column.values for name, column in sequences.columns.items()}
+    ids: dict[str, Any] = {name: column.values for name, column in sequences.columns.items()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def log_probs(run: Cluster) -> list[float]:
         group = run.group("actor")

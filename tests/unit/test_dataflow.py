@@ -14,7 +14,7 @@ from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import all_of, awaited, resolve_after, resolved, then
 from controller.role_groups.loop import Loop
-from controller.role_groups.placement import Placement
+from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Column, LocalColumn
 from rlhf.errors import InvalidRequest
 
@@ -231,3 +231,16 @@ def test_an_error_of_one_is_that_of_all() -> None:
     failed.set_exception(InvalidRequest("no"))
     with pytest.raises(InvalidRequest, match="no"):
         all_of([resolved(1), failed]).result(TIMEOUT_S)
+
+
+def test_the_order_of_calls_that_have_ended_is_forgotten() -> None:
+    """A run makes calls as long as it goes on, and each waits for the one before it."""
+    placement, queues = Placement(), [object(), object()]
+    for number in range(300):
+        device = frozenset({"gpu"})
+        place = placement.enter(device, queues[number % 2], 1.0)
+        place.was_sent()
+        place.leave()
+    gc.collect()
+    kept = [each for each in gc.get_objects() if isinstance(each, Place)]
+    assert len(kept) < 10
