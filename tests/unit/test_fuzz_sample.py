@@ -39,7 +39,7 @@ from settings.reward import RewardTable
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
 
-CALLS, REQUESTS = 4_400, 5_000
+CALLS, REQUESTS = 4_700, 5_000
 """Some calls have several requests."""
 WORDS = ("w3", "w5", "w7", "w9", "w11")
 TIMEOUT_S = 30.0
@@ -172,5 +172,5 @@ def test_five_thousand_random_requests_leave_every_role_as_it_was(
     assert before[2] == middle[2] == after[2]
     assert after[0] - middle[0] < GROWTH
     served = {rpc.path for worker in workers.values() for rpc in rpcs(worker.role)}
-    assert results.requests > REQUESTS
+    assert results.requests >= REQUESTS
     assert results.paths.keys() == served
