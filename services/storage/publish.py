@@ -42,7 +42,10 @@ def only_writer(directory: Path) -> Iterator[Path]:
         OSError: The lock, a file beside `directory`, cannot be created.
     """
     path, partial = directory.with_name(f".{directory.name}.rlhf-lock"), partial_of(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if not _locked(descriptor, path):
