@@ -20,24 +20,30 @@ settings.load_profile("same")
 LONGEST_FILES = (
     "test_runtime_failures",
     "test_secure_run",
+    "test_shared",
+    "test_warm_resume",
     "test_loadtest",
     "test_plugin_reward",
     "test_abuse",
-    "test_rollout_vllm",
     "test_launched_services",
-    "test_plugin_engines",
-    "test_two_hosts",
     "test_three_d",
+    "test_plugin_engines",
+    "test_rollout_vllm",
     "test_sandbox_attacks",
-    "test_lone_failures",
+    "test_two_hosts",
+    "test_run",
     "test_sharded_memory",
     "test_transfers_between_services",
-    "test_resume_launched",
+    "test_lone_failures",
     "test_python",
+    "test_integrity_run",
+    "test_plugin_loss",
+    "test_three_d_run",
+    "test_resume_launched",
 )
 
 # Slow tests that use the services of `integration.conftest.cluster`: on one worker, which launches them once.
-ONE_LAUNCH = {"test_secure_run", "test_loadtest", "test_plugin_reward"}
+ONE_LAUNCH = {"test_secure_run", "test_shared", "test_warm_resume", "test_loadtest", "test_plugin_reward"}
 
 
 def pytest_configure() -> None:

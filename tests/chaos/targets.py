@@ -25,7 +25,7 @@ from chaos import failing_workers, shots
 from chaos.fuzzing import Answer
 from chaos.valid_requests import valid_requests
 
-from integration.harness import Service, free_ports, is_listening, wait_until
+from integration.harness import SHARDED, Service, free_ports, is_listening, wait_until
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import worker_pb2
 
@@ -226,6 +226,16 @@ class Target:
         finally:
             service.close()
 
+    def save_in_background(self) -> None:
+        """Writes a checkpoint in the background, so that every rank has the thread that it keeps for that."""
+        service, directory = self.session(), str(self.directory / "runs" / f"{self.name}-checkpoint")
+        try:
+            service.call("save_checkpoint", directory=directory, format=SHARDED, in_background=True)
+            for rank in service.ranks:
+                service.ask("AwaitCheckpoint", rank, directory=directory)
+        finally:
+            service.close()
+
     def end(self) -> None:
         for channel in getattr(self, "channels", []):
             channel.close()
@@ -262,6 +272,8 @@ def started(
         for target in made.values():
             target.wait()
             target.numbers = target.compute()
+            if "optimizer" in target.table:
+                target.save_in_background()
         yield made
     finally:
         for target in made.values():

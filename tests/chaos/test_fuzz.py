@@ -7,25 +7,20 @@ ends badly is saved in FUZZ_DIR, and FUZZ_REPLAY=FILE sends it again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import uvloop
 from chaos.fuzzing import ALLOWED, Answer, Fuzzer, Results, replay
+from chaos.growth import Usage, check_growth
 from chaos.shots import rpcs
-from chaos.targets import FREE_WITHIN_S, Target, started
-from held import Held
+from chaos.targets import Target, started
 from transformers import LlamaConfig, LlamaForSequenceClassification
-
-from integration.harness import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
 
@@ -35,11 +30,6 @@ WARM = CALLS // 10
 ROUND = 2_000
 """Calls after which all services are looked at."""
 SAVED = Path(os.environ.get("FUZZ_DIR", "runs/fuzz")).resolve()
-GROWTH = 64 << 20
-"""Most bytes by which resident memory of a rank may grow after WARM calls, all others together."""
-
-OF_A_PEER = Held(fds=8, memfds=2, memfd_mappings=1, threads=4)
-"""Most that a rank keeps from its first read of another rank of its service on: a connection, and its arena."""
 
 
 @pytest.fixture(scope="module")
@@ -69,40 +59,6 @@ def targets(
     }
     with started(services, tmp_path_factory.mktemp("fuzz")) as made:
         yield made
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Of a rank: threads and descriptors, and resident bytes."""
-
-    held: Held
-    rss: int
-
-    @staticmethod
-    def of(target: Target) -> list[Usage]:
-        return [Usage(Held.by(each.pid), each.memory_info().rss) for each in target.processes]
-
-
-def with_peers(held: Held, peers: int) -> Held:
-    """Returns what a rank may hold once it has read from so many peers."""
-    counts = ("fds", "memfds", "memfd_mappings", "threads")
-    return Held(**{name: getattr(held, name) + peers * getattr(OF_A_PEER, name) for name in counts})
-
-
-def check_growth(target: Target, before: list[Usage]) -> None:
-    """Checks that no rank has grown, once connections that were closed have gone."""
-    allowed = [with_peers(old.held, len(target.ranks) - 1) for old in before]
-    with contextlib.suppress(AssertionError):
-        wait_until(
-            lambda: all(new.held <= most for new, most in zip(Usage.of(target), allowed, strict=True)),
-            FREE_WITHIN_S,
-            "threads and descriptors as before",
-        )
-    for old, new, most in zip(before, Usage.of(target), allowed, strict=True):
-        print(f"{target.name}: {old} -> {new}", flush=True)
-        opened = Counter(new.held.open) - Counter(old.held.open)
-        assert new.held <= most, f"{target.name}: {old.held} -> {new.held}; new: {opened}"
-        assert new.rss - old.rss < GROWTH, target.name
 
 
 @pytest.mark.skipif("FUZZ_REPLAY" in os.environ, reason="FUZZ_REPLAY names a saved call")

@@ -257,8 +257,9 @@ def test_an_update_that_is_not_finite_names_the_service_and_changes_no_rank(
     ended = client.controller("algorithm.entropy_coefficient=1e39").end(ENDS_WITHIN_S)
     assert ended.code == 1
     assert re.fullmatch(
-        r"error: actor rank [01] \(127\.0\.0\.1:\d+\) UpdateActor: gradient norm is nan at optimizer step \d+; "
-        rf"every rank is back on policy version {versions[0]}",
+        r"error: actor rank [01] \(127\.0\.0\.1:\d+\) UpdateActor: gradient norm is nan at optimizer step \d+: "
+        rf"not finite are those of .* on rank .*; every rank is back on policy version {versions[0]}; its rows are in "
+        r".*/rejected/step-1",
         ended.line,
     )
     assert [describe(address).policy_version for address in ranks] == versions
