@@ -21,7 +21,7 @@ from integration.harness import Cluster, Processes, Service, free_ports, wait_fo
 from rlhf.errors import ConfigError
 from settings.actor import ActorTable, LoraTable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 ROLES = ("actor", "critic", "reward")
 STEPS = 3

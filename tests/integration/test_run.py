@@ -508,6 +508,7 @@ def test_a_run_that_was_killed_leaves_what_it_wrote_and_its_report_can_be_made(
     assert f"interrupted after step {steps - 1}" in (path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_a_step_ends_all_with_130_and_keeps_the_files(
     config: Config, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_all_canonical_solutions_of_human_eval_pass(grader: Grader) -> None:
     assert {task: found for task, found in verdicts.items() if found != ProgramVerdict(("",))} == {}
 
 
+@pytest.mark.slow
 def test_all_fail_with_a_wrong_return_value_put_in(grader: Grader) -> None:
     verdicts = human_eval(grader, WRONG)
     assert len(verdicts) == 164
