@@ -27,6 +27,7 @@ from chaos.valid_requests import valid_requests
 
 from integration.harness import SHARDED, Service, free_ports, is_listening, wait_until
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
+from rlhf.errors import Refused
 from rlhf.v1 import worker_pb2
 
 WORDS = ("1+1=", "2", "3+5=8", "7+", "12")
@@ -193,7 +194,7 @@ class Target:
 
         wait_until(is_free, FREE_WITHIN_S, "a service that nobody has")
         service = Service(self.role, self.address)
-        service.call("begin_session")
+        begin_session(service)
         return service
 
     @property
@@ -249,6 +250,27 @@ class Target:
             if rank.is_alive():
                 rank.kill()
                 rank.join()
+
+
+def begin_session(service: Service, **changes: Any) -> None:
+    """Begins the session of a client from the model's directory. Waits, where the service is shared, for the end of a
+    session that has loaded a checkpoint or offloaded the model: it has the service for itself until then.
+
+    Args:
+        service: The client.
+        changes: Fields of the call's header, by name.
+    """
+
+    def has_begun() -> bool:
+        (first, *others) = service.start("begin_session", header=service.header(**changes)).outcomes()
+        if isinstance(first, Refused) and "has loaded a checkpoint here" in str(first):
+            return False
+        for outcome in (first, *others):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return True
+
+    wait_until(has_begun, FREE_WITHIN_S, "a service that nobody else has changed")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import resource
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -19,6 +18,7 @@ import torch
 import uvloop
 from chaos.fuzzing import Fuzzer, Results
 from chaos.shots import Service, rpcs
+from chaos.targets import begin_session
 from chaos.valid_requests import valid_requests
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -41,6 +41,8 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)
 
 CALLS, REQUESTS = 4_700, 5_000
 """Some calls have several requests."""
+SEED = 20261123
+"""The same calls every time; `make fuzz` draws others."""
 WORDS = ("w3", "w5", "w7", "w9", "w11")
 TIMEOUT_S = 30.0
 GROWTH = 64 << 20
@@ -119,7 +121,7 @@ def computed(services: list[Service]) -> dict[str, Any]:
     for service in services:
         client = harness.Service(service.role, service.addresses[0])
         try:
-            client.call("begin_session", header=client.header(take_over=True))
+            begin_session(client, take_over=True)
             if service.name in RESULTS:
                 method, column = RESULTS[service.name]
                 rows, options = service.valid[method]
@@ -155,7 +157,7 @@ async def fuzz(workers: Mapping[str, Worker], directory: Path, seed: int) -> tup
 def test_five_thousand_random_requests_leave_every_role_as_it_was(
     tiny_llama_dir: Path, scorer_dir: Path, tmp_path: Path
 ) -> None:
-    seed = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+    seed = int(os.environ.get("FUZZ_SEED", SEED))
     print(f"FUZZ_SEED={seed}", flush=True)
     ports = harness.free_ports(len(ROLES))
     models = dict.fromkeys(("actor", "critic", "reference"), tiny_llama_dir) | {"scorer": scorer_dir}
