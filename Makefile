@@ -41,7 +41,7 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU.
 	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not slow and not gpu" tests/integration tests/chaos
+	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests

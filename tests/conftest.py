@@ -52,8 +52,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the longest files to the front, in the order of LONGEST_FILES."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Moves the longest files to the front, in the order of LONGEST_FILES, with `--no-loadscope-reorder`. Without it,
+    pytest-xdist begins with the files that have the most tests."""
+    if getattr(config.option, "loadscopereorder", True):
+        return
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
