@@ -44,7 +44,7 @@ test: setup ## Run the tests that belong to every change and are quick, without 
 	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests
 
 test-full: setup ## Run all of them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
