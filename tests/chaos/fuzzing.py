@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass
 class Results:
-    """What random calls led to.
+    """Outcome of random calls.
 
     Attributes:
         requests: Number of requests that were sent, those within Dispatch included.

@@ -58,7 +58,7 @@ def held(engine: TrainEngine, start: str) -> HeldTensor:
 
 
 def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """What is said of an intact engine, before and after steps, and of a flipped bit in a tensor of each kind: by a
+    """Messages for an intact engine, before and after steps, and for a flipped bit in a tensor of each kind: by a
     comparison of replicas alone, by one over time, and by one before an update."""
     micro_batches, check = split(PROMPTS, RESPONSES, token_budget=64, pad_id=0), WeightCheck(CPU)
     report: dict[str, Any] = {"intact": said(lambda: check.verify(engine.held()))}
@@ -95,7 +95,7 @@ def not_finite(engine: TrainEngine) -> str:
 
 
 def hybrid(directory: Path) -> dict[str, str]:
-    """What is said of the weights that an actor generates with: gathered from the tensor ranks that train."""
+    """Messages for the weights that an actor generates with: gathered from the tensor ranks that train."""
     mesh = Mesh(1, 2, 1, generation_pipeline=1, generation_tensor=1)
     report = {}
     for name, in_place in (("in place", True), ("copied", False)):

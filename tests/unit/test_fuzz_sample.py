@@ -83,7 +83,7 @@ def scorer_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
 
 @contextlib.contextmanager
 def no_more_memory_than(nbytes: int) -> Iterator[None]:
-    """A block in which the address space of this process grows by no more than so many bytes."""
+    """Context manager that limits the growth of the address space of this process to so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + nbytes, before[1]))
     try:
