@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.errors import CallCancelled, InvalidRequest
 from services.engines.base import RejectedGradient, TrainEngine
+from services.engines.rollback import undone_if_it_fails
 from services.roles.rejected import RowKeeper
 from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import MiniBatch
@@ -46,7 +47,7 @@ class Updater:
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
         other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone
-        from it if it fails.
+        from it if it fails; a rank that cannot undo it raises OutOfStep, upon which its process exits.
 
         Args:
             mini_batches: This rank's part of each mini-batch; equally many on every rank.
@@ -70,14 +71,11 @@ class Updater:
             return self._steps(mini_batches, update_loss, call, rows, confirm=verify_together)
         with self._ranks.together(call.peers_deadline):
             before = self._engine.snapshot()
-        try:
+        with undone_if_it_fails(self._engine, before):
             metrics = self._steps(mini_batches, update_loss, call, rows)
             verify_together()
             if copy_weights is not None:
                 copy_weights()
-        except BaseException:
-            self._engine.restore(before)
-            raise
         return metrics
 
     def _steps(
