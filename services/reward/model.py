@@ -19,7 +19,7 @@ from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
 from services.engines.base import HeldTensor, LossFn
-from services.engines.rollback import undone_if_it_fails
+from services.engines.rollback import undo
 from services.models.families import load_classifier
 from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer
@@ -156,10 +156,10 @@ class LearningRewardWorker(ModelWorker):
         with all_or_none("keeping the weights", self.torch_device):
             before, version = self.engine.snapshot(), self.policy_version
         try:
-            with undone_if_it_fails(self.engine, before):
-                yield
-                self.copy_weights()
-        except BaseException:
+            yield
+            self.copy_weights()
+        except BaseException as failure:
+            undo(self.engine, before, failure)
             self.policy_version = version
             raise
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.errors import CallCancelled, InvalidRequest
 from services.engines.base import RejectedGradient, TrainEngine
-from services.engines.rollback import undone_if_it_fails
+from services.engines.rollback import undo
 from services.roles.rejected import RowKeeper
 from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import MiniBatch
@@ -71,11 +71,14 @@ class Updater:
             return self._steps(mini_batches, update_loss, call, rows, confirm=verify_together)
         with self._ranks.together(call.peers_deadline):
             before = self._engine.snapshot()
-        with undone_if_it_fails(self._engine, before):
+        try:
             metrics = self._steps(mini_batches, update_loss, call, rows)
             verify_together()
             if copy_weights is not None:
                 copy_weights()
+        except BaseException as failure:
+            undo(self._engine, before, failure)
+            raise
         return metrics
 
     def _steps(
