@@ -11,7 +11,7 @@ from rich.table import Table
 
 from controller.config.config import Config
 from settings.memory.predict import Footprint, StageName, predict
-from settings.memory.services import NotPredicted, Place, service_use
+from settings.memory.services import NotPredicted, service_use
 from settings.memory.use import ModelUse, RowSizes
 from settings.service import ServiceTable
 
@@ -79,11 +79,10 @@ def predict_memory(config: Config, names: Sequence[str], device_bytes: int | Non
             for them, else on the CPU.
     """
     on_gpu = device_bytes is not None or GPU_DRIVER.exists()
-    place = Place(on_gpu, config.rollout.truncates)
     uses, left_out = dict[str, ModelUse](), dict[str, str]()
     for name in names:
         try:
-            uses[name] = service_use(config.services[name], place)
+            uses[name] = service_use(config.services[name], on_gpu=on_gpu, truncates=config.rollout.truncates)
         except NotPredicted as error:
             left_out[name] = str(error)
     sizes = row_sizes(config, [use.shape.positions for use in uses.values()])

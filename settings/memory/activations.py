@@ -87,7 +87,7 @@ def saved_by_norm(use: ModelUse, numbers: int) -> int:
     """Returns the bytes per token that RMS norms of `numbers` numbers save, beside their output: with the norms of
     `services.compute.norms` their input; with transformers' the input in float32, and the normalized input, which the
     gradient of a trained weight needs. One scale more is left out."""
-    learned = use.itemsize * numbers if use.learns and use.adapters is None else 0
+    learned = use.stream_itemsize * numbers if use.learns and use.adapters is None else 0
     return FLOAT32 * numbers + (0 if use.fused_norms else learned)
 
 
@@ -130,21 +130,30 @@ def in_backward_of_layer(use: ModelUse, tokens: int) -> int:
     return max(tokens * e * (h + f) + of_weight, tokens * e * (h + 2 * f))
 
 
-def in_forward_of_layer(use: ModelUse, tokens: int, attended: int) -> int:
+def in_forward_of_layer(use: ModelUse, tokens: int, attended: int, *, is_only: bool = False) -> int:
     """Returns the bytes of the tensors of a layer at the largest moment of a forward pass without gradients: the
     embedding's output, the layer's input, the residual and the norm's output, with activated gate, up and their product
     in the feed-forward layer; or, before, with queries, keys and values, rotated, unpacked, and the attention's
-    output."""
+    output.
+
+    Args:
+        use: Use of the model.
+        tokens: Tokens that the layer computes.
+        attended: Tokens of the grids that attention computes.
+        is_only: Whether the embedding's output, or what a pipeline stage has received, is the layer's input.
+    """
     sizes, e = LayerSizes.of(use), use.itemsize
-    h, q, k = sizes.hidden, sizes.query, sizes.key
-    feed_forward = tokens * e * (4 * h + 3 * sizes.units)
-    attention = tokens * e * (3 * h + q + 2 * k) + attended * e * (2 * q + 2 * k)
+    h, q, k = sizes.hidden * use.stream_itemsize, sizes.query, sizes.key
+    # An adapter's output and its scaled copy are there beside the layer's own.
+    units = (4 if use.adapters else 3) * sizes.units
+    feed_forward = tokens * ((3 if is_only else 4) * h + e * units)
+    attention = tokens * (3 * h + e * (q + 2 * k)) + attended * e * (2 * q + 2 * k)
     return max(feed_forward, attention)
 
 
 def rotary(use: ModelUse, tokens: int) -> int:
     """Returns the bytes of sine and cosine of each token's position, which all layers share."""
-    return 2 * tokens * use.shape.head_dim * use.itemsize
+    return 2 * tokens * use.shape.head_dim * use.stream_itemsize
 
 
 def logits_at_a_time(use: ModelUse, scored: int) -> int:
@@ -162,11 +171,12 @@ def vocabulary_of_rank(use: ModelUse) -> int:
 
 
 def in_forward_of_head(use: ModelUse, scored: int) -> int:
-    """Returns the bytes of temporaries while the head computes log-probabilities without gradients: logits of one
-    chunk and their exponentials in float32, and before them logits in the type of computation."""
+    """Returns the bytes of temporaries while the head computes log-probabilities without gradients: hidden states of
+    the scored positions, as the norm gives them and selected; logits of one chunk and their exponentials in float32."""
     if use.shape.head != "lm":
         return scored * FLOAT32
-    return logits_at_a_time(use, scored) * max(2 * FLOAT32, FLOAT32 + use.itemsize)
+    hidden = 2 * scored * use.shape.hidden * use.itemsize
+    return hidden + logits_at_a_time(use, scored) * 2 * FLOAT32
 
 
 def in_backward_of_head(use: ModelUse, scored: int) -> int:

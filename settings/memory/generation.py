@@ -27,18 +27,22 @@ def rows_together(use: ModelUse, rows: RowSizes) -> int:
 
 def cache_bytes(use: ModelUse, rows: RowSizes) -> int:
     """Returns the bytes of a rank's KV cache: keys and values of all positions of the rows that are generated at a
-    time, and, when finished rows are dropped, a second copy of one layer's; for vllm, what the table gives it."""
+    time; for vllm, what the table gives it."""
     rollout = _rollout(use)
     if rollout.engine != "hf":
         return rollout.cache_bytes
+    return use.shape.layers // rollout.pipeline * _cache_of_layer(use, rows)
+
+
+def _cache_of_layer(use: ModelUse, rows: RowSizes) -> int:
     tokens = rows_together(use, rows) * (rows.prompt_tokens + rows.response_tokens)
-    per_layer = 2 * use.shape.key // rollout.tensor * use.itemsize
-    return tokens * per_layer * (use.shape.layers // rollout.pipeline + 1)
+    return tokens * (2 * use.shape.key // _rollout(use).tensor) * use.itemsize
 
 
 def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
     """Returns the bytes of temporaries while rollout engine hf generates: in the pass over the prompts, with the mask
-    of their padding, or in choosing a token from its logits; 0 for other engines."""
+    of their padding, or later, in choosing tokens from their logits and in copying one layer of the cache to drop
+    finished rows; 0 for other engines."""
     rollout = _rollout(use)
     if rollout.engine != "hf":
         return 0
@@ -49,7 +53,8 @@ def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
     work = TRUNCATING if rollout.truncates else CHOOSING
     # The parts that tensor ranks gather, beside the logits.
     gathered = e if rollout.tensor > 1 else 0
-    return max(prefill, together * vocabulary * (e + gathered + work))
+    choosing = together * vocabulary * (e + gathered + work)
+    return max(prefill, choosing, _cache_of_layer(use, rows) + together * vocabulary * e)
 
 
 def vllm_workspace(use: ModelUse) -> int:

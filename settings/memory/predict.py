@@ -191,22 +191,32 @@ def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, i
     FSDP2 gathers the next group while it still has the one before flat: most of all the first layer's beside the root
     group's (embedding, norm and head), when there are hardly any activations.
     """
-    layer = acts.in_forward_of_layer(use, counts.tokens, counts.attended)
-    head = acts.in_forward_of_head(use, counts.scored) if stage == use.mesh[0] - 1 else 0
-    hidden = counts.tokens * use.shape.hidden * use.itemsize
-    computing = max(layer, hidden + head) + acts.rotary(use, counts.tokens)
-    e = use.itemsize
+    e, stream = use.itemsize, use.stream_itemsize
+    hidden = counts.tokens * use.shape.hidden * stream
+    is_last = stage == use.mesh[0] - 1
+    # The last layer computes fewer tokens.
+    num_whole = use.shape.layers // use.mesh[0] - (1 if is_last and use.packs else 0)
+    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layer(
+        use, counts.tokens, counts.attended, is_only=num_whole == 1
+    )
+    in_head = hidden + acts.in_forward_of_head(use, counts.scored) if is_last else 0
+    at_first, at_layer, at_head = 0, 0, 0
     if is_sharded(use):
-        root, each = fsdp_groups(use, stage)
-        if use.mesh[2] == 1:
-            return {"activations": computing, "gathered weights": (root + each) * e}
-        cast = each // use.mesh[2] * e if e < use.kept_itemsize else 0
-        moments = [
-            {"activations": hidden, "gathered weights": 2 * (root + each) * e + cast},
-            {"activations": computing, "gathered weights": (root + 2 * each) * e},
-        ]
-        return max(moments, key=lambda parts: sum(parts.values()))
-    return {"activations": computing, **zero_gathered(use)}
+        root, each = (numel * e for numel in fsdp_groups(use, stage))
+        is_cut = use.mesh[2] > 1
+        cast = each // use.mesh[2] if e < use.kept_itemsize else 0
+        at_first = 2 * (root + each) + cast if is_cut else 0
+        at_layer, at_head = root + (2 if is_cut else 1) * each, root + (each if is_cut else 0)
+    elif use.engine == "zero":
+        at_layer = zero_gathered(use)
+        # Autocast's copies are dropped at the end of the last layer.
+        at_head = at_layer if use.zero_stage == 3 else 0
+    moments = [
+        {"activations": hidden, "gathered weights": at_first},
+        {"activations": in_layer, "gathered weights": at_layer},
+        {"activations": in_head, "gathered weights": at_head},
+    ]
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:

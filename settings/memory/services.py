@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.errors import ConfigError
@@ -24,21 +23,13 @@ class NotPredicted(ValueError):
     """The memory of a service is not predicted; the text says why."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a service's memory depends on beside its table.
-
-    Attributes:
-        on_gpu: Whether ranks compute on GPUs.
-        truncates: Whether top_k or top_p truncate the distribution of rollouts.
-    """
-
-    on_gpu: bool
-    truncates: bool = False
-
-
-def service_use(table: ServiceTable, place: Place) -> ModelUse:
+def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -> ModelUse:
     """Returns the use of a model by a service. Reads the config.json of its model directory.
+
+    Args:
+        table: Table of the service.
+        on_gpu: Whether its ranks compute on GPUs.
+        truncates: Whether top_k or top_p truncate the distribution of rollouts.
 
     Raises:
         NotPredicted: The service has no model, or one of another family, or a role or an engine that is a plug-in.
@@ -46,14 +37,14 @@ def service_use(table: ServiceTable, place: Place) -> ModelUse:
     """
     match table:
         case RewardTable():
-            return _reward_use(table, place)
+            return _reward_use(table, on_gpu)
         case ActorTable() | CriticTable() | ReferenceTable():
-            return _model_use(table, place)
+            return _model_use(table, on_gpu, truncates)
         case _:
             raise NotPredicted(f"role {table.role} is a plug-in")
 
 
-def _reward_use(table: RewardTable, place: Place) -> ModelUse:
+def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
     """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
     if table.kind != "model" or table.model is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
@@ -66,12 +57,12 @@ def _reward_use(table: RewardTable, place: Place) -> ModelUse:
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
         scores_with_copy=table.optimizer is not None,
-        on_gpu=place.on_gpu,
+        on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
     )
 
 
-def _model_use(table: ModelTable, place: Place) -> ModelUse:
+def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
     if table.engine not in TRAINING_ENGINES:
         raise NotPredicted(f"engine {table.engine} is a plug-in")
     lora = table.lora if isinstance(table, ActorTable) else None
@@ -91,13 +82,13 @@ def _model_use(table: ModelTable, place: Place) -> ModelUse:
         activation_checkpointing=table.activation_checkpointing,
         packing=table.packing,
         micro_batch_tokens=table.micro_batch_tokens,
-        rollout=_rollout_use(table, place) if isinstance(table, ActorTable) else None,
-        on_gpu=place.on_gpu,
+        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
+        on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
     )
 
 
-def _rollout_use(table: ActorTable, place: Place) -> RolloutUse:
+def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
     if table.rollout_engine not in ROLLOUT_ENGINES:
         raise NotPredicted(f"rollout_engine {table.rollout_engine} is a plug-in")
     pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh or "1-1-1")
@@ -113,7 +104,7 @@ def _rollout_use(table: ActorTable, place: Place) -> RolloutUse:
         gathers_all=gathers_all,
         cache_tokens=table.rollout_tokens,
         cache_bytes=int(table.vllm.kv_cache_gb * GIB),
-        truncates=place.truncates,
+        truncates=truncates,
     )
 
 

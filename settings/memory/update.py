@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from settings.memory import activations as acts
 from settings.memory.activations import TokenCounts
 from settings.memory.shards import (
+    adapter_weights,
     cut_shape,
     sharded_rows,
     stage_weights,
@@ -20,6 +21,9 @@ from settings.memory.use import FLOAT32, ModelUse
 
 BUCKET_NUMEL = 1 << 24
 """Most elements of DeepSpeed's buckets (`services.engines.zero.partitions`)."""
+BUCKET_BYTES, BUCKETS_UNDER_WAY = 4 << 20, 8
+"""Size of the buckets of engine 3d's reduction over data ranks, and how many are in flight
+(`services.runtime.process_groups`)."""
 FLOAT64 = 8
 
 
@@ -175,7 +179,8 @@ def is_sharded(use: ModelUse) -> bool:
     """Returns whether FSDP2 shards the weights: over ranks or data ranks, or to cast them."""
     if use.engine == "3d":
         return use.shards_over_data
-    return use.engine == "fsdp" and (use.ranks > 1 or use.itemsize != use.kept_itemsize)
+    has_other_type = use.itemsize < FLOAT32 and use.learns
+    return use.engine == "fsdp" and (use.ranks > 1 or has_other_type)
 
 
 def fsdp_groups(use: ModelUse, stage: int) -> tuple[int, int]:
@@ -190,6 +195,10 @@ def fsdp_groups(use: ModelUse, stage: int) -> tuple[int, int]:
             layer += numel
         else:
             root += numel
+    if use.adapters is not None:
+        layer += ranks * sum(
+            sharded_rows(weight.shape, ranks) for weight in adapter_weights(use.shape, use.adapters)
+        )
     return root, layer
 
 
@@ -233,24 +242,23 @@ def zero_bucket(use: ModelUse) -> int:
     return FLOAT32 * min(BUCKET_NUMEL, use.shape.num_parameters)
 
 
-def zero_gathered(use: ModelUse) -> dict[str, int]:
+def zero_gathered(use: ModelUse) -> int:
     """Returns the bytes of weights that DeepSpeed holds in a pass: at stage 3 those of a layer and the next, or of the
-    embedding or output layer; and copies of all weights where autocast computes in a coarser type than they have. Empty
-    for other engines."""
-    if use.engine != "zero":
-        return {}
+    embedding or output layer; at stages 1 and 2 autocast's copies of the layers' weights, where these are finer than
+    the type of computation."""
     shape = use.shape
     if use.zero_stage == 3:
         ends = max(shape.embedding.numel, _output_numel(use))
-        return {"gathered weights": use.kept_itemsize * (2 * shape.layer_numel + ends)}
-    casts = use.itemsize * shape.num_parameters if use.itemsize < use.kept_itemsize else 0
-    return {"gathered weights": casts}
+        return use.kept_itemsize * (2 * shape.layer_numel + ends)
+    return use.itemsize * shape.layers * shape.layer_numel if use.itemsize < use.kept_itemsize else 0
 
 
 def _zero_computing(use: ModelUse) -> dict[str, int]:
     """Returns the bytes that DeepSpeed holds in a backward pass; empty for other engines."""
-    bucket = {"gradients to reduce": zero_bucket(use)} if use.engine == "zero" and use.zero_stage < 3 else {}
-    return {**zero_gathered(use), **bucket}
+    if use.engine != "zero":
+        return {}
+    bucket = zero_bucket(use) if use.zero_stage < 3 else 0
+    return {"gathered weights": zero_gathered(use), "gradients to reduce": bucket}
 
 
 def _reducing(use: ModelUse, counts: TokenCounts, stage: int) -> dict[str, int]:
@@ -258,8 +266,8 @@ def _reducing(use: ModelUse, counts: TokenCounts, stage: int) -> dict[str, int]:
 
     FSDP2: weights and gradients of the root group, in the type of computation; the gradients in float32; and the first
     layer's, which are reduced meanwhile. On a CPU torch casts one rank's part of a tensor to float32 at a time
-    (`_chunk_cat`). ZeRO stages 1 and 2: copies of the partition's gradients, concatenated and padded, and those of
-    earlier micro-batches.
+    (`_chunk_cat`). Engine 3d with replicas: buckets of small tensors. ZeRO stages 1 and 2: copies of the partition's
+    gradients, concatenated and padded, and those of earlier micro-batches; stage 3: copies of the bucket.
     """
     trains = use.adapters is None
     if is_sharded(use) and trains:
@@ -272,10 +280,28 @@ def _reducing(use: ModelUse, counts: TokenCounts, stage: int) -> dict[str, int]:
             "gathered weights": root * use.itemsize,
             "gradients to reduce": root * (use.itemsize + FLOAT32) + layer * FLOAT32 + cast,
         }
-    if use.engine == "zero" and use.zero_stage < 3:
+    if use.engine == "3d" and use.mesh[2] > 1:
+        return {"gradients to reduce": _bucketed(use, stage)}
+    if use.engine == "zero" and use.zero_stage == 3:
+        # Concatenated, and on a CPU once more inside gloo; meanwhile the embedding is still gathered.
+        copies = 1 if use.on_gpu else 2
+        gathered = use.shape.embedding.numel * use.kept_itemsize
+        return {"gathered weights": gathered, "gradients to reduce": copies * zero_bucket(use)}
+    if use.engine == "zero":
         copies = 3 if use.zero_stage == 2 and counts.micro_batches > 1 else 2
         return {"gradients to reduce": copies * FLOAT32 * zero_flat_numel(use) // use.ranks}
     return {}
+
+
+def _bucketed(use: ModelUse, stage: int) -> int:
+    """Returns the bytes of the buckets by which engine 3d reduces gradients over data ranks: of tensors smaller than a
+    bucket, as many buckets at a time as are in flight (`services.runtime.process_groups.add_up`)."""
+    small = sum(
+        times * nbytes
+        for times, weight in stage_weights(use, stage)
+        if (nbytes := FLOAT32 * tensor_numel(use, weight)) < BUCKET_BYTES
+    )
+    return min(small, BUCKETS_UNDER_WAY * BUCKET_BYTES)
 
 
 def largest_kept(use: ModelUse, stage: int) -> int:

@@ -121,6 +121,12 @@ class ModelUse:
         return self.packing and self.engine in ("fsdp", "3d") and self.shape.head != "score"
 
     @property
+    def stream_itemsize(self) -> int:
+        """Bytes of an element of the hidden states between layers: float32 under autocast, which casts for matrix
+        products alone."""
+        return self.kept_itemsize if self.engine == "zero" else self.itemsize
+
+    @property
     def fused_norms(self) -> bool:
         """Whether norms are those of `services.compute.norms`, which save their input alone: float32 on a CPU."""
-        return not self.on_gpu and self.dtype == "float32"
+        return not self.on_gpu and self.stream_itemsize == FLOAT32

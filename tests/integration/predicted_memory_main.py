@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from allocations import allocations
 from torch import Tensor
 
-from allocations import allocations
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, value_head
@@ -44,7 +44,7 @@ def main(cases: Sequence[tuple[ModelUse, Rows]], directory: Path) -> list[dict[s
     return [measure(use, rows, directory) for use, rows in cases]
 
 
-def measure(use: ModelUse, rows: Rows, directory: Path) -> dict[str, int]:
+def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) -> dict[str, int]:
     """Returns the bytes of an engine's tensors, exactly, and the peaks of an update and of a forward pass beside them;
     `stage` is the rank's pipeline stage."""
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def measure(use: ModelUse, rows: Rows, directory: Path) -> dict[str, int]:
     found = {
         "resident": _storage_bytes(engine._resident()),
         "stage": Mesh(*use.mesh).position(dist.get_rank())[0],
-        "forward": _peak(lambda: engine.infer(micro_batches[:1], head)),
+        "forward": _peak(lambda: engine.infer(micro_batches[:1], head), repeats),
     }
     if use.learns:
         gradients: list[int] = []
@@ -69,7 +69,7 @@ def measure(use: ModelUse, rows: Rows, directory: Path) -> dict[str, int]:
         engine.step(micro_batches, head, loss, confirm=note_gradients)
         found["gradients"] = gradients[0]
         found["snapshot"] = _storage_bytes(engine.snapshot().tensors.values())
-        found["update"] = _peak(lambda: engine.step(micro_batches, head, loss))
+        found["update"] = _peak(lambda: engine.step(micro_batches, head, loss), repeats)
     return found
 
 
@@ -136,10 +136,12 @@ def _column(use: ModelUse, count: int, length: int) -> Jagged[Tensor]:
     return Jagged(ids, np.full(count, length, dtype=np.int64))
 
 
-def _peak(compute: Any) -> int:
-    """Returns the most bytes allocated while a function runs: the least of several runs."""
+def _peak(compute: Callable[[], object], repeats: int) -> int:
+    """Returns the most bytes allocated while a function runs: the least of several runs after a first one, in which
+    libraries measure and DeepSpeed learns what to gather ahead."""
+    compute()
     peaks = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         with allocations() as found:
             compute()
         peaks.append(found.peak)

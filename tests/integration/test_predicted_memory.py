@@ -1,4 +1,4 @@
-"""The memory predictor against real ranks: what they hold, to the byte, and the peaks of their passes, within bounds."""
+"""The memory predictor against real ranks: what they hold, to the byte, and peaks of their passes, within bounds."""
 
 from __future__ import annotations
 
@@ -124,6 +124,8 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
             beyond = stages[name].device_bytes - idle.device_bytes
             print(f"{use.engine} {use.mesh} {use.dtype} {rows.count} {name}: {beyond / found[name]:.3f}")
             if abs(beyond / found[name] - 1) > tolerance:
-                wrong.append(f"{name} peaks at {found[name]} bytes, predicted {beyond}: {dict(stages[name].device)}")
+                wrong.append(
+                    f"{name} peaks at {found[name]} bytes, predicted {beyond}: {dict(stages[name].device)}"
+                )
     assert FLOAT32 == 4
     return wrong

@@ -35,7 +35,12 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "llama, biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
-    "llama, every head its key": {"model_type": "llama", **SIZES, "num_key_value_heads": None, "head_dim": None},
+    "llama, every head its key": {
+        "model_type": "llama",
+        **SIZES,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
     "mistral": {"model_type": "mistral", **SIZES},
     "qwen2, tied": {"model_type": "qwen2", **SIZES, "head_dim": 6, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **SIZES},
@@ -120,7 +125,10 @@ def test_shards_are_those_of_engine_3d(name: str, head: HeadKind, mesh: tuple[in
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; memory is predicted for llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "model_type is 'gpt2'; memory is predicted for llama, mistral, qwen2, qwen3",
+        ),
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
     ],
