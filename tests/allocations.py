@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch.autograd.profiler import profile
 
@@ -35,8 +36,8 @@ def allocations() -> Iterator[Allocations]:
     found = Allocations()
     with profile(profile_memory=True, use_cpu=True) as profiler:
         yield found
-    assert profiler.kineto_results is not None
-    events = [each for each in profiler.kineto_results.events() if each.name() == _MEMORY]
+    results: Any = profiler.kineto_results
+    events = [each for each in results.events() if each.name() == _MEMORY]
     for event in sorted(events, key=lambda each: each.start_ns()):
         found.kept += event.nbytes()
         found.peak = max(found.peak, found.kept)

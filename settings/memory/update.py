@@ -243,13 +243,13 @@ def zero_bucket(use: ModelUse) -> int:
 
 
 def zero_gathered(use: ModelUse) -> int:
-    """Returns the bytes of weights that DeepSpeed holds in a pass: at stage 3 those of a layer and the next, or of the
-    embedding or output layer; at stages 1 and 2 autocast's copies of the layers' weights, where these are finer than
-    the type of computation."""
+    """Returns the bytes of weights that DeepSpeed holds in a pass: at stage 3 those of a layer, of the next, and of the
+    embedding or output layer, each as it was gathered and in place; at stages 1 and 2 autocast's copies of the layers'
+    weights, where these are finer than the type of computation."""
     shape = use.shape
     if use.zero_stage == 3:
         ends = max(shape.embedding.numel, _output_numel(use))
-        return use.kept_itemsize * (2 * shape.layer_numel + ends)
+        return use.kept_itemsize * 2 * (2 * shape.layer_numel + ends)
     return use.itemsize * shape.layers * shape.layer_numel if use.itemsize < use.kept_itemsize else 0
 
 

@@ -28,7 +28,7 @@ from settings.memory.use import ModelUse
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2
-REPEATS = 3
+REPEATS = 2
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from integration.predicted_memory_main import MICRO_BATCHES, Rows
 from integration.ranks import launch
-from settings.memory.predict import predict_rank
+from settings.memory.predict import StageName, predict_rank
 from settings.memory.shape import ModelShape
-from settings.memory.use import FLOAT32, ModelUse, RolloutUse, RowSizes
+from settings.memory.use import ModelUse, RolloutUse, RowSizes
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("services.engines.zero.engine")
 
-DEADLINE_S = 170
-TOLERANCE = {"forward": 0.05, "update": 0.1}
-"""Largest relative error of a peak, at 0.97 to 1.07 in the mean of all cases."""
-MANY, FEW = Rows(6, 48, 33), Rows(1, 4, 3)
+DEADLINE_S = 110
+TOLERANCE: dict[StageName, float] = {"forward": 0.15, "update": 0.15}
+"""Largest relative error of a peak."""
+MANY, FEW = Rows(5, 32, 17), Rows(1, 4, 3)
 """Rows whose activations are most of an update's memory, and rows whose activations are hardly any of it."""
 
 CONFIG: dict[str, Any] = {
@@ -41,32 +41,37 @@ THREE_D = replace(FSDP, engine="3d", mesh=(1, 2, 2))
 
 TWO_RANKS = {
     "fsdp": (FSDP, MANY),
+    "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
+    "zero-2": (ZERO, MANY),
+    "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
+}
+MORE_OF_FSDP = {
     "fsdp, few tokens": (FSDP, FEW),
     "fsdp, bfloat16": (replace(FSDP, dtype="bfloat16"), MANY),
-    "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
     "fsdp, recomputed": (replace(FSDP, activation_checkpointing=True), MANY),
     "fsdp, value head": (replace(FSDP, shape=SHAPE.with_head("value")), MANY),
     "fsdp, frozen": (replace(FSDP, learns=False), MANY),
+}
+MORE_OF_ZERO = {
     "zero-1": (replace(ZERO, zero_stage=1), MANY),
-    "zero-2": (ZERO, MANY),
     "zero-2, few tokens": (ZERO, FEW),
     "zero-2, bfloat16": (replace(ZERO, dtype="bfloat16"), MANY),
     "zero-3": (replace(ZERO, zero_stage=3), MANY),
-    "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
     "zero-3, frozen": (replace(ZERO, zero_stage=3, learns=False), FEW),
 }
 FOUR_RANKS = {
-    "1-2-2": (THREE_D, MANY),
-    "1-2-2, few tokens": (THREE_D, FEW),
-    "1-2-2, bfloat16": (replace(THREE_D, dtype="bfloat16"), MANY),
-    "1-2-2, recomputed": (replace(THREE_D, activation_checkpointing=True), MANY),
-    "1-2-2, sharded over data": (replace(THREE_D, shards_over_data=True), MANY),
+    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse(in_place=True)), MANY),
     "1-2-2, sharded over data, bfloat16, few tokens": (
         replace(THREE_D, shards_over_data=True, dtype="bfloat16"),
         FEW,
     ),
-    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse(in_place=True)), FEW),
     "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+}
+MORE_OF_3D = {
+    "1-2-2, few tokens": (THREE_D, FEW),
+    "1-2-2, bfloat16": (replace(THREE_D, dtype="bfloat16"), MANY),
+    "1-2-2, recomputed": (replace(THREE_D, activation_checkpointing=True), MANY),
+    "1-2-2, sharded over data": (replace(THREE_D, shards_over_data=True), MANY),
     "2-2-1, value head": (replace(THREE_D, mesh=(2, 2, 1), shape=SHAPE.with_head("value")), MANY),
 }
 
@@ -78,7 +83,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        pytest.param(2, TWO_RANKS, id="2"),
+        pytest.param(4, FOUR_RANKS, id="4"),
+        pytest.param(2, MORE_OF_FSDP, id="2-fsdp", marks=pytest.mark.full),
+        pytest.param(2, MORE_OF_ZERO, id="2-zero", marks=pytest.mark.full),
+        pytest.param(4, MORE_OF_3D, id="4-3d", marks=pytest.mark.full),
+    ],
+)
 def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], model: Path) -> None:
     reports = launch(
         "integration.predicted_memory_main",
@@ -127,5 +141,4 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
                 wrong.append(
                     f"{name} peaks at {found[name]} bytes, predicted {beyond}: {dict(stages[name].device)}"
                 )
-    assert FLOAT32 == 4
     return wrong
