@@ -128,7 +128,7 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
         parts["weights"] = kept * on_device
         parts["weights that compute"] = FLOAT32 * (kept if use.zero_stage == 3 else zero_flat_numel(use))
         if use.zero_stage == 3:
-            parts["gradients"] = kept * on_device
+            parts["gradient buffer"] = kept * on_device
             parts["reduction bucket"] = zero_bucket(use)
     elif use.engine == "3d" and use.learns and use.itemsize < FLOAT32 and not use.shards_over_data:
         parts["weights that compute"] = kept * use.itemsize

@@ -106,7 +106,7 @@ class ModelShape:
         Raises:
             ValueError: The model is of another family, or the file lacks a size or has one that is no integer above 0.
         """
-        family = config.get("model_type")
+        family = str(config.get("model_type", ""))
         if family not in _DEFAULTS:
             raise ValueError(f"model_type is {family!r}; memory is predicted for {', '.join(_DEFAULTS)}")
         given = {**_DEFAULTS[family], **config}
