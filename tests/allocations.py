@@ -34,10 +34,10 @@ def allocations() -> Iterator[Allocations]:
     so that a peak with collectives may come out too high, never too low: measure several times and take the lowest.
     """
     found = Allocations()
+    profiler: Any
     with profile(profile_memory=True, use_cpu=True) as profiler:
         yield found
-    results: Any = profiler.kineto_results
-    events = [each for each in results.events() if each.name() == _MEMORY]
+    events = [each for each in profiler.kineto_results.events() if each.name() == _MEMORY]
     for event in sorted(events, key=lambda each: each.start_ns()):
         found.kept += event.nbytes()
         found.peak = max(found.peak, found.kept)
