@@ -136,8 +136,9 @@ def memory_table(report: MemoryReport) -> Table:
 
 
 def _components(footprint: Footprint) -> str:
+    """Returns the three largest components with their GB, without those that round to 0."""
     largest = sorted(footprint.device.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in largest)
+    return ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in largest if nbytes >= GB / 200)
 
 
 def _mini_batches(config: Config, table: ServiceTable) -> int:

@@ -89,7 +89,8 @@ def update_moments(use: ModelUse, counts: TokenCounts, stage: int) -> list[Momen
     kept = sizes.recomputed if use.activation_checkpointing else sizes.saved
     # By the 1F1B schedule, a stage keeps the activations of as many micro-batches as there are stages from it on.
     waiting = (min(use.mesh[0] - stage, counts.micro_batches) - 1) * kept
-    held = waiting + _wires(use, counts, stage)
+    wires = _wires(use, counts, stage)
+    held = waiting + wires
     gradients = gradient_bytes(use, stage)
     of_layer = acts.in_backward_of_layer(use, counts.tokens)
     # The first micro-batch's backward pass begins without gradients.
@@ -110,7 +111,7 @@ def update_moments(use: ModelUse, counts: TokenCounts, stage: int) -> list[Momen
             "backward of the first layer",
             {
                 "gradients": gradients,
-                "activations": sizes.shared + sizes.layer,
+                "activations": wires + sizes.shared + sizes.layer,
                 "temporaries": of_layer,
                 **_sharding_at_layer(use, stage),
             },
