@@ -14,12 +14,14 @@ from pathlib import Path
 from types import FrameType
 
 import click
+from rich.console import Console
 
 from controller.config.config import Config, load
 from deploy import health, preflight, state
 from deploy.certificates import write_certificates
 from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
+from deploy.memory import GB, memory_table, predict_memory
 from deploy.processes import POLL_S
 from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
@@ -31,6 +33,8 @@ READY = "ready"
 """The line on stdout that says that all services are healthy."""
 USAGE_ERROR = 2
 """Exit code of a wrong command line or config."""
+TABLE_WIDTH = 140
+"""Characters of a line of the table of memory."""
 
 
 class _Commands(click.Group):
@@ -165,10 +169,29 @@ def down(launcher: LaunchOptions, config: Path) -> None:
 @_config_argument
 @_set_option
 @click.option("--only", multiple=True, metavar="NAME", help="Check only this service; repeatable.")
-def check(config: Path, settings: tuple[str, ...], only: tuple[str, ...]) -> None:
-    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses."""
+@click.option(
+    "--device-memory-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Memory of one GPU, in 10^9 bytes. Default: on a host without GPUs, its available memory.",
+)
+def check(
+    config: Path, settings: tuple[str, ...], only: tuple[str, ...], device_memory_gb: float | None
+) -> None:
+    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses; and print the
+    memory that they are predicted to need, by stage.
+
+    When they need more than there is, the exit code is 1.
+    """
     loaded = load(config, settings)
     names = service_names(loaded, only)
+    report = predict_memory(loaded, names, None if device_memory_gb is None else int(device_memory_gb * GB))
+    if report.services:
+        rows = next(iter(report.services.values())).rows
+        Console(width=TABLE_WIDTH, highlight=False).print(memory_table(report))
+        click.echo(f"for rows of {rows.prompt_tokens} + {rows.response_tokens} tokens; docs/memory.md")
+    if report.misfits:
+        raise RlhfError("; ".join(report.misfits))
     preflight.check(loaded, names)
     click.echo(f"{config}: {', '.join(names)} can be started")
 

@@ -58,6 +58,8 @@ WITHOUT_TORCH = [
     "services.runtime.server",
     "deploy.cli",
     "deploy.pipeline.cli",
+    "settings.memory.services",
+    "settings.memory.predict",
     "conformance.cli",
     "loadtest.cli",
 ]

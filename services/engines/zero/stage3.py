@@ -130,11 +130,13 @@ class FrozenStage3(Partitions):
 
 def _gather_options(model: Model) -> dict[str, Any]:
     """Returns DeepSpeed's options by which a rank has the gathered weights of two layers at a time: the layer that
-    computes, and the next one, which is prefetched."""
+    computes, and the next one, which is prefetched. Each module prefetches up to a bucket: without a limit on what is
+    gathered, those of one layer would together prefetch many layers."""
     num_layers = transformer_of(model).config.get_text_config().num_hidden_layers
     layer = sum(p.ds_numel for _, p in _parameters(model)) // num_layers
     return {
         "prefetch_bucket_size": layer,
+        "max_live_parameters": 2 * layer,
         "max_reuse_distance": 0,
         "param_persistence_threshold": 0,
         "model_persistence_threshold": 0,

@@ -1,0 +1,224 @@
+"""Prediction of a rank's memory in each stage of a run, on its device and in host memory, by component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from settings.memory import activations as acts
+from settings.memory.activations import token_counts
+from settings.memory.generation import cache_bytes, decoding_bytes, vllm_workspace
+from settings.memory.shards import (
+    generation_numel,
+    kept_numel,
+    stage_weights,
+    trained_numel,
+    zero_flat_numel,
+)
+from settings.memory.update import fsdp_groups, is_sharded, update_moments, zero_bucket, zero_gathered
+from settings.memory.use import FLOAT32, ModelUse, RowSizes
+
+StageName = Literal["loading", "idle", "transition", "generation", "forward", "update", "checkpoint"]
+"""Stage of a run: loading the model; idle, between calls; transition, gathering of generation weights; generation;
+forward, log-probabilities, values or scores; update; and copying of a checkpoint."""
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Predicted memory of one rank in one stage.
+
+    Attributes:
+        device: Bytes on the rank's device by component; in host memory where the device is a CPU.
+        host: Bytes in host memory beside those, by component.
+    """
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(self.host.values())
+
+
+def predict(use: ModelUse, rows: RowSizes) -> dict[StageName, Footprint]:
+    """Returns the footprint of the rank that needs most, in each stage that the service has.
+
+    Args:
+        use: Use of the model.
+        rows: Rows of a step.
+
+    Raises:
+        ValueError: The model cannot be divided over the mesh.
+    """
+    pipeline, tensor, _ = use.mesh
+    for what, size, parts in (
+        ("layers", use.shape.layers, pipeline),
+        ("attention heads", use.shape.heads, tensor),
+        ("key-value heads", use.shape.kv_heads, tensor),
+        ("feed-forward units", use.shape.intermediate, tensor),
+    ):
+        if size % parts:
+            raise ValueError(f"{size} {what} cannot be divided by {parts}")
+    found: dict[StageName, Footprint] = {}
+    for number in range(pipeline):
+        for name, footprint in predict_rank(use, rows, number).items():
+            if name not in found or footprint.device_bytes > found[name].device_bytes:
+                found[name] = footprint
+    return found
+
+
+def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, Footprint]:
+    """Returns the footprint of the ranks of one pipeline stage, in each stage of a run."""
+    idle = idle_parts(use, stage)
+    arena = {"arena": use.arena_bytes}
+    held = trained_numel(use, stage) * 3 * FLOAT32
+    offloaded = _offloaded(use)
+    counts = token_counts(use, rows)
+
+    def footprint(device: Mapping[str, int], host: Mapping[str, int] = NOTHING) -> Footprint:
+        return Footprint(_present({**idle, **device}), _present({**arena, **offloaded, **host}))
+
+    found: dict[StageName, Footprint] = {
+        "loading": footprint({"one tensor or gathered layer": _while_loading(use, stage)}),
+        "idle": footprint({}),
+    }
+    if use.rollout is not None:
+        gathered, bucket = _transition(use, stage)
+        found["transition"] = footprint({"generation weights": gathered, "gathered tensors": bucket})
+        found["generation"] = footprint(
+            {
+                "generation weights": gathered,
+                "KV cache": cache_bytes(use, rows),
+                "decoding": decoding_bytes(use, rows),
+                "vLLM workspace": vllm_workspace(use),
+            }
+        )
+    found["forward"] = footprint(_forward(use, counts, stage))
+    if use.learns:
+        largest = max(update_moments(use, counts, stage), key=lambda moment: moment.total)
+        # Where nothing can fail between steps, one step needs no way back.
+        is_atomic = rows.mini_batches == 1 and use.engine != "zero" and not use.scores_with_copy
+        copies = {"weights staged for the copy": _copy_bytes(use)} if use.scores_with_copy else {}
+        found["update"] = footprint(
+            {**largest.parts, **copies}, {"snapshot before the update": 0 if is_atomic else held}
+        )
+        found["checkpoint"] = footprint({}, {"copy for the checkpoint": held})
+    return found
+
+
+def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
+    """Returns the bytes that a rank of a pipeline stage always holds on its device: weights, moments, and what it
+    computes or generates with beside them, by component."""
+    kept, trained = kept_numel(use, stage), trained_numel(use, stage)
+    parts = {"weights": kept * use.kept_itemsize}
+    if use.adapters is not None:
+        parts["adapters"] = trained * FLOAT32
+    on_device = 0 if use.offload_optimizer else FLOAT32
+    if use.engine == "zero" and use.learns:
+        parts["weights"] = kept * on_device
+        parts["weights that compute"] = FLOAT32 * (kept if use.zero_stage == 3 else zero_flat_numel(use))
+        if use.zero_stage == 3:
+            parts["gradient buffer"] = kept * on_device
+            parts["reduction bucket"] = zero_bucket(use)
+    elif use.engine == "3d" and use.learns and use.itemsize < FLOAT32 and not use.shards_over_data:
+        parts["weights that compute"] = kept * use.itemsize
+    parts["moments"] = 2 * trained * on_device
+    rollout = use.rollout
+    if rollout is not None and rollout.in_place:
+        # Training weights, or their rounded copies, are views of the generation weights' memory.
+        parts["generation weights"] = (generation_numel(use, stage) - kept) * use.itemsize
+    elif rollout is not None and (rollout.engine != "hf" or use.engine != "3d"):
+        parts["generation weights"] = generation_numel(use, stage) * use.itemsize
+        if rollout.engine == "vllm":
+            parts["KV cache"] = rollout.cache_bytes
+    if use.scores_with_copy:
+        parts["copy that scores"] = _copy_bytes(use)
+    return parts
+
+
+def _copy_bytes(use: ModelUse) -> int:
+    return use.shape.num_parameters * use.itemsize
+
+
+def _offloaded(use: ModelUse) -> dict[str, int]:
+    """Returns the bytes of optimizer state in host memory: master weights, gradients and moments."""
+    if not (use.offload_optimizer and use.learns):
+        return {}
+    return {"offloaded optimizer": 4 * FLOAT32 * kept_numel(use, 0)}
+
+
+def _while_loading(use: ModelUse, stage: int) -> int:
+    """Returns the bytes of temporaries while weights are read: the largest tensor, or for FSDP2, which runs a first
+    forward pass, the weights of the root group and of a layer, gathered flat and in place."""
+    if is_sharded(use):
+        root, layer = fsdp_groups(use, stage)
+        return (root + 2 * layer) * use.itemsize
+    return max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
+
+
+def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
+    """Returns the bytes of an actor's generation weights during generation, and those of tensors that are gathered at
+    a time before it."""
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    shape, e = use.shape, use.itemsize
+    idle = idle_parts(use, stage).get("generation weights", 0)
+    whole = max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
+    if use.engine != "3d":
+        return idle, whole
+    if rollout.in_place:
+        return idle, 0
+    layers = shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
+    numel = shape.num_parameters if rollout.gathers_all else generation_numel(use, stage)
+    if rollout.engine == "hf":
+        return numel * e, layers
+    return idle, layers
+
+
+def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, int]:
+    """Returns the bytes of a forward pass without gradients at its largest moment, by component.
+
+    FSDP2 gathers the next group while it still has the one before flat: most of all the first layer's beside the root
+    group's (embedding, norm and head), when there are hardly any activations.
+    """
+    e, stream = use.itemsize, use.stream_itemsize
+    hidden = counts.tokens * use.shape.hidden * stream
+    is_last = stage == use.mesh[0] - 1
+    # The last layer computes fewer tokens.
+    num_whole = use.shape.layers // use.mesh[0] - (1 if is_last and use.packs else 0)
+    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layer(
+        use, counts.tokens, counts.attended, is_only=num_whole == 1
+    )
+    in_head = hidden + acts.in_forward_of_head(use, counts.scored) if is_last else 0
+    at_first, at_layer, at_head = 0, 0, 0
+    if is_sharded(use):
+        root, each = (numel * e for numel in fsdp_groups(use, stage))
+        is_cut = use.mesh[2] > 1
+        cast = each // use.mesh[2] if e < use.kept_itemsize else 0
+        at_first = 2 * (root + each) + cast if is_cut else 0
+        at_layer, at_head = root + (2 if is_cut else 1) * each, root + (each if is_cut else 0)
+    elif use.engine == "zero":
+        at_layer = zero_gathered(use)
+        # Autocast's copies are dropped at the end of the last layer.
+        at_head = at_layer if use.zero_stage == 3 else 0
+    moments = [
+        {"activations": hidden, "gathered weights": at_first},
+        {"activations": in_layer, "gathered weights": at_layer},
+        {"activations": in_head, "gathered weights": at_head},
+    ]
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _present(parts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the components that take any memory."""
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}

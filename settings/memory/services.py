@@ -1,0 +1,115 @@
+"""Memory of a configured service: its table and its model's config.json as a `ModelUse`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+from settings import meshes
+from settings.actor import ActorTable
+from settings.critic import CriticTable
+from settings.engines import ROLLOUT_ENGINES, TRAINING_ENGINES
+from settings.memory.shape import HeadKind, ModelShape, read_model_shape
+from settings.memory.use import AdapterSize, ModelUse, RolloutUse
+from settings.model import ModelTable
+from settings.reference import ReferenceTable
+from settings.reward import RewardTable
+from settings.service import ServiceTable
+
+GIB = 1 << 30
+
+
+class NotPredicted(ValueError):
+    """The memory of a service is not predicted; the text says why."""
+
+
+def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -> ModelUse:
+    """Returns the use of a model by a service. Reads the config.json of its model directory.
+
+    Args:
+        table: Table of the service.
+        on_gpu: Whether its ranks compute on GPUs.
+        truncates: Whether top_k or top_p truncate the distribution of rollouts.
+
+    Raises:
+        NotPredicted: The service has no model, or one of another family, or a role or an engine that is a plug-in.
+        ValueError: A mesh of the table cannot be parsed.
+    """
+    match table:
+        case RewardTable():
+            return _reward_use(table, on_gpu)
+        case ActorTable() | CriticTable() | ReferenceTable():
+            return _model_use(table, on_gpu, truncates)
+        case _:
+            raise NotPredicted(f"role {table.role} is a plug-in")
+
+
+def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
+    """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
+    if table.kind != "model" or table.model is None:
+        raise NotPredicted(f"kind {table.kind} has no model of its own")
+    return ModelUse(
+        _shape(table.model, "score"),
+        engine="whole" if table.optimizer is None else "fsdp",
+        mesh=(1, 1, table.ranks),
+        dtype=table.dtype,
+        learns=table.optimizer is not None,
+        packing=False,
+        micro_batch_tokens=table.micro_batch_tokens,
+        scores_with_copy=table.optimizer is not None,
+        on_gpu=on_gpu,
+        arena_bytes=table.arena_mb << 20,
+    )
+
+
+def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
+    if table.engine not in TRAINING_ENGINES:
+        raise NotPredicted(f"engine {table.engine} is a plug-in")
+    lora = table.lora if isinstance(table, ActorTable) else None
+    targets = lora.target_modules if lora is not None else ()
+    return ModelUse(
+        _shape(table.model, "value" if isinstance(table, CriticTable) else "lm"),
+        engine=table.engine,  # pyright: ignore[reportArgumentType] - one of the three, as was just checked
+        mesh=meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks),
+        shards_over_data=table.shards_over_data,
+        zero_stage=table.zero.stage,
+        offload_optimizer=table.zero.offload_optimizer,
+        dtype=table.dtype,
+        learns=table.keeps_state,
+        adapters=None
+        if lora is None
+        else AdapterSize(lora.rank, () if isinstance(targets, str) else targets),
+        activation_checkpointing=table.activation_checkpointing,
+        packing=table.packing,
+        micro_batch_tokens=table.micro_batch_tokens,
+        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
+        on_gpu=on_gpu,
+        arena_bytes=table.arena_mb << 20,
+    )
+
+
+def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
+    if table.rollout_engine not in ROLLOUT_ENGINES:
+        raise NotPredicted(f"rollout_engine {table.rollout_engine} is a plug-in")
+    pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh or "1-1-1")
+    gathers_all = table.transition != "hybridflow"
+    return RolloutUse(
+        engine=table.rollout_engine,
+        pipeline=pipeline,
+        tensor=tensor,
+        in_place=bool(table.mesh)
+        and table.rollout_spec.in_training_memory
+        and not gathers_all
+        and not table.shards_over_data,
+        gathers_all=gathers_all,
+        cache_tokens=table.rollout_tokens,
+        cache_bytes=int(table.vllm.kv_cache_gb * GIB),
+        truncates=truncates,
+    )
+
+
+def _shape(model: Path, head: HeadKind) -> ModelShape:
+    try:
+        return read_model_shape(model, head)
+    except ConfigError as error:
+        raise NotPredicted(str(error)) from None

@@ -1,0 +1,132 @@
+"""A model's use by a service: its engine, mesh, types, rollout and rows, on which its memory depends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from settings.memory.shape import ModelShape
+from settings.meshes import Sizes
+
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by type."""
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Rows of a step, all of the same length: the longest that the configuration allows, so that no step needs more.
+
+    Attributes:
+        prompt_tokens, response_tokens: Tokens of a row's prompt and of its response.
+        rows: Rows of the batch of a step, over all ranks.
+        mini_batches: Optimizer steps of an update.
+    """
+
+    prompt_tokens: int = 1024
+    response_tokens: int = 1024
+    rows: int = 1024
+    mini_batches: int = 1
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """Low-rank adapters of every linear layer named in `targets`, or of all but the output layer where it is empty."""
+
+    rank: int = 16
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RolloutUse:
+    """An actor's rollout engine.
+
+    Attributes:
+        engine: Name of the engine: hf or vllm.
+        pipeline, tensor: Sizes pg and tg of the generation mesh; 1 and 1 where each rank generates alone.
+        in_place: Whether training weights are views of the generation weights' memory.
+        gathers_all: Whether the transition holds the whole model (hybridflow_v, gather_all).
+        cache_tokens: For hf: `rollout_tokens`, the most tokens of the KV cache.
+        cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
+        truncates: Whether top_k or top_p truncate the distribution.
+    """
+
+    engine: str = "hf"
+    pipeline: int = 1
+    tensor: int = 1
+    in_place: bool = False
+    gathers_all: bool = False
+    cache_tokens: int = 65536
+    cache_bytes: int = 1 << 30
+    truncates: bool = False
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """Use of a model by the ranks of a service.
+
+    Attributes:
+        shape: Shape of the model, its head included.
+        engine: Training engine; whole: every rank has the whole model and no engine (a reward that only scores).
+        mesh: Pipeline, tensor and data size; 1-1-ranks for engines without a mesh.
+        shards_over_data: For 3d: whether data ranks shard weights, gradients and moments.
+        zero_stage: For zero: its stage.
+        offload_optimizer: For zero: whether optimizer state is in host memory.
+        dtype: Type that the model is computed in; trained weights, gradients and moments are float32.
+        learns: Whether the model is trained.
+        adapters: Adapters that are trained in place of the model; None: the model is trained whole.
+        activation_checkpointing, packing, micro_batch_tokens: As in the service's table.
+        rollout: Rollout engine of an actor; None for other roles.
+        scores_with_copy: Whether each rank also has a whole copy of the model (a reward that learns).
+        on_gpu: Whether ranks compute on GPUs; host memory is then other memory.
+        arena_bytes: Bytes of a rank's arena, `arena_mb`, in host memory.
+    """
+
+    shape: ModelShape
+    engine: Literal["fsdp", "3d", "zero", "whole"] = "fsdp"
+    mesh: Sizes = (1, 1, 1)
+    shards_over_data: bool = False
+    zero_stage: int = 2
+    offload_optimizer: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    learns: bool = True
+    adapters: AdapterSize | None = None
+    activation_checkpointing: bool = False
+    packing: bool = True
+    micro_batch_tokens: int = 16384
+    rollout: RolloutUse | None = None
+    scores_with_copy: bool = False
+    on_gpu: bool = True
+    arena_bytes: int = 64 << 20
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.mesh)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the type of computation."""
+        return BYTES_OF[self.dtype]
+
+    @property
+    def kept_itemsize(self) -> int:
+        """Bytes of an element of the weights that the engine keeps, those that adapters leave frozen aside."""
+        return FLOAT32 if self.learns and self.adapters is None else self.itemsize
+
+    @property
+    def packs(self) -> bool:
+        """Whether the engine concatenates the rows of a micro-batch."""
+        return self.packing and self.engine in ("fsdp", "3d") and self.shape.head != "score"
+
+    @property
+    def stream_itemsize(self) -> int:
+        """Bytes of an element of the hidden states between layers: float32 under autocast, which casts for matrix
+        products alone."""
+        return self.kept_itemsize if self.engine == "zero" else self.itemsize
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether norms are those of `services.compute.norms`, which save their input alone: float32 on a CPU."""
+        return not self.on_gpu and self.stream_itemsize == FLOAT32

@@ -1,0 +1,153 @@
+"""One rank of test_predicted_memory.py: the bytes that an engine really allocates, for uses of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from allocations import allocations
+from torch import Tensor
+
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import PolicyHead, value_head
+from services.compute.microbatch import MicroBatch, pack, pad
+from services.engines.base import OptimizerOptions
+from services.engines.fsdp.engine import FSDPEngine
+from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
+from services.engines.sharded import ShardedEngine
+from services.engines.three_d.engine import ThreeDParallelEngine
+from services.models.families import load_causal_lm, load_value_model
+from services.models.loading import load_on_meta
+from settings.memory.use import ModelUse
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 2
+REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a micro-batch, all of one length."""
+
+    count: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def main(cases: Sequence[tuple[ModelUse, Rows]], directory: Path) -> list[dict[str, int]]:
+    return [measure(use, rows, directory) for use, rows in cases]
+
+
+def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) -> dict[str, int]:
+    """Returns the bytes of an engine's tensors, exactly, and the peaks of an update and of a forward pass beside them;
+    `stage` is the rank's pipeline stage."""
+    torch.manual_seed(0)
+    engine = make_engine(use, directory)
+    micro_batches = [_micro_batch(use, rows, engine) for _ in range(MICRO_BATCHES)]
+    head: Any = value_head if use.shape.head == "value" else PolicyHead()
+    found = {
+        "resident": _storage_bytes(engine._resident()),
+        "stage": Mesh(*use.mesh).position(dist.get_rank())[0],
+        "forward": _peak(lambda: engine.infer(micro_batches[:1], head), repeats),
+    }
+    if use.learns:
+        gradients: list[int] = []
+
+        def note_gradients() -> None:
+            gradients.append(_storage_bytes([x.grad for x in engine._kept.values() if x.grad is not None]))
+
+        def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            values = output if isinstance(output, Tensor) else output.log_probs_BR
+            return values.sum() / rows.count, {}
+
+        engine.step(micro_batches, head, loss, confirm=note_gradients)
+        found["gradients"] = gradients[0]
+        found["snapshot"] = _storage_bytes(engine.snapshot().tensors.values())
+        found["update"] = _peak(lambda: engine.step(micro_batches, head, loss), repeats)
+    return found
+
+
+def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
+    """Builds the engine that a use describes, on the default process group."""
+    dtype = getattr(torch, use.dtype)
+    optimizer = OptimizerOptions() if use.learns else None
+    kept = torch.float32 if use.learns and use.adapters is None else dtype
+    load = load_value_model if use.shape.head == "value" else load_causal_lm
+    if use.engine == "zero":
+        # Not imported where DeepSpeed is not installed.
+        from services.engines.zero.engine import ZeROEngine
+
+        return ZeROEngine(
+            directory,
+            use.zero_stage,
+            CPU,
+            dtype=kept,
+            compute_dtype=dtype,
+            optimizer=optimizer,
+            with_value_head=use.shape.head == "value",
+        )
+    if use.engine == "3d":
+        generates = use.rollout is not None
+        mesh = use.mesh
+        if use.rollout is not None:
+            mesh = (*mesh, use.rollout.pipeline, use.rollout.tensor)
+        return ThreeDParallelEngine(
+            directory,
+            Mesh(*mesh),
+            CPU,
+            dtype=dtype,
+            optimizer=optimizer,
+            with_value_head=use.shape.head == "value",
+            transition="hybridflow" if generates else None,
+            generates_in_place=generates,
+            activation_checkpointing=use.activation_checkpointing,
+            shards_over_data=use.shards_over_data,
+        )
+    options: dict[str, Any] = {
+        "compute_dtype": dtype,
+        "activation_checkpointing": use.activation_checkpointing,
+        "directory": directory,
+    }
+    model: Any = load_on_meta(load, directory, kept)
+    if use.adapters is not None:
+        adapters = AdapterOptions(rank=use.adapters.rank)
+        return LoRAEngine(model, CPU, adapters=adapters, optimizer=OptimizerOptions(), **options)
+    return FSDPEngine(model, CPU, optimizer=optimizer, **options)
+
+
+def _micro_batch(use: ModelUse, rows: Rows, engine: ShardedEngine) -> MicroBatch:
+    every = np.arange(rows.count)
+    prompts, responses = (
+        _column(use, rows.count, length) for length in (rows.prompt_tokens, rows.response_tokens)
+    )
+    if use.packing and engine.packs:
+        return pack(prompts, responses, every)
+    return pad(prompts, responses, every, 0)
+
+
+def _column(use: ModelUse, count: int, length: int) -> Jagged[Tensor]:
+    ids = torch.randint(3, use.shape.vocabulary, (count * length,))
+    return Jagged(ids, np.full(count, length, dtype=np.int64))
+
+
+def _peak(compute: Callable[[], object], repeats: int) -> int:
+    """Returns the most bytes allocated while a function runs: the least of several runs after a first one, in which
+    libraries measure and DeepSpeed learns what to gather ahead."""
+    compute()
+    peaks = []
+    for _ in range(repeats):
+        with allocations() as found:
+            compute()
+        peaks.append(found.peak)
+    return min(peaks)
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the storages of tensors, shared ones counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())

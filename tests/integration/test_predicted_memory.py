@@ -1,0 +1,144 @@
+"""The memory predictor against real ranks: what they hold, to the byte, and peaks of their passes, within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from integration.predicted_memory_main import MICRO_BATCHES, Rows
+from integration.ranks import launch
+from settings.memory.predict import StageName, predict_rank
+from settings.memory.shape import ModelShape
+from settings.memory.use import ModelUse, RolloutUse, RowSizes
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("services.engines.zero.engine")
+
+DEADLINE_S = 110
+TOLERANCE: dict[StageName, float] = {"forward": 0.15, "update": 0.15}
+"""Largest relative error of a peak."""
+MANY, FEW = Rows(5, 32, 17), Rows(1, 4, 3)
+"""Rows whose activations are most of an update's memory, and rows whose activations are hardly any of it."""
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+SHAPE = ModelShape.of({"model_type": "llama", **CONFIG})
+FSDP = ModelUse(SHAPE, "fsdp", (1, 1, 2), on_gpu=False, arena_bytes=0)
+ZERO = replace(FSDP, engine="zero")
+THREE_D = replace(FSDP, engine="3d", mesh=(1, 2, 2))
+
+TWO_RANKS = {
+    "fsdp": (FSDP, MANY),
+    "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
+    "zero-2": (ZERO, MANY),
+    "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
+}
+MORE_OF_FSDP = {
+    "fsdp, few tokens": (FSDP, FEW),
+    "fsdp, bfloat16": (replace(FSDP, dtype="bfloat16"), MANY),
+    "fsdp, recomputed": (replace(FSDP, activation_checkpointing=True), MANY),
+    "fsdp, value head": (replace(FSDP, shape=SHAPE.with_head("value")), MANY),
+    "fsdp, frozen": (replace(FSDP, learns=False), MANY),
+}
+MORE_OF_ZERO = {
+    "zero-1": (replace(ZERO, zero_stage=1), MANY),
+    "zero-2, few tokens": (ZERO, FEW),
+    "zero-2, bfloat16": (replace(ZERO, dtype="bfloat16"), MANY),
+    "zero-3": (replace(ZERO, zero_stage=3), MANY),
+    "zero-3, frozen": (replace(ZERO, zero_stage=3, learns=False), FEW),
+}
+FOUR_RANKS = {
+    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse(in_place=True)), MANY),
+    "1-2-2, sharded over data, bfloat16, few tokens": (
+        replace(THREE_D, shards_over_data=True, dtype="bfloat16"),
+        FEW,
+    ),
+    "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+}
+MORE_OF_3D = {
+    "1-2-2, few tokens": (THREE_D, FEW),
+    "1-2-2, bfloat16": (replace(THREE_D, dtype="bfloat16"), MANY),
+    "1-2-2, recomputed": (replace(THREE_D, activation_checkpointing=True), MANY),
+    "1-2-2, sharded over data": (replace(THREE_D, shards_over_data=True), MANY),
+    "2-2-1, value head": (replace(THREE_D, mesh=(2, 2, 1), shape=SHAPE.with_head("value")), MANY),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        pytest.param(2, TWO_RANKS, id="2"),
+        pytest.param(4, FOUR_RANKS, id="4"),
+        pytest.param(2, MORE_OF_FSDP, id="2-fsdp", marks=pytest.mark.full),
+        pytest.param(2, MORE_OF_ZERO, id="2-zero", marks=pytest.mark.full),
+        pytest.param(4, MORE_OF_3D, id="4-3d", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], model: Path) -> None:
+    reports = launch(
+        "integration.predicted_memory_main",
+        num_ranks,
+        *(list(cases.values()), model),
+        deadline_s=DEADLINE_S,
+    )
+    wrong = []
+    for number, (name, (use, rows)) in enumerate(cases.items()):
+        ranks = [report[number] for report in reports]
+        for stage in range(use.mesh[0]):
+            found = _least([rank for rank in ranks if rank["stage"] == stage])
+            wrong += [f"{name}, stage {stage}: {text}" for text in _differences(use, rows, stage, found)]
+    assert wrong == []
+
+
+def _least(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Of ranks that hold as much as each other, the lowest peaks, which are those that were seen whole; for tensors of
+    which the last ranks may have fewer rows, those of the first rank."""
+    peaks = {name: min(rank[name] for rank in ranks) for name in TOLERANCE if name in ranks[0]}
+    return {**ranks[0], **peaks}
+
+
+def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -> list[str]:
+    """Returns a line for each figure that differs from its prediction: tensors at all, peaks beyond the tolerance."""
+    length = rows.prompt_tokens + rows.response_tokens
+    use = replace(use, micro_batch_tokens=rows.count * length)
+    every = rows.count * MICRO_BATCHES * use.mesh[2]
+    # Two mini-batches, so that an update needs a snapshot.
+    sizes = RowSizes(rows.prompt_tokens, rows.response_tokens, 2 * every, mini_batches=2)
+    stages = predict_rank(use, sizes, stage)
+    idle = stages["idle"]
+    bucket = idle.device.get("reduction bucket", 0)
+    predicted = {"resident": idle.device_bytes - bucket}
+    if use.learns:
+        predicted["snapshot"] = stages["update"].host["snapshot before the update"]
+        # All three are float32 and have the sizes of the weights that learn.
+        predicted["gradients"] = predicted["snapshot"] // 3
+    exact = {name: (found[name], nbytes) for name, nbytes in predicted.items()}
+    wrong = [f"{name} has {x} bytes, predicted {y}" for name, (x, y) in exact.items() if x != y]
+    for name, tolerance in TOLERANCE.items():
+        if name in found:
+            beyond = stages[name].device_bytes - idle.device_bytes
+            print(f"{use.engine} {use.mesh} {use.dtype} {rows.count} {name}: {beyond / found[name]:.3f}")
+            if abs(beyond / found[name] - 1) > tolerance:
+                wrong.append(
+                    f"{name} peaks at {found[name]} bytes, predicted {beyond}: {dict(stages[name].device)}"
+                )
+    return wrong

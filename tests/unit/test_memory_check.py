@@ -1,0 +1,129 @@
+"""`rlhf-deploy check` tells what services need by stage, and refuses in one line what does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from controller.config.config import load
+from deploy import memory, preflight
+from deploy.cli import main
+from deploy.memory import GB, predict_memory, row_sizes
+from settings.memory.predict import predict
+from settings.memory.services import service_use
+from settings.memory.use import RowSizes
+
+QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/engines.toml"
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+}
+MODELS = ("actor", "critic", "reference")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    return tmp_path
+
+
+def settings(model: Path, *further: str) -> tuple[str, ...]:
+    return (*(f"services.{name}.model='{model}'" for name in MODELS), *further)
+
+
+def check(model: Path, *arguments: str, further: tuple[str, ...] = ()) -> Result:
+    flags = [part for setting in settings(model, *further) for part in ("--set", setting)]
+    return CliRunner().invoke(main, ["check", str(QUICKSTART), *flags, *arguments])
+
+
+def test_what_does_not_fit_is_told_in_one_line(model: Path) -> None:
+    ran = check(model, "--only", "actor", "--device-memory-gb", "80")
+    assert ran.exit_code == 1
+    stages = predict(
+        service_use(load(QUICKSTART, settings(model)).services["actor"], on_gpu=True),
+        RowSizes(4092, 4, 512, mini_batches=4),
+    )
+    needed = max(each.device_bytes for each in stages.values()) / GB
+    assert ran.stderr == (
+        f"error: services.actor: stage update needs {needed:.2f} GB on a device of 80.00 GB, {needed - 80:.2f} GB too "
+        "much\n"
+    )
+    for stage in stages:
+        assert stage in ran.stdout
+    assert "for rows of 4092 + 4 tokens" in ran.stdout
+
+
+def test_what_fits_is_checked_further(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "check", lambda *_: None)
+    ran = check(model, "--only", "reference", "--device-memory-gb", "80")
+    assert (ran.exit_code, ran.stderr) == (0, "")
+    assert ran.stdout.endswith("engines.toml: reference can be started\n")
+
+
+def test_services_on_a_device_are_added_up(model: Path) -> None:
+    pool = (
+        "pools.shared=['gpu0', 'gpu1', 'gpu2', 'gpu3']",
+        *(f"services.{name}.pool='shared'" for name in MODELS),
+    )
+    config = load(QUICKSTART, settings(model, *pool))
+    report = predict_memory(config, list(MODELS), int(300 * GB))
+    alone = predict_memory(load(QUICKSTART, settings(model)), list(MODELS), int(300 * GB))
+    assert alone.misfits == []
+    idle = sum(service.idle for service in report.services.values())
+    more = max(service.largest[1] - service.idle for service in report.services.values())
+    assert idle + more > 300 * GB
+    assert len(report.misfits) == 1
+    assert f"with actor, reference on the same device, needs {(idle + more) / GB:.2f} GB" in report.misfits[0]
+
+
+def test_on_a_cpu_all_ranks_share_the_memory_of_the_host(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "GPU_DRIVER", model / "none")
+    monkeypatch.setattr(memory, "_available_bytes", lambda: int(100 * GB))
+    report = predict_memory(load(QUICKSTART, settings(model)), ["actor", "critic"], None)
+    needed = sum(service.ranks * service.on_cpu for service in report.services.values()) / GB
+    assert report.misfits == [
+        f"services actor, critic: all ranks together need {needed:.2f} GB of host memory, of which 100.00 GB are "
+        f"available, {needed - 100:.2f} GB too little"
+    ]
+
+
+def test_a_service_that_is_not_predicted_says_why(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA_7B, "model_type": "gpt2"}))
+    report = predict_memory(load(QUICKSTART, settings(model)), ["actor", "reward"], None)
+    assert report.services == {}
+    assert "model_type is 'gpt2'" in report.left_out["actor"]
+    assert report.left_out["reward"] == "kind function has no model of its own"
+
+
+def test_neither_weights_nor_torch_are_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [path.name for path in model.iterdir()] == ["config.json"]
+    assert predict_memory(
+        load(QUICKSTART, settings(model)), list(MODELS), int(80 * GB)
+    ).services.keys() == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        ((), (4092, 4)),
+        (("data.max_prompt_tokens=1024", "rollout.max_response_tokens=512"), (1024, 512)),
+        (("services.actor.micro_batch_tokens=2048",), (2044, 4)),
+    ],
+)
+def test_rows_are_the_longest_that_the_config_allows(
+    further: tuple[str, ...], expected: tuple[int, int], model: Path
+) -> None:
+    rows = row_sizes(load(QUICKSTART, settings(model, *further)), [4096, 4096])
+    assert (rows.prompt_tokens, rows.response_tokens) == expected
