@@ -29,10 +29,10 @@ from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, SLOTS
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.sources import DeviceSources
-from nccl_transfer.transports.gpu.staging import SLOT_BYTES, SLOTS
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 
@@ -44,7 +44,7 @@ class DeviceTransfer:
     """Medians over rounds, in seconds, of moving a column into the reader's device memory.
 
     Attributes:
-        receive_s: `CudaIpcTransport.receive`, all of it, until the GPU has done it.
+        receive_s: `CudaIpcReader.receive`, all of it, until the GPU has done it.
         staging_s: Only host to device, slot by slot, in the source.
         slots_s: Only device to device, out of two slots that the source lends, in the reader.
         allocation_s: Only the memory that the bytes go to.
@@ -164,7 +164,7 @@ def measure_cuda_ipc(
 def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_bytes: int) -> DeviceTransfer:
     batch = from_proto(common_pb2.Batch.FromString(ask(lender, "put", nbytes)))
     ((source, ranges),) = needed(batch).items()
-    transport = CudaIpcTransport(cuda)
+    transport = CudaIpcReader(cuda)
     source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
     lent = cuda.open(ask(lender, "share"))
 

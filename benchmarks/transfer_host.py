@@ -20,11 +20,11 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.store.tensors import to_numpy_carrier
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id
+from nccl_transfer.transports import MemfdSource, TcpSource, host_id
 from rlhf.v1 import common_pb2
 
 HAND_OFF_PARTS = ("put", "plan", "attach", "first touch", "writable attach", "writable first touch", "memcpy")
@@ -84,8 +84,8 @@ class Producer:
 
     def __init__(self, arena_bytes: int) -> None:
         self.store = TensorStore(arena_bytes)
-        self.arena_server = ArenaServer(self.store)
-        self.byte_server = ByteServer(self.store, "127.0.0.1")
+        self.arena_server = MemfdSource(self.store)
+        self.byte_server = TcpSource(self.store, "127.0.0.1")
         self.store.endpoint = Endpoint(
             "127.0.0.1:0",
             host_id(),
@@ -165,7 +165,7 @@ def run_socket(nbytes: int, parent: Connection) -> None:
 def measure_hand_off(producer: Connection, nbytes: int, rounds: int) -> HandOff:
     """From the tensor in the producer to every page read here."""
     ask(producer, "make", nbytes)
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     taken: dict[str, list[float]] = {name: [] for name in HAND_OFF_PARTS}
     for number in range(rounds + 1):
         put_s, encode_s, message = ask(producer, "put")
@@ -212,7 +212,7 @@ def measure_stream(producer: Connection, nbytes: int, rounds: int) -> Stream:
     ask(producer, "make", nbytes)
     _, _, message = ask(producer, "put")
     batch = from_proto(common_pb2.Batch.FromString(message))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with (
         process(run_socket, nbytes) as sender,
         socket.create_connection(("127.0.0.1", receive(sender)), TIMEOUT_S) as connection,

@@ -17,8 +17,8 @@ from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
 from nccl_transfer.rows import FetchedRows, ReadRanges, assemble
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import Reading, Traffic, Transport
-from nccl_transfer.transports.base import read_in_place
+from nccl_transfer.transports import Reader, Reading, Traffic
+from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
 from rlhf.errors import TransferError
 
@@ -41,7 +41,7 @@ class Fetcher:
     def __init__(
         self,
         host_id: str,
-        transports: Sequence[Transport],
+        transports: Sequence[Reader],
         store: TensorStore | None = None,
         max_sources: int = 16,
     ) -> None:
@@ -199,7 +199,7 @@ class Fetcher:
         for relay in relay_request.kept_by(self._own).values():
             self.relays.fail(relay, error, relay_request.call_id)
 
-    def _transport_to(self, source: Endpoint) -> Transport:
+    def _transport_to(self, source: Endpoint) -> Reader:
         """Returns the first transport that reaches the source. Raises TransferError with all reasons if none does."""
         reasons = []
         for transport in self._transports:

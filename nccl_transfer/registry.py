@@ -6,26 +6,26 @@ import functools
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from nccl_transfer.transports.base import Transport
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
-from nccl_transfer.transports.grpc_stream import GrpcTransport
-from nccl_transfer.transports.memfd import MemfdTransport
-from nccl_transfer.transports.tcp import TcpTransport
+from nccl_transfer.transports.base import Reader
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
+from nccl_transfer.transports.grpc_stream import GrpcReader
+from nccl_transfer.transports.memfd import MemfdReader
+from nccl_transfer.transports.tcp import TcpReader
 from rlhf.errors import ConfigError
 from rlhf.security import current
 
 ENTRY_POINTS = "rlhf_cluster.transports"
 """Entry-point group in which installed packages declare transports, as NAME = "module:TransportClass"."""
 
-PLAIN = (NcclTransport.name,)
+PLAIN = (NcclReader.name,)
 """Transports that move rows in plaintext also where this process has certificates; see `is_allowed`."""
 
-_registry: dict[str, type[Transport]] = {}
+_registry: dict[str, type[Reader]] = {}
 _broken: dict[str, str] = {}
 
 
-def register_transport(transport: type[Transport]) -> None:
+def register_transport(transport: type[Reader]) -> None:
     """Registers a transport class under its `name`.
 
     Raises:
@@ -36,7 +36,7 @@ def register_transport(transport: type[Transport]) -> None:
     _registry[transport.name] = transport
 
 
-for _transport in (MemfdTransport, CudaIpcTransport, NcclTransport, TcpTransport, GrpcTransport):
+for _transport in (MemfdReader, CudaIpcReader, NcclReader, TcpReader, GrpcReader):
     register_transport(_transport)
 
 
@@ -44,7 +44,7 @@ def names() -> list[str]:
     """Returns the names of all known transports, unavailable ones included, in order of preference: in order
     of registration, but tcp and grpc, which reach every rank, last."""
     _load_plug_ins()
-    last = (TcpTransport.name, GrpcTransport.name)
+    last = (TcpReader.name, GrpcReader.name)
     return sorted({**_registry, **_broken}, key=lambda name: last.index(name) if name in last else -1)
 
 
@@ -70,7 +70,7 @@ def is_allowed(name: str, wanted: Sequence[str]) -> bool:
     return name in wanted or name not in PLAIN or current().certificates is None
 
 
-def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+def create_readers(wanted: Sequence[str] = ()) -> list[Reader]:
     """Creates the named transports, in the order given. Default: all that are available and allowed, in order of
     preference.
 
@@ -99,8 +99,8 @@ def _load(entry_point: EntryPoint) -> None:
     cause."""
     try:
         transport = entry_point.load()
-        if not (isinstance(transport, type) and issubclass(transport, Transport)):
-            raise TypeError("it is no subclass of Transport")
+        if not (isinstance(transport, type) and issubclass(transport, Reader)):
+            raise TypeError("it is no subclass of Reader")
         if transport.name != entry_point.name:
             raise TypeError(f"it calls itself {transport.name!r}")
         register_transport(transport)

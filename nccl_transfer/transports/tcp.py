@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -14,32 +13,25 @@ from google.rpc import status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, remaining_s, with_retries
+from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.transports.common import remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
+from nccl_transfer.transports.tcp_wire import (
+    DATA,
+    END,
+    ERROR,
+    FRAME,
+    MAGIC,
+    MAX_REQUEST_BYTES,
+    REQUEST,
+    disconnect,
+)
 from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
-MAX_REQUEST_BYTES = 64 << 20
 
-MAGIC = b"rlhftcp1"
-KEY_BYTES = 16
-REQUEST = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}sI")
-"""Header of a request: MAGIC, key, and size in bytes of the serialized FetchRequest that follows."""
-FRAME = struct.Struct("<II")
-"""Header of a frame of the answer: kind, and size of the payload in bytes."""
-DATA, END, ERROR = 1, 2, 3
-"""Kinds of frames: bytes of the ranges, end of the answer, serialized google.rpc.Status."""
-
-
-def disconnect(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads or writes; that thread gets an error, or the end, and closes it."""
-    with contextlib.suppress(OSError):
-        # Of the socket: with TLS, the method of the connection would take the encryption away under that thread.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-class TcpTransport(Transport):
+class TcpReader(Reader):
     """Streams ranges over TCP connections that are kept between reads, and resumes broken streams where they
     broke."""
 

@@ -22,14 +22,14 @@ from grpc_reflection.v1alpha import reflection
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
-from nccl_transfer.registry import create_transports, is_allowed, unavailable
+from nccl_transfer.registry import create_readers, is_allowed, unavailable
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import (
-    ArenaServer,
-    ByteServer,
+    MemfdSource,
+    TcpSource,
     host_id,
 )
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.nccl import NcclReader
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
@@ -72,8 +72,8 @@ class RankServer:
         self.methods = registered_methods(type(worker))
         table = worker.table
         self.store = TensorStore(table.arena_mb << 20, table.checksums)
-        self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
-        offers_nccl = is_allowed(NcclTransport.name, table.transports)
+        self.fetcher = Fetcher(host_id(), create_readers(table.transports), self.store)
+        offers_nccl = is_allowed(NcclReader.name, table.transports)
         self.sources = DeviceSources.of_this_process(self.store, offers_nccl=offers_nccl)
         self.unavailable = unavailable()
         self._hosts = host_addresses(table)
@@ -95,8 +95,8 @@ class RankServer:
         classes = {each.path: each.access for some in self._services().values() for each in some.values()}
         server, self._guard = open_server(SERVER_OPTIONS, classes)
         self.port = self._bind(server, self.worker.table)
-        arena = ArenaServer(self.store)
-        stream = ByteServer(self.store, self._hosts.listen.strip("[]"))
+        arena = MemfdSource(self.store)
+        stream = TcpSource(self.store, self._hosts.listen.strip("[]"))
         try:
             ranks_info = self._meet_peers(self.port, arena, stream)
             # Not before: the loop handles no signal while ranks wait here for a rank that has failed.
@@ -148,7 +148,7 @@ class RankServer:
             raise ConfigError(f"{key}: {address} is in use")
         return port
 
-    def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> list[worker_pb2.RankInfo]:
+    def _meet_peers(self, port: int, arena: MemfdSource, stream: TcpSource) -> list[worker_pb2.RankInfo]:
         """Exchanges addresses with all ranks of the service and sets `store.endpoint`; returns one RankInfo per rank,
         in rank order. Collective.
 

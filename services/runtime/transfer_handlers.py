@@ -9,7 +9,8 @@ from typing import Any
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import mark_corrupt_response, serve_fetch, stat_response
+from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
+from nccl_transfer.transports import serve_fetch
 from rlhf.errors import Refused
 from rlhf.v1 import transfer_pb2
 from services.runtime.boundary import Handler, timeout_s

@@ -19,7 +19,7 @@ from held import Held, assert_no_more_than
 from contract.peer_process import PeerProcess
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, ServiceLost
 
@@ -68,7 +68,7 @@ def strike(peer: PeerProcess, number: signal.Signals, moment: random.Random) -> 
 
 def endure(transport: str, number: signal.Signals, times: int, directory: Path) -> None:
     moment = random.Random(times)
-    fetcher = Fetcher(host_id(), create_transports([transport]))
+    fetcher = Fetcher(host_id(), create_readers([transport]))
     held: Held | None = None
     with peers(directory) as pool, ThreadPoolExecutor(1) as readers:
         following: Future[tuple[PeerProcess, Batch]] = pool.submit(start, directory)

@@ -18,7 +18,7 @@ from contract.transport_helpers import (
 )
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from rlhf.errors import (
     TransferError,
 )
@@ -42,7 +42,7 @@ def test_closing_lets_go_of_the_memory_of_a_source_before_that_frees_it(mortal_p
         def synchronize(self):
             time.sleep(0.1)
 
-    fetcher = Fetcher(host_id(), [CudaIpcTransport(Slow(GPU))])
+    fetcher = Fetcher(host_id(), [CudaIpcReader(Slow(GPU))])
     with ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(fetch, fetcher, mortal_peer.put(random_array("uint8", (3, MIB))))
         assert copying.wait(20) if reading else fetching.result(20)

@@ -23,8 +23,8 @@ from contract.transport_helpers import (
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.errors import (
     DeadlineExceeded,
     OutOfSpace,
@@ -149,7 +149,7 @@ def test_bytes_can_stay_on_the_gpu(make, transport, peer):
     column = peer.put(array)["x"]
     assert isinstance(column, RemoteColumn)
     between = make(transport)
-    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    assert isinstance(between, CudaIpcReader | NcclReader)
     ranges = [ByteRange(column.shards[0], 0, 9), ByteRange(column.shards[0], 9, array.nbytes - 9)]
     buffer = between.receive(peer.endpoint, ranges, time.monotonic() + 20)
     got = bytearray(buffer.nbytes)
@@ -191,7 +191,7 @@ def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(tran
 
 def test_the_device_decides_which_transports_reach_a_rank():
     here, there = HostCuda("GPU-1"), "another host"
-    ipc, nccl, source = CudaIpcTransport(here), NcclTransport(HostNccl(), here), Endpoint("a:1", there)
+    ipc, nccl, source = CudaIpcReader(here), NcclReader(HostNccl(), here), Endpoint("a:1", there)
     assert (ipc.why_not(source, there), nccl.why_not(source, there)) == ("it has no GPU", "it has no GPU")
     same, other = replace(source, device_uuid="GPU-1"), replace(source, device_uuid="GPU-2")
     assert ipc.why_not(same, there) is None

@@ -26,10 +26,10 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, ShardRun
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.arena import COPIED_BYTES
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import ArenaServer, host_id
+from nccl_transfer.transports import MemfdSource, host_id
 from rlhf.errors import (
     Refused,
     ServiceLost,
@@ -50,7 +50,7 @@ def test_the_arena_of_a_rank_that_died_is_let_go_of_although_nobody_reads(memfd,
 
 
 def test_memory_is_not_read_through_a_transport_that_was_closed(peer):
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     batch = peer.put(random_array("int32", (4,)))
     fetcher.close()
     before = Held.here()
@@ -132,8 +132,8 @@ def test_a_closed_arena_server_leaves_no_thread_and_no_descriptor():
     before = Held.here()
     store = TensorStore(MIB)
     store.endpoint = Endpoint("127.0.0.1:1", host_id(), "", EPOCH)
-    server = ArenaServer(store)
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    server = MemfdSource(store)
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     endpoint = replace(store.endpoint, memfd_socket=server.name)
     store.endpoint = endpoint
     fetch(fetcher, Batch(2, {"x": store.put_column(np.zeros(2), "float64", Lease("session", 1))}))

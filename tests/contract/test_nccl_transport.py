@@ -21,11 +21,11 @@ from contract.transport_helpers import (
     wait_until,
 )
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_transports, is_allowed
+from nccl_transfer.registry import create_readers, is_allowed
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.manifest import manifest_item
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.nccl import NcclReader
 from nccl_transfer.transports.gpu.sources import DeviceSources
 from rlhf.errors import (
     DeadlineExceeded,
@@ -120,14 +120,14 @@ def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
     make, transport, peer, version
 ):
     array = random_array("int32", (4,))
-    fetcher = Fetcher(host_id(), [make(transport), *create_transports(["tcp"])])
+    fetcher = Fetcher(host_id(), [make(transport), *create_readers(["tcp"])])
     assert_same_bits(fetch(fetcher, moved_to(peer.put(array), nccl_version=version))["x"], array)
     assert set(fetcher.traffic()) == {"tcp"}
     fetcher.close()
 
 
 def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
-    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda(READERS_GPU))])
+    fetcher = Fetcher(host_id(), [NcclReader(HostNccl(22809), HostCuda(READERS_GPU))])
     batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
     with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
         fetch(fetcher, batch)

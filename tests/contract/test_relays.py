@@ -30,13 +30,13 @@ from nccl_transfer.refs.plans import Relay, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.relay import RelayRequest
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch
-from nccl_transfer.transports.byte_server import cut_frames
+from nccl_transfer.transports import MemfdSource, TcpSource, host_id, serve_fetch
+from nccl_transfer.transports.tcp_source import cut_frames
 from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 from services.runtime.server import SERVER_OPTIONS
@@ -56,16 +56,16 @@ class Rank:
     def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int) -> None:
         self.number, self.host = number, host
         self.store = TensorStore(arena_bytes)
-        self.arena = ArenaServer(self.store)
+        self.arena = MemfdSource(self.store)
         self.sent: list[int] = []
-        self.stream = ByteServer(self.store, "127.0.0.1", self._frames)
+        self.stream = TcpSource(self.store, "127.0.0.1", self._frames)
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
             f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number,
             data_port=self.stream.port, data_key=self.stream.key,
         )  # fmt: skip
         self.store.endpoint = self.endpoint
-        self.fetcher = Fetcher(host, create_transports(), self.store)
+        self.fetcher = Fetcher(host, create_readers(), self.store)
 
     def _frames(self, store: TensorStore, request: pb.FetchRequest) -> Iterator[list[memoryview]]:
         for pieces in cut_frames(store, request):
@@ -153,7 +153,7 @@ def calls() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Fetcher]:
     """Who takes the results: a process that stores nothing."""
-    fetcher = Fetcher("host 0", create_transports())
+    fetcher = Fetcher("host 0", create_readers())
     yield fetcher
     fetcher.close()
 

@@ -19,9 +19,9 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import ByteServer, byte_server
+from nccl_transfer.transports import TcpSource, tcp_source
 from nccl_transfer.transports.tcp import MAGIC, REQUEST
 from rlhf.errors import ServiceLost
 from rlhf.security import PLAINTEXT, Security, adopted
@@ -40,12 +40,12 @@ def security(certificates: Path) -> Security:
 
 
 @contextlib.contextmanager
-def source(security: Security) -> Iterator[tuple[TensorStore, ByteServer]]:
+def source(security: Security) -> Iterator[tuple[TensorStore, TcpSource]]:
     """A store whose rows a data port with these credentials serves."""
     with contextlib.ExitStack() as opened:
         store = opened.enter_context(contextlib.closing(TensorStore(64 * MIB)))
         with adopted(security):
-            server = opened.enter_context(contextlib.closing(ByteServer(store, "127.0.0.1")))
+            server = opened.enter_context(contextlib.closing(TcpSource(store, "127.0.0.1")))
         store.endpoint = Endpoint(
             "127.0.0.1:1", epoch=EPOCH, service="actor", data_port=server.port, data_key=server.key
         )
@@ -54,7 +54,7 @@ def source(security: Security) -> Iterator[tuple[TensorStore, ByteServer]]:
 
 def read(security: Security, *batches: Batch, within_s: float = 10.0) -> list[dict[str, object]]:
     """The rows of batches, that a process with these credentials reads over tcp."""
-    with adopted(security), contextlib.closing(Fetcher("elsewhere", create_transports(["tcp"]))) as fetcher:
+    with adopted(security), contextlib.closing(Fetcher("elsewhere", create_readers(["tcp"]))) as fetcher:
         rows = [fetcher.fetch(batch, time.monotonic() + within_s) for batch in batches]
         return [dict(each.values) for each in rows]
 
@@ -85,8 +85,8 @@ def test_a_connection_with_tls_is_kept_and_used_again(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted = []
-    accept = byte_server.ByteServer._accept
-    monkeypatch.setattr(byte_server.ByteServer, "_accept", lambda self: (accepted.append(1), accept(self))[1])
+    accept = tcp_source.TcpSource._accept
+    monkeypatch.setattr(tcp_source.TcpSource, "_accept", lambda self: (accepted.append(1), accept(self))[1])
     with source(security) as (store, _):
         batch = put(store, x=np.arange(100))
         read(security, *([batch] * 5))
@@ -148,7 +148,7 @@ def answer(connection: socket.socket, request: bytes) -> bytes:
 def test_a_handshake_that_goes_no_further_is_waited_for_no_longer_than_the_stall_time(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_server, "STALL_S", 0.3)
+    monkeypatch.setattr(tcp_source, "STALL_S", 0.3)
     with (
         source(security) as (_, server),
         socket.create_connection(("127.0.0.1", server.port), 10) as stranger,
@@ -186,7 +186,7 @@ def test_a_slow_reader_is_not_cut_off_while_it_receives(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 MiB, a frame, take it 1.6 s."""
-    monkeypatch.setattr(byte_server, "STALL_S", 0.8)
+    monkeypatch.setattr(tcp_source, "STALL_S", 0.8)
     nbytes, at_once, pause_s = 12 * MIB, 128 << 10, 0.05
     assert security.certificates
     with source(security) as (store, server), socket.socket() as plain:

@@ -27,7 +27,7 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import ShardRun
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import (
     DeadlineExceeded,
@@ -68,7 +68,7 @@ def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_other
     array = random_array("uint8", (1, 64 * MIB))
     batch = peer.put(array)
     before = anonymous_bytes(peer)
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with idle_reader(peer, batch) as connection:
         wait_until(lambda: queued_bytes(connection) > 0)
         for _ in range(
@@ -202,7 +202,7 @@ def canned_stream(data: bytes) -> Iterator[int]:
 )
 def test_a_stream_that_is_not_as_it_should_be_is_an_error(peer, data, text):
     batch = peer.put(random_array("int32", (4,)))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with canned_stream(data) as port, pytest.raises(TransferError, match=text):
         fetch(fetcher, moved_to(batch, data_port=port))
     fetcher.close()
@@ -212,7 +212,7 @@ def test_a_stream_that_broke_before_its_last_frame_was_confirmed_sends_it_again(
     """Unconfirmed bytes may be those of another shard: the next frame, or the end, confirms them."""
     array = random_array("int32", (4,))
     batch = peer.put(array)
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     peer.ask("release")
     with canned_stream(frame(1, bytes(16))) as port:
         moved = moved_to(batch, data_port=port)
@@ -223,7 +223,7 @@ def test_a_stream_that_broke_before_its_last_frame_was_confirmed_sends_it_again(
 
 def test_a_reader_without_the_key_gets_nothing(peer):
     batch = peer.put(random_array("int32", (4,)))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with pytest.raises(ServiceLost):
         fetch(fetcher, moved_to(batch, data_key="00" * 16))
     fetcher.close()

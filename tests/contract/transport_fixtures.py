@@ -17,10 +17,10 @@ from contract.transport_helpers import (
 )
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
 
 TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
@@ -79,7 +79,7 @@ def fetcher(transport, make) -> Iterator[Fetcher]:
 
 @pytest.fixture
 def memfd() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     yield fetcher
     fetcher.close()
 
@@ -87,14 +87,14 @@ def memfd() -> Iterator[Fetcher]:
 @pytest.fixture(params=["tcp", "grpc"])
 def stream(request) -> Iterator[Fetcher]:
     """A fetcher of each transport that streams."""
-    fetcher = Fetcher(host_id(), create_transports([request.param]))
+    fetcher = Fetcher(host_id(), create_readers([request.param]))
     yield fetcher
     fetcher.close()
 
 
 @pytest.fixture
 def over_grpc() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports(["grpc"]))
+    fetcher = Fetcher(host_id(), create_readers(["grpc"]))
     yield fetcher
     fetcher.close()
 
@@ -110,7 +110,7 @@ def big_peer(tmp_path) -> Iterator[PeerProcess]:
 def in_use(transport, make) -> Iterator[tuple[Fetcher, CountedCuda]]:
     """A fetcher and the GPU it receives into."""
     between = make(transport)
-    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    assert isinstance(between, CudaIpcReader | NcclReader)
     fetcher = Fetcher(host_id(), [between])
     yield fetcher, between._cuda  # type: ignore[misc]
     fetcher.close()

@@ -18,16 +18,16 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Shard, ShardRun
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.rows import FetchedRows
-from nccl_transfer.transports import Transport
+from nccl_transfer.transports import Reader
 from nccl_transfer.transports.gpu.communicator import Nccl
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from nccl_transfer.transports.gpu.device import Cuda
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
-Make = Callable[[str], Transport]
+Make = Callable[[str], Reader]
 """Creates a transport of a name."""
 
 
@@ -35,12 +35,12 @@ def making(devices: Callable[[str], tuple[Nccl, Cuda]]) -> Iterator[Make]:
     """Yields a function that creates transports. GPU transports use `devices(name)` and must free their memory."""
     made: list[CountedCuda] = []
 
-    def make(transport: str) -> Transport:
+    def make(transport: str) -> Reader:
         if transport not in ("cuda_ipc", "nccl"):
-            return create_transports([transport])[0]
+            return create_readers([transport])[0]
         nccl, cuda = devices(transport)
         made.append(counted := CountedCuda(cuda))
-        return NcclTransport(nccl, counted) if transport == "nccl" else CudaIpcTransport(counted)
+        return NcclReader(nccl, counted) if transport == "nccl" else CudaIpcReader(counted)
 
     yield make
     wait_until(lambda: not any(counted.used for counted in made))

@@ -28,19 +28,18 @@ from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import unavailable
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
 from nccl_transfer.transports import (
-    ArenaServer,
-    ByteServer,
+    MemfdSource,
+    TcpSource,
     host_id,
-    mark_corrupt_response,
     serve_fetch,
-    stat_response,
 )
-from nccl_transfer.transports.byte_server import cut_frames
-from nccl_transfer.transports.gpu import staging
+from nccl_transfer.transports.gpu import cuda_ipc_source
 from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Event, own_cuda
 from nccl_transfer.transports.gpu.sources import DeviceSources
+from nccl_transfer.transports.tcp_source import cut_frames
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError
 
@@ -155,8 +154,8 @@ class Peer:
         self.epoch = epoch
         self.say = say
         self.store = PausingStore(arena_bytes, checksums, say)
-        self.arena_server = ArenaServer(self.store)
-        self.byte_server = ByteServer(self.store, "127.0.0.1", self.frames)
+        self.arena_server = MemfdSource(self.store)
+        self.byte_server = TcpSource(self.store, "127.0.0.1", self.frames)
         self.cuda = cuda
         self.nccl = PausingNccl(nccl, say) if nccl is not None else None
         self.sources = DeviceSources(self.store, self.cuda, self.nccl, SLOT_BYTES)
@@ -300,14 +299,14 @@ class Peer:
 
     def forge_generation(self):
         """Fills the next slot with its data and a wrong generation."""
-        pack = staging.GENERATION.pack
+        pack = cuda_ipc_source.GENERATION.pack
 
         def forge(generation):
             if generation:
-                staging.GENERATION = struct.Struct("<Q")
+                cuda_ipc_source.GENERATION = struct.Struct("<Q")
             return pack(4711 if generation else 0)
 
-        staging.GENERATION = SimpleNamespace(pack=forge)
+        cuda_ipc_source.GENERATION = SimpleNamespace(pack=forge)
         return {}
 
     def obey(self, line):

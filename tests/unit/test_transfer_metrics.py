@@ -17,7 +17,8 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.transports import Reading, Traffic, Transport, traffic_to_proto
+from nccl_transfer.transfer_service import traffic_to_proto
+from nccl_transfer.transports import Reader, Reading, Traffic
 from rlhf.v1 import actor_pb2
 
 
@@ -56,7 +57,7 @@ def test_bytes_and_seconds_add_up_over_ranks_and_calls_and_give_the_rate() -> No
     }
 
 
-class HeldTransport(Transport):
+class HeldTransport(Reader):
     """Reads zeros; its first read waits until another has ended."""
 
     name = "held"

@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 
 from nccl_transfer import registry
-from nccl_transfer.transports import MemfdTransport, TcpTransport, Transport
+from nccl_transfer.transports import MemfdReader, Reader, TcpReader
 from nccl_transfer.transports.gpu.device import why_no_cuda
 from rlhf.errors import ConfigError
 
 
-class Carrier(TcpTransport):
+class Carrier(TcpReader):
     """Somebody's own transport."""
 
     name = "carrier"
@@ -54,7 +54,7 @@ def install(monkeypatch):
     return pretend
 
 
-def kinds(made: list[Transport]) -> list[str]:
+def kinds(made: list[Reader]) -> list[str]:
     return [transport.name for transport in made]
 
 
@@ -70,20 +70,20 @@ def test_without_a_gpu_its_transports_say_what_is_missing(install) -> None:
     install()
     assert registry.unavailable() == {"cuda_ipc": why_no_cuda(), "nccl": why_no_cuda()}
     assert registry.available() == ["memfd", "tcp", "grpc"]
-    assert kinds(registry.create_transports()) == ["memfd", "tcp", "grpc"]
+    assert kinds(registry.create_readers()) == ["memfd", "tcp", "grpc"]
 
 
 def test_a_plug_in_is_made_where_it_is_asked_for_in_the_order_asked_for(install) -> None:
     install(carrier="pigeons:Carrier")
-    assert kinds(registry.create_transports(["carrier", "memfd"])) == ["carrier", "memfd"]
+    assert kinds(registry.create_readers(["carrier", "memfd"])) == ["carrier", "memfd"]
 
 
 def test_a_transport_that_is_not_available_says_why(install) -> None:
     install(homing="pigeons:Homing")
     assert registry.unavailable()["homing"] == "no pigeons"
-    assert "homing" not in kinds(registry.create_transports())
+    assert "homing" not in kinds(registry.create_readers())
     with pytest.raises(ConfigError, match="transport 'homing' is not available: no pigeons"):
-        registry.create_transports(["homing"])
+        registry.create_readers(["homing"])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_transport_that_is_not_available_says_why(install) -> None:
     [
         ("no_such_module:X", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("pigeons:Missing", "AttributeError: module 'pigeons' has no attribute 'Missing'"),
-        ("pigeons:Nothing", "TypeError: it is no subclass of Transport"),
+        ("pigeons:Nothing", "TypeError: it is no subclass of Reader"),
         ("pigeons:Homing", "TypeError: it calls itself 'homing'"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_plug_in_that_cannot_be_loaded_is_shown_with_its_cause(install, value:
     install(carrier=value)
     assert registry.unavailable()["carrier"] == f"{value}: {cause}"
     with pytest.raises(ConfigError, match="transport 'carrier' is not available"):
-        registry.create_transports(["carrier"])
+        registry.create_readers(["carrier"])
 
 
 def test_a_plug_in_cannot_take_the_name_of_another(install) -> None:
@@ -108,7 +108,7 @@ def test_a_plug_in_cannot_take_the_name_of_another(install) -> None:
 
     with pytest.raises(ConfigError, match="a transport named 'memfd' exists already"):
         registry.register_transport(Impostor)
-    assert kinds(registry.create_transports(["memfd"])) == [MemfdTransport.name]
+    assert kinds(registry.create_readers(["memfd"])) == [MemfdReader.name]
 
 
 def test_an_unknown_name_lists_the_known_ones(install) -> None:
@@ -116,4 +116,4 @@ def test_an_unknown_name_lists_the_known_ones(install) -> None:
     with pytest.raises(
         ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, carrier, tcp"
     ):
-        registry.create_transports(["rdma"])
+        registry.create_readers(["rdma"])

@@ -11,7 +11,6 @@ for another request.
 from __future__ import annotations
 
 import itertools
-import struct
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,14 @@ import numpy as np
 
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
+from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.transports.common import layout, remaining_s
+from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from rlhf.errors import TransferError
 from rlhf.v1 import transfer_pb2 as pb
-
-HEADER_BYTES = 64
-GENERATION = struct.Struct("<Q")
-"""Format of the generation, the first field of the header of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Pi
         ]
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcReader(Reader):
     """Reads from a source on the same GPU, through staging memory that the source shares by CUDA IPC.
 
     Args:
@@ -181,7 +178,7 @@ class StagingClient(PeerConnection):
             deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            TransferError: A slot was filled for another request. Other errors as raised by `Transport.read`.
+            TransferError: A slot was filled for another request. Other errors as raised by `Reader.read`.
         """
         with self.turn(source, str(source), deadline):
             try:

@@ -16,7 +16,8 @@ import numpy as np
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, layout
+from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.transports.common import layout
 from nccl_transfer.transports.gpu.communicator import (
     Nccl,
     own_nccl,
@@ -29,7 +30,7 @@ from nccl_transfer.transports.gpu.nccl_client import NcclClient
 from nccl_transfer.transports.gpu.peer_connection import PeerConnections
 
 
-class NcclTransport(Transport):
+class NcclReader(Reader):
     """Receives bytes from the GPUs of other ranks into this rank's GPU; `read` then copies them to host memory.
 
     Args:

@@ -12,7 +12,7 @@ import grpc
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import layout, remaining_s
+from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.communicator import (
     READER,
     SOURCE,
@@ -110,7 +110,7 @@ class NcclClient(PeerConnection):
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
         """Waits for earlier transfers from the source, then reads into a new buffer in this rank's GPU and returns it;
-        arguments, result and errors are those of `NcclTransport.receive`."""
+        arguments, result and errors are those of `NcclReader.receive`."""
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)

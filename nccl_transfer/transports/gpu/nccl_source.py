@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_epoch, layout
+from nccl_transfer.transports.common import check_epoch, layout
 from nccl_transfer.transports.gpu.communicator import (
     READER,
     SOURCE,

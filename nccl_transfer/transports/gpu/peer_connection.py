@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import remaining_s
+from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
 from rlhf.errors import DeadlineExceeded, Refused
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc

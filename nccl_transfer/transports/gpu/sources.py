@@ -7,9 +7,9 @@ from typing import Any
 
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
+from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, CudaIpcSource
 from nccl_transfer.transports.gpu.device import Cuda, own_cuda, why_no_cuda
 from nccl_transfer.transports.gpu.nccl_source import NcclSource
-from nccl_transfer.transports.gpu.staging import SLOT_BYTES, StagingSource
 from rlhf.errors import Refused
 
 NOT_OFFERED = "with certificates, only where the service's `transports` names nccl"
@@ -34,7 +34,7 @@ class DeviceSources:
     ) -> None:
         self.device_uuid = cuda.uuid if cuda is not None else ""
         self.nccl_version = nccl.version if cuda is not None and nccl is not None else 0
-        self._staging = StagingSource(store, cuda, slot_bytes) if cuda is not None else None
+        self._staging = CudaIpcSource(store, cuda, slot_bytes) if cuda is not None else None
         self._nccl = NcclSource(store, nccl, cuda) if cuda is not None and nccl is not None else None
 
     @staticmethod
@@ -68,7 +68,7 @@ class DeviceSources:
             raise Refused(f"nothing is sent by NCCL from here: {why_no_nccl() or NOT_OFFERED}")
         return self._nccl
 
-    def _staging_source(self) -> StagingSource:
+    def _staging_source(self) -> CudaIpcSource:
         if self._staging is None:
             raise Refused(f"nothing is lent from a GPU here: {why_no_cuda()}")
         return self._staging

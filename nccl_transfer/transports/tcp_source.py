@@ -21,9 +21,9 @@ from google.protobuf.message import DecodeError
 
 from nccl_transfer.refs.ranges import cut_chunks
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_request
+from nccl_transfer.transports.common import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
-from nccl_transfer.transports.tcp import (
+from nccl_transfer.transports.tcp_wire import (
     DATA,
     END,
     ERROR,
@@ -111,7 +111,7 @@ class _Reader:
     header: bytearray = field(default_factory=bytearray)
 
 
-class ByteServer:
+class TcpSource:
     """TCP server that streams the shards of a store to readers that know its key; over TLS where this process has
     certificates, and then only to readers with a certificate of the same CA.
 

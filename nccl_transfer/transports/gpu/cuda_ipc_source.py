@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_epoch
-from nccl_transfer.transports.gpu.cuda_ipc import GENERATION, HEADER_BYTES
+from nccl_transfer.transports.common import check_epoch
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, Event
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import transfer_pb2 as pb
+
+HEADER_BYTES = 64
+GENERATION = struct.Struct("<Q")
+"""Format of the generation, the first field of the header of a slot."""
 
 SLOTS = 2
 SLOT_BYTES = 32 << 20
@@ -75,7 +79,7 @@ class _StagingMemory:
             event.close()
 
 
-class StagingSource:
+class CudaIpcSource:
     """Handlers of the RPCs by which a rank sends its shards by CUDA IPC. They run in the event loop and copy in one
     thread per reader.
 
