@@ -32,7 +32,7 @@ from benchmarks.transfer_batch import measure_batch
 from benchmarks.transfer_gpu import measure_cuda_ipc
 from benchmarks.transfer_host import measure_hand_off, measure_stream, run_producer
 from benchmarks.transfer_tables import MIB, show
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.device import own_cuda
 
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
@@ -70,7 +70,7 @@ def main(
     with_verl = all(importlib.util.find_spec(name) for name in ("ray", "verl", "tensordict"))
     if ranks and not with_verl:
         click.echo("verl over Ray is left out: ray, verl and tensordict are not all installed")
-    no_cuda_ipc = CudaIpcReader.unavailable()
+    no_cuda_ipc = CudaIpcTransport().unavailable()
     if devices and no_cuda_ipc:
         click.echo(f"cuda_ipc is left out: {no_cuda_ipc}")
     try:

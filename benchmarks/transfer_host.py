@@ -20,11 +20,12 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.registry import create_readers
+from nccl_transfer.registry import create_readers, served_transports
 from nccl_transfer.rows import FetchedRows
+from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.store.tensors import to_numpy_carrier
-from nccl_transfer.transports import MemfdSource, TcpSource, host_id
+from nccl_transfer.transports import host_id
 from rlhf.v1 import common_pb2
 
 HAND_OFF_PARTS = ("put", "plan", "attach", "first touch", "writable attach", "writable first touch", "memcpy")
@@ -84,17 +85,9 @@ class Producer:
 
     def __init__(self, arena_bytes: int) -> None:
         self.store = TensorStore(arena_bytes)
-        self.arena_server = MemfdSource(self.store)
-        self.byte_server = TcpSource(self.store, "127.0.0.1")
+        self.sources = Sources(self.store, "127.0.0.1", served_transports())
         self.store.endpoint = Endpoint(
-            "127.0.0.1:0",
-            host_id(),
-            self.arena_server.name,
-            1,
-            "producer",
-            0,
-            data_port=self.byte_server.port,
-            data_key=self.byte_server.key,
+            "127.0.0.1:0", host_id(), 1, "producer", adverts=self.sources.adverts()
         )
         self.steps = 0
         self.tensor = torch.empty(0)
@@ -136,8 +129,7 @@ class Producer:
         return to_proto(Batch(SEQUENCES, columns)).SerializeToString()
 
     def close(self) -> None:
-        self.byte_server.close()
-        self.arena_server.close()
+        self.sources.close()
         self.store.close()
 
 

@@ -33,7 +33,7 @@ from nccl_transfer.testing.two_gpu_source import EPOCH, Devices, expected, names
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.device import Cuda, cupy, own_cuda
-from nccl_transfer.transports.gpu.nccl import NcclReader
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2
 
@@ -83,7 +83,7 @@ class Check:
         self, nccl: Nccl, cuda: Cuda, batch: Batch, sizes: Sequence[int], source: BaseProcess
     ) -> None:
         self._nccl = HookedNccl(nccl)
-        self._fetcher = Fetcher(host_id(), [NcclReader(self._nccl, cuda)])
+        self._fetcher = Fetcher(host_id(), [NcclTransport(self._nccl, cuda).reader()])
         self._batch = batch
         self._sizes = sizes
         assert source.pid is not None

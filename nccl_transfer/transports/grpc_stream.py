@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 import grpc.experimental
@@ -11,7 +11,7 @@ import grpc.experimental
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.transports.base import Handler, Reader, Reading, Source, Transport
 from nccl_transfer.transports.common import check_request, remaining_s, stream_channel, with_retries
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import ServiceLost, TransferError, from_rpc_error
@@ -38,6 +38,10 @@ class GrpcReader(Reader):
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         return None if source.address else "it has no address"
+
+    def check_advert(self, advert: bytes) -> None:
+        if advert:
+            raise ValueError(f"{len(advert)} bytes, where there are none")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
@@ -112,3 +116,39 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
             store.read_bytes(ranges[n].shard, ranges[n].start + start, size) for n, start, size in chunk
         )
         yield pb.FetchResponse(data=b"".join(pieces))
+
+
+class GrpcSource(Source):
+    """Serves the RPC Fetch of TransferService.
+
+    Args:
+        store: Store that holds the shards.
+    """
+
+    service = "rlhf.v1.transfer_pb2:TransferService"
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def advert(self) -> bytes:
+        """Returns no bytes: readers need the rank's address alone."""
+        return b""
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {"Fetch": lambda request, _: serve_fetch(self._store, request)}
+
+    def close(self) -> None:
+        """Does nothing: each stream ends by itself."""
+
+
+class GrpcTransport(Transport):
+    """Streams of TransferService.Fetch, also from servers of others, which have no adverts."""
+
+    name = GrpcReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> GrpcSource:
+        return GrpcSource(store)
+
+    def reader(self) -> GrpcReader:
+        return GrpcReader()

@@ -4,6 +4,7 @@ arena."""
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import threading
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.arena import ArenaReader
-from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import Reader, Reading, Transport
 from nccl_transfer.transports.common import read_in_place, remaining_s
-from nccl_transfer.transports.memfd_source import HELLO, MAGIC, peer_uid
+from nccl_transfer.transports.memfd_source import HELLO, MAGIC, MemfdSource, peer_uid
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError
+
+SOCKET = re.compile(rb"rlhf-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +90,21 @@ class MemfdReader(Reader):
     name = "memfd"
 
     def __init__(self) -> None:
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[bytes, _Connection] = {}
         self._watch: _Watch | None = None
         self._closed = False
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        if not source.memfd_socket:
+        if self.name not in source.adverts:
             return "it hands out no arena"
         if source.host_id != host_id:
             return f"it is on host {source.host_id!r}, not on {host_id!r}"
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        if not SOCKET.fullmatch(advert):
+            raise ValueError(f"{advert!r} is no name that a rank gives a socket")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         connection = self._connection(source, deadline)
@@ -115,7 +123,7 @@ class MemfdReader(Reader):
     def _connection(self, source: Endpoint, deadline: float) -> _Connection:
         """Returns the connection to the source, a new one at the first read. Raises ServiceLost if it has ended."""
         with self._lock:
-            known = self._connections.get(source.memfd_socket)
+            known = self._connections.get(socket_of(source))
         if known is None:
             fresh = _connect(source, deadline)
             with self._lock:
@@ -131,15 +139,15 @@ class MemfdReader(Reader):
             unless_kept.enter_context(fresh.socket)
             if self._closed:
                 raise Refused(f"{source}: this end was closed")
-            if source.memfd_socket in self._connections:
-                return self._connections[source.memfd_socket]
+            if socket_of(source) in self._connections:
+                return self._connections[socket_of(source)]
             try:
                 self._watch = self._watch or _Watch(self._drop_ended)
                 self._watch.add(fresh.socket)
             except OSError as error:
                 raise ServiceLost(f"{source}: its end cannot be waited for: {error.strerror}") from error
             unless_kept.pop_all()
-        self._connections[source.memfd_socket] = fresh
+        self._connections[socket_of(source)] = fresh
         return fresh
 
     def _drop_ended(self) -> None:
@@ -147,7 +155,7 @@ class MemfdReader(Reader):
         with self._lock:
             self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
 
-    def _keep(self, connections: dict[str, _Connection]) -> None:
+    def _keep(self, connections: dict[bytes, _Connection]) -> None:
         """Keeps only `connections` and closes the sockets of the others. Their arenas are unmapped with their last
         reading."""
         for name in self._connections.keys() - connections.keys():
@@ -157,12 +165,17 @@ class MemfdReader(Reader):
         self._connections = connections
 
 
+def socket_of(source: Endpoint) -> bytes:
+    """Returns the name of the socket from which a rank hands out its arena, its advert; it has one."""
+    return source.adverts[MemfdReader.name]
+
+
 def _connect(source: Endpoint, deadline: float) -> _Connection:
     with ExitStack() as opened:
         connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connection.settimeout(remaining_s(deadline, source))
         try:
-            connection.connect(f"\0{source.memfd_socket}")
+            connection.connect(b"\0" + socket_of(source))
             owner = peer_uid(connection)
             if owner != os.geteuid():
                 raise Refused(f"{source}: its arena belongs to user {owner}, this is {os.geteuid()}")
@@ -188,3 +201,16 @@ def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaRe
         raise TransferError(f"{source}: handed out no arena that this side understands")
     _, epoch, nbytes, nonce = HELLO.unpack(hello)
     return ArenaReader.of_peer(fds[0], nbytes, nonce), epoch
+
+
+class MemfdTransport(Transport):
+    """Ranks of one host share the file descriptors of their arenas; the advert is the name of an abstract socket."""
+
+    name = MemfdReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> MemfdSource:
+        return MemfdSource(store)
+
+    def reader(self) -> MemfdReader:
+        return MemfdReader()

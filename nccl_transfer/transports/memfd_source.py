@@ -13,6 +13,7 @@ import time
 
 from nccl_transfer.store.arena import NONCE_BYTES
 from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import Source
 
 MAGIC = b"rlhfmem1"
 ACCEPT_PAUSE_S = 0.1
@@ -20,7 +21,7 @@ HELLO = struct.Struct(f"<{len(MAGIC)}sQQ{NONCE_BYTES}s")  # magic, epoch, size o
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class MemfdSource:
+class MemfdSource(Source):
     """Sends the file descriptor of a store's arena to processes of the same user and host.
 
     One thread serves an abstract Unix socket, so no file is left behind. Connections stay open: when a connection
@@ -30,7 +31,7 @@ class MemfdSource:
         store: Store whose arena is shared.
 
     Attributes:
-        name: Name of the socket, published as `Endpoint.memfd_socket`.
+        name: Name of the socket, which is the advert.
     """
 
     def __init__(self, store: TensorStore) -> None:
@@ -42,6 +43,9 @@ class MemfdSource:
         self._stop, stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, args=(stopped,), name="arena-server", daemon=True)
         self._thread.start()
+
+    def advert(self) -> bytes:
+        return self.name.encode()
 
     def close(self) -> None:
         """Closes the socket and all connections; later reads from this rank raise ServiceLost."""

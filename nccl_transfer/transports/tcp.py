@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -13,10 +14,13 @@ from google.rpc import status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reader, Reading
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import Reader, Reading, Transport
 from nccl_transfer.transports.common import remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
+from nccl_transfer.transports.tcp_source import TcpSource
 from nccl_transfer.transports.tcp_wire import (
+    ADVERT,
     DATA,
     END,
     ERROR,
@@ -43,7 +47,13 @@ class TcpReader(Reader):
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        return None if source.data_port and source.address else "it has no data port"
+        return None if self.name in source.adverts and source.address else "it has no data port"
+
+    def check_advert(self, advert: bytes) -> None:
+        if len(advert) != ADVERT.size:
+            raise ValueError(f"{len(advert)} bytes, not the {ADVERT.size} of a port and a key")
+        if not ADVERT.unpack(advert)[0]:
+            raise ValueError("port 0 is none that a rank listens on")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
@@ -62,8 +72,8 @@ class TcpReader(Reader):
     def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
         sink.roll_back()
         request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing()).SerializeToString()
-        key = bytes.fromhex(source.data_key)
-        with self._connected(source, deadline) as connection:
+        port, key = _advert_of(source)
+        with self._connected(source, port, deadline) as connection:
             try:
                 connection.settimeout(remaining_s(deadline, source))
                 connection.sendall(REQUEST.pack(MAGIC, key, len(request)) + request)
@@ -74,10 +84,10 @@ class TcpReader(Reader):
                 raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
 
     @contextlib.contextmanager
-    def _connected(self, source: Endpoint, deadline: float) -> Iterator[socket.socket]:
+    def _connected(self, source: Endpoint, port: int, deadline: float) -> Iterator[socket.socket]:
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
         unless the block raises, which closes it."""
-        connection = self._pooled(source) or _connect(source, deadline)
+        connection = self._pooled(source) or _connect(source, port, deadline)
         with self._lock:
             self._busy.add(connection)
         try:
@@ -116,11 +126,20 @@ def _is_alive(connection: socket.socket) -> bool:
     return False
 
 
-def _connect(source: Endpoint, deadline: float) -> socket.socket:
+def _advert_of(source: Endpoint) -> tuple[int, bytes]:
+    """Returns port and key of a source, from its advert. Raises TransferError if the advert is none of this
+    transport."""
+    try:
+        return ADVERT.unpack(source.adverts[TcpReader.name])
+    except struct.error as error:
+        raise TransferError(f"{source}: its advert of tcp cannot be read: {error}") from error
+
+
+def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
     host = source.address.rpartition(":")[0].strip("[]")
     certificates = current().certificates
     try:
-        connection = socket.create_connection((host, source.data_port), remaining_s(deadline, source))
+        connection = socket.create_connection((host, port), remaining_s(deadline, source))
         if certificates is not None:
             connection.settimeout(remaining_s(deadline, source))
             connection = certificates.connect_tls(connection, host)
@@ -177,3 +196,16 @@ def _fill(connection: socket.socket, target: memoryview, source: Endpoint, deadl
         if count == 0:
             raise ServiceLost(f"{source}: the connection ended")
         filled += count
+
+
+class TcpTransport(Transport):
+    """Streams of bytes over TCP; the advert is `tcp_wire.ADVERT`."""
+
+    name = TcpReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> TcpSource:
+        return TcpSource(store, host)
+
+    def reader(self) -> TcpReader:
+        return TcpReader()

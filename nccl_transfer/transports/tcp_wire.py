@@ -12,6 +12,8 @@ MAGIC = b"rlhftcp1"
 KEY_BYTES = 16
 REQUEST = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}sI")
 """Header of a request: MAGIC, key, and size in bytes of the serialized FetchRequest that follows."""
+ADVERT = struct.Struct(f"<H{KEY_BYTES}s")
+"""Advert of a rank: TCP port at the host of its address, and key."""
 FRAME = struct.Struct("<II")
 """Header of a frame of the answer: kind, and size of the payload in bytes."""
 DATA, END, ERROR = 1, 2, 3

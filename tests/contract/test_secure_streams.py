@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contract.transport_helpers import assert_same_bits, random_array
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
@@ -21,8 +20,10 @@ from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import TcpSource, tcp_source
-from nccl_transfer.transports.tcp import MAGIC, REQUEST
+from nccl_transfer.testing.transports.rows import assert_same_bits, random_array
+from nccl_transfer.transports import tcp_source
+from nccl_transfer.transports.tcp_source import TcpSource
+from nccl_transfer.transports.tcp_wire import ADVERT, MAGIC, REQUEST
 from rlhf.errors import ServiceLost
 from rlhf.security import PLAINTEXT, Security, adopted
 from rlhf.v1 import transfer_pb2 as pb
@@ -47,9 +48,13 @@ def source(security: Security) -> Iterator[tuple[TensorStore, TcpSource]]:
         with adopted(security):
             server = opened.enter_context(contextlib.closing(TcpSource(store, "127.0.0.1")))
         store.endpoint = Endpoint(
-            "127.0.0.1:1", epoch=EPOCH, service="actor", data_port=server.port, data_key=server.key
+            "127.0.0.1:1", epoch=EPOCH, service="actor", adverts={"tcp": server.advert()}
         )
         yield store, server
+
+
+def key_of(server: TcpSource) -> bytes:
+    return ADVERT.unpack(server.advert())[1]
 
 
 def read(security: Security, *batches: Batch, within_s: float = 10.0) -> list[dict[str, object]]:
@@ -122,7 +127,7 @@ def test_the_certificate_of_a_client_does_not_make_a_source(security: Security, 
 def test_the_key_alone_opens_nothing(security: Security, certificates: Path) -> None:
     with source(security) as (store, server):
         put(store, x=np.arange(100))
-        header = struct.pack("<8s16sI", b"rlhftcp1", bytes.fromhex(server.key), 0)
+        header = struct.pack("<8s16sI", b"rlhftcp1", key_of(server), 0)
         with socket.create_connection(("127.0.0.1", server.port), 10) as plain:
             heard = answer(plain, header)
         # An alert of TLS at most.
@@ -201,7 +206,7 @@ def test_a_slow_reader_is_not_cut_off_while_it_receives(
         plain.connect(("127.0.0.1", server.port))
         received = 0
         with security.certificates.connect_tls(plain, "127.0.0.1") as reader:
-            reader.sendall(REQUEST.pack(MAGIC, bytes.fromhex(server.key), len(message)) + message)
+            reader.sendall(REQUEST.pack(MAGIC, key_of(server), len(message)) + message)
             while received < nbytes:
                 wanted = received + at_once
                 while received < wanted and (piece := reader.recv(wanted - received)):

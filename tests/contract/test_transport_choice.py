@@ -11,18 +11,13 @@ import grpc
 import numpy as np
 import pytest
 
-from contract.peer_process import EPOCH, MIB
-from contract.transport_helpers import (
-    assert_same_bits,
-    fetch,
-    moved_to,
-    random_array,
-)
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.peer_process import EPOCH, MIB
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, moved_to, random_array
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import (
@@ -80,13 +75,15 @@ def test_where_no_transport_reaches_a_rank_the_error_says_why_for_each(peer):
 
 
 def test_an_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, tcp"):
+    with pytest.raises(
+        ConfigError, match="transport 'rdma' is unknown; known: cuda_ipc, grpc, memfd, nccl, tcp"
+    ):
         create_readers(["rdma"])
 
 
 def test_a_rank_reads_its_own_rows_without_a_transport():
     store = TensorStore(MIB)
-    store.endpoint = Endpoint("127.0.0.1:1", host_id(), "", EPOCH, "actor", 0)
+    store.endpoint = Endpoint("127.0.0.1:1", host_id(), EPOCH, "actor", 0)
     array = random_array("int32", (4, 2))
     batch = Batch(4, {"x": store.put_column(array, "int32", Lease("session", 1))})
     fetcher = Fetcher(host_id(), [], store)

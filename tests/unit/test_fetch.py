@@ -32,6 +32,9 @@ class OneIsLost(Reader):
     def why_not(self, source: Endpoint, host_id: str) -> None:
         return None
 
+    def check_advert(self, advert: bytes) -> None:
+        pass
+
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         self.asked.append(source)
         if source == SOURCES[0]:

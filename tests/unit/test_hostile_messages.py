@@ -20,9 +20,12 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import GrpcReader, Reader, TcpReader, serve_fetch, tcp_source
+from nccl_transfer.transports import Reader, tcp_source
+from nccl_transfer.transports.grpc_stream import GrpcReader, serve_fetch
 from nccl_transfer.transports.sink import Sink
+from nccl_transfer.transports.tcp import TcpReader
 from nccl_transfer.transports.tcp_source import TcpSource
+from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.errors import InvalidRequest, OutOfSpace, ServiceLost, TransferError
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import transfer_pb2
@@ -111,7 +114,7 @@ def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_tcp(claim: int
     real = store.put(np.arange(8), Lease("run", 1))
     small = store.put(np.arange(8), Lease("run", 1))
     with contextlib.closing(store), contextlib.closing(TcpSource(store, "127.0.0.1")) as server:
-        source = replace(store.endpoint, data_port=server.port, data_key=server.key)
+        source = replace(store.endpoint, adverts={"tcp": server.advert()})
         claimed = replace(real, endpoint=source, nbytes=claim)
         # The first range is good: the source does not begin before it has looked at the second.
         ranges = [ByteRange(replace(small, endpoint=source), 0, 64), ByteRange(claimed, 0, claim)]
@@ -127,7 +130,7 @@ def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_tcp(claim: int
 def test_a_source_that_cannot_be_reached_takes_no_memory(claim: int, transport: type[Reader]):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    source = Endpoint(f"127.0.0.1:{port}", data_port=port, data_key="0" * 32)
+    source = Endpoint(f"127.0.0.1:{port}", adverts={"tcp": ADVERT.pack(port, bytes(16))})
     claimed = ByteRange(Shard(source, 1, 64, claim), 0, claim)
     with no_more_than(16 << 20), contextlib.closing(transport()) as reader, pytest.raises(ServiceLost):
         reader.read(source, [claimed], time.monotonic() + 10)

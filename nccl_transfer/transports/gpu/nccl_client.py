@@ -34,7 +34,8 @@ from rlhf.errors import (
     TransferError,
     from_rpc_error,
 )
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import nccl_pb2 as pb
+from rlhf.v1.nccl_pb2_grpc import NcclServiceStub
 
 T = TypeVar("T")
 
@@ -97,11 +98,11 @@ class NcclReaderSession:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-class NcclClient(PeerConnection):
+class NcclClient(PeerConnection[NcclServiceStub]):
     """Reads from one source by NCCL, with at most one communicator and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel)
+        super().__init__(channel, NcclServiceStub)
         self._nccl = nccl
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
