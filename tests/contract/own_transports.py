@@ -18,8 +18,8 @@ class OwnTransports(TransportContract):
     """The contract for each value of the fixture `transport`, with the peers and the `make` of the test's module or of
     its conftest."""
 
-    shared_peer = peer = shared_checked_peer = checked_peer = None
-    mortal_peer = other_peer = new_peer = big_peer = None
+    shared_peer = peer = shared_checked_peer = checked_peer = None  # pyright: ignore[reportAssignmentType]
+    mortal_peer = other_peer = new_peer = big_peer = None  # pyright: ignore[reportAssignmentType]
 
     @pytest.fixture
     def transport_name(self, transport: str) -> str:

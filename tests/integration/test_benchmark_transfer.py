@@ -16,7 +16,7 @@ from benchmarks.transfer import main
 from benchmarks.transfer_gpu import expected, measure_cuda_ipc
 from benchmarks.transfer_tables import aims, device_table
 from contract.host_devices import HostCuda
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,7 +38,7 @@ def test_bytes_that_arrive_wrong_are_no_measurement(monkeypatch):
 
 
 def test_without_a_gpu_a_line_says_why_cuda_ipc_is_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(CudaIpcReader, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(CudaIpcTransport, "unavailable", lambda self: "no GPU")
     figures = tmp_path / "figures.json"
     ran = CliRunner().invoke(main, ["--part", "cuda_ipc", "--json", str(figures)])
     assert ran.exit_code == 0, ran.output
