@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-full test-gpu fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,11 +40,16 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 	$(BIN)/python -m deploy.pipeline $(if $(DATA),--data '$(DATA)')
 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU.
-	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
-	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos
+	@status=0; set -x; \
+	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract || status=1; \
+	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos || status=1; \
+	exit $$status
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests
+
+test-again: setup ## Run the tests that failed last once more, one at a time.
+	$(PYTEST) --last-failed --last-failed-no-failures none tests
 
 test-full: setup ## Run all of them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,11 +18,6 @@ settings.load_profile("same")
 # With `--dist loadfile` one worker runs a whole file, and one that begins a long file last leaves the others idle.
 LONGEST_FILES = (
     "test_runtime_failures",
-    "test_secure_run",
-    "test_shared",
-    "test_warm_resume",
-    "test_loadtest",
-    "test_plugin_reward",
     "test_abuse",
     "test_launched_services",
     "test_three_d",
@@ -40,10 +34,12 @@ LONGEST_FILES = (
     "test_plugin_loss",
     "test_three_d_run",
     "test_resume_launched",
+    "test_secure_run",
+    "test_shared",
+    "test_warm_resume",
+    "test_loadtest",
+    "test_plugin_reward",
 )
-
-# Slow tests that use the services of `integration.conftest.cluster`: on one worker, which launches them once.
-ONE_LAUNCH = {"test_secure_run", "test_shared", "test_warm_resume", "test_loadtest", "test_plugin_reward"}
 
 
 def pytest_configure() -> None:
@@ -59,21 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Makes the scheduler of `--dist loadfile`, for which the files of ONE_LAUNCH are one file."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduler(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = super()._split_scope(nodeid)
-            return "one launch" if Path(path).stem in ONE_LAUNCH else path
-
-    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

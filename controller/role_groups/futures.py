@@ -104,26 +104,39 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
     """Returns a future of the results of all futures, in order, which is resolved when all are done. If
     futures fail, its exception is that of the first failed one in the order of `futures`."""
     together = promise()
-
-    def settle(_: object = None) -> None:
-        left = [future for future in futures if not future.done()]
-        if left:
-            left[0].add_done_callback(settle)
-            return
-        try:
-            together.set_result([future.result() for future in futures])
-        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
-            together.set_exception(error)
-
-    settle()
+    _gather(list(futures), [], [], together)
     return together
 
 
-def resolve_after(before: Sequence[Future[None]], future: Future[None]) -> None:
-    """Returns without waiting; `future` is resolved to None as soon as all futures in `before` are."""
+def _gather(
+    left: list[Future[T]], values: list[T], errors: list[BaseException], together: Future[list[T]]
+) -> None:
+    """Adds the results of the futures `left`, in order, to `values` or to `errors`, and resolves `together` when all
+    are there. Returns without waiting."""
+    while left and left[0].done():
+        first, *left = left
+        try:
+            values.append(first.result())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+            errors.append(error)
+    if left:
+        # A future keeps its callbacks, so they must not refer to it.
+        first, *others = left
+        first.add_done_callback(lambda done: _gather([done, *others], values, errors, together))
+    elif errors:
+        together.set_exception(errors[0])
+    else:
+        together.set_result(values)
+
+
+def resolve_after(before: Sequence[Future[Any]], future: Future[None]) -> None:
+    """Returns without waiting; `future` is resolved to None as soon as all futures in `before` are done, with a result
+    or an error."""
     left = [other for other in before if not other.done()]
     if left:
-        left[0].add_done_callback(lambda _: resolve_after(left[1:], future))
+        # A future keeps its callbacks, so they must not refer to it.
+        first, *others = left
+        first.add_done_callback(lambda _: resolve_after(others, future))
     else:
         _resolve(future)
 

@@ -7,6 +7,7 @@ config decide (HybridFlow, sections 4.1 and 4.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from controller.role_groups.futures import promise, resolve_after
 
@@ -56,11 +57,11 @@ class Placement:
 
     def __init__(self) -> None:
         self._last: dict[str, Place] = {}
-        self._unfinished: dict[Place, float] = {}
+        self._unfinished: dict[Future[None], tuple[Place, float]] = {}
 
     def longest_wait_s(self) -> float:
         """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another."""
-        return sum(self._unfinished.copy().values())
+        return sum(time_s for _, time_s in self._unfinished.copy().values())
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
         """Appends a call to the order and returns its place. Must be called in the order of the program.
@@ -77,11 +78,11 @@ class Placement:
         before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
         place = Place(queue, before, self.longest_wait_s() + time_s)
         self._last.update(dict.fromkeys(devices, place))
-        self._unfinished[place] = time_s
-        place.ended.add_done_callback(lambda _: self._finish(place))
+        self._unfinished[place.ended] = place, time_s
+        place.ended.add_done_callback(self._finish)
         return place
 
-    def _finish(self, place: Place) -> None:
+    def _finish(self, ended: Future[None]) -> None:
         """Removes a call that has ended, as have all before it, from those that later calls may wait for."""
-        self._unfinished.pop(place, None)
+        place, _ = self._unfinished.pop(ended)
         place.forget_before()

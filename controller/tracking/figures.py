@@ -8,44 +8,64 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from controller.tracking.metrics import Sample, each_sample, each_step
 from reports.charts import Point
 
 MAX_STRETCHES = 200
 """Maximum number of stretches of a curve after they are merged; each keeps its lowest and its highest point."""
+MOST_POINTS = 3
+"""Most points of a stretch."""
 UNCHARTED = ("time/", "mem/", "transfer/", "rank/")
 """Prefixes of the metrics that a report shows as a mean or a peak instead of a curve."""
 THROUGHPUT = "time/tokens_per_s"
 
 
 class Curve:
-    """Curve of a metric over the steps, in bounded memory: all points of a short run; for a long run, the lowest, the
-    highest and one non-finite point of each stretch of steps."""
+    """Curve of a metric over the steps, in the same memory from its first point on: all points of a short run; for a
+    long run, the lowest, the highest and one non-finite point of each stretch of steps."""
 
     def __init__(self) -> None:
         self._size = 1
         self._in_last = 0
-        self._stretches: list[list[Point]] = []
+        self._used = 0
+        # Of each stretch its points (step, value), and rows of NaN for those that it does not have: a quarter of the
+        # memory of tuples.
+        self._points = np.full((2 * MAX_STRETCHES, MOST_POINTS, 2), math.nan)
 
     def add(self, step: float, value: float) -> None:
         """Adds the value at a step, which must be later than those added before."""
         if self._in_last == 0 or self._in_last == self._size:
-            self._stretches.append([])
+            self._used += 1
             self._in_last = 0
-        self._stretches[-1] = _outline([*self._stretches[-1], (step, value)])
+        self._put(self._used - 1, [*self._at(self._used - 1), (step, value)])
         self._in_last += 1
-        if len(self._stretches) == 2 * MAX_STRETCHES and self._in_last == self._size:
-            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-            self._stretches = [_outline([*one, *other]) for one, other in pairs]
+        if self._used == 2 * MAX_STRETCHES and self._in_last == self._size:
+            for stretch in range(MAX_STRETCHES):
+                self._put(stretch, [*self._at(2 * stretch), *self._at(2 * stretch + 1)])
+            self._points[MAX_STRETCHES:] = math.nan
+            self._used = MAX_STRETCHES
             self._size *= 2
             self._in_last = self._size
 
     @property
     def points(self) -> list[Point]:
-        return [point for stretch in self._stretches for point in stretch]
+        return [point for stretch in range(self._used) for point in self._at(stretch)]
+
+    def _at(self, stretch: int) -> list[Point]:
+        """Returns the points of a stretch."""
+        return [(step, value) for step, value in self._points[stretch].tolist() if not math.isnan(step)]
+
+    def _put(self, stretch: int, points: list[Point]) -> None:
+        """Keeps the outline of points as those of a stretch, in the place of the points that it has."""
+        kept = _outline(points)
+        self._points[stretch, : len(kept)] = kept
+        self._points[stretch, len(kept) :] = math.nan
 
 
 def _outline(points: list[Point]) -> list[Point]:
+    """Returns the lowest, the highest and the first non-finite one of points, MOST_POINTS at most, in their order."""
     finite = [point for point in points if math.isfinite(point[1])]
     others = [point for point in points if not math.isfinite(point[1])][:1]
     extremes = {min(finite, key=_value), max(finite, key=_value)} if finite else set()

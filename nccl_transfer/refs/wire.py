@@ -234,7 +234,9 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _L
         raise InvalidRequest(f"column {message.name!r} has no content or no known element type")
     dtype, row_shape = DTYPES[message.dtype], tuple(message.row_shape)
     lengths, elements = jagged or (None, rows)
-    if len(row_shape) > MAX_RANK or elements * math.prod(row_shape) * ELEMENT_BYTES[dtype] > _MAX_SIZE:
+    # A size of 0 does not make the others possible: arrays have a limit for their product without it.
+    most = math.prod(max(size, 1) for size in (elements, *row_shape)) * ELEMENT_BYTES[dtype]
+    if len(row_shape) > MAX_RANK or most > _MAX_SIZE:
         raise InvalidRequest(
             f"column {message.name!r} has rows of shape {list(row_shape)}, more than there can be"
         )

@@ -19,6 +19,7 @@ from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
 from services.engines.base import HeldTensor, LossFn
+from services.engines.rollback import undo
 from services.models.families import load_classifier
 from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer
@@ -151,14 +152,14 @@ class LearningRewardWorker(ModelWorker):
     @contextmanager
     def _taken_over(self) -> Iterator[None]:
         """Context manager for a block that changes the engine's weights. Afterwards it copies them to the scorer; if
-        either fails, it restores the engine's weights and the policy version."""
+        either fails, it restores the engine's weights and the policy version, or raises OutOfStep where it cannot."""
         with all_or_none("keeping the weights", self.torch_device):
             before, version = self.engine.snapshot(), self.policy_version
         try:
             yield
             self.copy_weights()
-        except BaseException:
-            self.engine.restore(before)
+        except BaseException as failure:
+            undo(self.engine, before, failure)
             self.policy_version = version
             raise
 

@@ -16,15 +16,19 @@ Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """Returns a jagged column of a call's rows with its values as a tensor, which shares memory with `rows`; values in
-    a read-only array, as of a column sent in the request itself, are copied.
+    """Returns a jagged column of numbers of a call's rows with its values as a tensor, which shares memory with `rows`;
+    values in a read-only array, as of a column sent in the request itself, are copied.
 
     Raises:
-        InvalidRequest: The column is missing or not jagged.
+        InvalidRequest: The column is missing or not jagged, or its elements are no single numbers.
     """
     column = rows[name]
     if not isinstance(column, Jagged):
         raise InvalidRequest(f"column {name!r} is not jagged")
+    if column.values.ndim != 1:
+        raise InvalidRequest(
+            f"column {name!r} has elements of shape {list(column.values.shape[1:])}; one number is allowed"
+        )
     return to_torch(column, rows.fetched.dtypes[name])
 
 
@@ -48,7 +52,7 @@ def sequence_columns(rows: CallRows) -> Sequences:
     """Returns the columns "prompt_ids" and "response_ids", converted to int64.
 
     Raises:
-        InvalidRequest: A column is missing or not jagged.
+        InvalidRequest: A column is missing or not jagged, or its elements are no single numbers.
     """
     prompts, responses = jagged_column(rows, "prompt_ids"), jagged_column(rows, "response_ids")
     return Jagged(prompts.values.long(), prompts.lengths), Jagged(responses.values.long(), responses.lengths)

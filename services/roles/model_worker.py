@@ -135,6 +135,7 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
         receive."""
         with (
+            self._history.lost_if_out_of_step(),
             as_contract_errors(),
             peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
             self._profiler.around_call(),

@@ -4,8 +4,10 @@ computes alike without asking the others."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, OutOfStep
 
 MAX_STATE_ID = 64
 """Most characters of a state id."""
@@ -21,9 +23,19 @@ class StateHistory:
     def __init__(self, start: str) -> None:
         self._id, self._version = _digest(start), 0
 
+    @contextmanager
+    def lost_if_out_of_step(self) -> Iterator[None]:
+        """Context manager of a call: if it raises OutOfStep, the state has no id any more. The process exits soon, but
+        answers until then, and may have changed a part of its state."""
+        try:
+            yield
+        except OutOfStep:
+            self._id = ""
+            raise
+
     def id_at(self, policy_version: int) -> str:
-        """Returns the id of the present state, in hexadecimal; empty where the policy version is not the one that was
-        noted last, since a role of another package may change its weights without a note."""
+        """Returns the id of the present state, in hexadecimal; empty after OutOfStep, and where the policy version is
+        not the one that was noted last, since a role of another package may change its weights without a note."""
         return self._id if policy_version == self._version else ""
 
     def changed(self, call_id: str, policy_version: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.errors import CallCancelled, InvalidRequest
 from services.engines.base import RejectedGradient, TrainEngine
+from services.engines.rollback import undo
 from services.roles.rejected import RowKeeper
 from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import MiniBatch
@@ -46,7 +47,7 @@ class Updater:
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
         other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone
-        from it if it fails.
+        from it if it fails; a rank that cannot undo it raises OutOfStep, upon which its process exits.
 
         Args:
             mini_batches: This rank's part of each mini-batch; equally many on every rank.
@@ -75,8 +76,8 @@ class Updater:
             verify_together()
             if copy_weights is not None:
                 copy_weights()
-        except BaseException:
-            self._engine.restore(before)
+        except BaseException as failure:
+            undo(self._engine, before, failure)
             raise
         return metrics
 

@@ -38,6 +38,10 @@ collective that needs this rank, and then only its exit frees them."""
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that a rank waits at start for all others."""
 
+KEPT_COLLECTIVES = 100
+"""Number of the last collectives of a rank that torch's flight recorder keeps, each with its stack, unless the
+environment has TORCH_FR_BUFFER_SIZE. torch's default is 2,000, which take megabytes and fill slowly."""
+
 
 class FailedAlone(RuntimeError):
     """Raised where this rank failed while its peers wait for it in a collective. The ranks can no longer agree on the
@@ -133,6 +137,7 @@ class Ranks:
         base = _open_store(rank, size)
         store = PrefixStore("rlhf-cluster", base)
         epoch = _meet(store, rank, size, epoch)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_COLLECTIVES))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             backend,

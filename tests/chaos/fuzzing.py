@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from chaos.moving import moved, place_of
 from chaos.shots import Service, Shot, Shots
 from google.rpc import status_pb2
 
@@ -213,7 +214,14 @@ class Fuzzer:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{self._seed}-{number}.json"
         before = [each.to_json() for known, each in self._recent if known != number]
-        told = {"code": answer.code, "said": answer.said, "call": shot.to_json(), "before": before}
+        places = {name: place_of(service) for name, service in self._services.items()}
+        told = {
+            "code": answer.code,
+            "said": answer.said,
+            "places": places,
+            "call": shot.to_json(),
+            "before": before,
+        }
         path.write_text(json.dumps(told))
         return path
 
@@ -237,7 +245,11 @@ async def replay(services: Sequence[Service], saved: str, directory: Path) -> Ma
         directory: As for `Fuzzer`.
     """
     told = json.loads(saved)
-    shot, before = Shot.from_json(told["call"]), [Shot.from_json(each) for each in told["before"]]
+    known = {service.name: service for service in services}
+    *before, shot = (
+        moved(each, told["places"][each.service], known[each.service])
+        for each in map(Shot.from_json, (*told["before"], told["call"]))
+    )
     async with Fuzzer(services, 0, directory) as fuzzer:
         alone = await fuzzer.send(shot)
         *_, last = await asyncio.gather(*(fuzzer.send(each) for each in (*before, shot)))

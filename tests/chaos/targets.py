@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import psutil
@@ -26,6 +22,7 @@ from chaos.fuzzing import Answer
 from chaos.valid_requests import valid_requests
 
 from integration.harness import SHARDED, Service, free_ports, is_listening, wait_until
+from integration.ranks import server_context
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.errors import Refused
 from rlhf.v1 import worker_pb2
@@ -283,10 +280,7 @@ def started(
         services: By name: role, number of ranks and further keys of the table.
         directory: For configs, logs and what the services write.
     """
-    multiprocessing.set_forkserver_preload(["chaos.preloaded"])
-    context: Any = multiprocessing.get_context("forkserver")
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()
+    context = server_context()
     made: dict[str, Target] = {}
     try:
         for name, (role, num_ranks, table) in services.items():

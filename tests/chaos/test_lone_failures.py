@@ -6,21 +6,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,6 +35,7 @@ from integration.harness import (
     jagged,
     wait_until,
 )
+from integration.ranks import server_context
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import OutOfStep, RlhfError, ServiceLost
 from rlhf.v1 import actor_pb2
@@ -313,13 +310,9 @@ def fail(running: Running, method: str, chance: random.Random) -> tuple[float, s
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
+def context() -> Any:
     """Makes processes that have imported what ranks import."""
-    multiprocessing.set_forkserver_preload(["chaos.preloaded"])
-    context: Any = multiprocessing.get_context("forkserver")
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()
-    return context
+    return server_context()
 
 
 def fail_everywhere(drawn: list[Case], model: Path, directory: Path, context: Any, seed: int) -> None:

@@ -16,7 +16,7 @@ from controller.config.config import Config
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import BOS, EOS, PAD, UNK, build, make_tokenizer
 from integration import example_plugins, node_reward
-from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
+from integration.harness import Cluster, Processes, Service, free_ports, write_config
 from integration.references import References
 
 START_TIMEOUT_S = 110.0
@@ -150,8 +150,7 @@ def cluster(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     path = write_config(config, directory / "cluster.toml")
     processes = Processes()
     try:
-        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(up, "ready\n", START_TIMEOUT_S)
+        up = processes.serve(path, directory / "logs")
         yield Cluster(config, _save_all(config, directory), processes)
         up.terminate()
         assert up.wait(STOP_TIMEOUT_S) == 0

@@ -343,8 +343,19 @@ class Processes:
         return subprocess.Popen(
             [str(Path(sys.executable).parent / command[0]), *command[1:]],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options},
-            env={**os.environ, "PYTHONPATH": _path(HERE), self.MARK: self.id},
+            env={**os.environ, "PYTHONPATH": _path(HERE, HERE.parent), self.MARK: self.id},
         )
+
+    def serve(
+        self, config: Path, log_dir: Path, *settings: str, timeout_s: float = 110.0
+    ) -> subprocess.Popen[str]:
+        """Starts the services of a config by `forked_services`, with overrides "key.path=value", and waits until all
+        are healthy. SIGTERM ends them; the exit code is 0 then."""
+        launcher = self.start(
+            "python", str(HERE / "forked_services.py"), str(config), str(log_dir), *settings
+        )
+        wait_for_line(launcher, "ready\n", timeout_s)
+        return launcher
 
     def living(self) -> list[psutil.Process]:
         """Started processes that still live."""
@@ -361,8 +372,8 @@ class Processes:
         return False
 
 
-def _path(first: Path) -> str:
-    return os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH")]))
+def _path(*first: Path) -> str:
+    return os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH")]))
 
 
 def leaked_shared_memory() -> set[str]:

@@ -2,12 +2,24 @@
 
 import atexit
 import os
+import threading
 
-from integration.ranks import import_uncollected
+from rlhf.polling import serve_from_one_thread
+
+# As in services/__main__.py: before all that imports gRPC.
+serve_from_one_thread()
+
+from tqdm import tqdm  # noqa: E402
+
+from integration.ranks import import_uncollected  # noqa: E402
+
+# By default tqdm makes a semaphore in each process, which stays in /dev/shm where the process is killed.
+tqdm.set_lock(threading.RLock())
 
 import_uncollected(
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "chaos.failing_workers",
     "services.engines.fsdp.engine",
     "services.engines.fsdp.lora",
     "services.engines.three_d.engine",

@@ -46,7 +46,7 @@ def launch(
     Raises:
         AssertionError: A rank failed, or was too late. None lives any more.
     """
-    context: Any = multiprocessing.get_context("forkserver" if environment is None else "spawn")
+    context: Any = server_context() if environment is None else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         ranks: list[BaseProcess] = [
@@ -57,8 +57,6 @@ def launch(
             )
             for rank in range(num_ranks)
         ]
-        if environment is None:
-            _start_server()
         try:
             with mock.patch.dict(os.environ, environment or {}):
                 for rank in ranks:
@@ -85,12 +83,14 @@ def import_uncollected(*modules: str) -> list[ModuleType]:
         gc.enable()
 
 
-def _start_server() -> None:
-    """Unless it runs. It ends when this process and all ranks have ended."""
+def server_context() -> Any:
+    """The multiprocessing context whose processes are forked from a server that has imported PRELOADED. The server is
+    started unless it runs, and ends when this process and all that were forked have ended."""
     multiprocessing.set_forkserver_preload([PRELOADED])
     # Python 3.11 does not give the server its path of modules.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 class _Output:

@@ -178,8 +178,8 @@ def test_an_update_of_one_long_mini_batch_says_at_its_deadline_that_it_gets_on_a
     async def main() -> list[Any]:
         async with clients(lone_actor) as made:
             await dispatch(made, lone_actor, "synchronize")
-            rows = training_rows(2000)
-            late = await dispatch(made, lone_actor, "update_actor", 0.5, batch=rows, **one_step)
+            rows = training_rows(2500)
+            late = await dispatch(made, lone_actor, "update_actor", 1.0, batch=rows, **one_step)
             return late + await dispatch(made, lone_actor, "update_actor", batch=training_rows(), **one_step)
 
     late, after = asyncio.run(main())

@@ -48,7 +48,7 @@ def open_ports(cluster: Cluster) -> Iterator[str]:
     assert not places, "a process that is no rank has a port"
 
 
-def test_services_of_rlhf_deploy_listen_on_the_configured_hosts_alone(cluster: Cluster) -> None:
+def test_services_listen_on_the_configured_hosts_alone(cluster: Cluster) -> None:
     assert_closed(cluster.processes.living(), cluster.config)
 
 

@@ -17,7 +17,7 @@ from controller.config.config import Config
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
-from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
+from integration.harness import Cluster, Processes, Service, free_ports, write_config
 from rlhf.errors import ConfigError
 from settings.actor import ActorTable, LoraTable
 
@@ -69,8 +69,7 @@ def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     path = write_config(chosen, directory / "lora.toml")
     processes = Processes()
     try:
-        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(up, "ready\n", START_TIMEOUT_S)
+        up = processes.serve(path, directory / "logs")
         learners = {name: Service(name, chosen.services[name].address) for name in ("actor", "critic")}
         methods = {method.name for method in learners["actor"].description.methods}
         for name, service in learners.items():

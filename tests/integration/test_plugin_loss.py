@@ -15,7 +15,7 @@ import pytest
 
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
-from integration.harness import Processes, free_ports, wait_for_line, write_config
+from integration.harness import Processes, free_ports, write_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,11 +108,7 @@ def test_the_resolved_config_has_the_options_of_the_loss(site: Site) -> None:
 def runs(site: Site) -> Iterator[list[Path]]:
     """A run for each of `NAMES`, one after the other on the same services."""
     made = []
-    up = site.processes.start(
-        *("rlhf-deploy", "up", str(site.path), "--log-dir", str(site.path.parent / "logs")),
-        *("--set", f"algorithm.surrogate={NAMES[1]}"),
-    )
-    wait_for_line(up, "ready\n", START_TIMEOUT_S)
+    up = site.processes.serve(site.path, site.path.parent / "logs", f"algorithm.surrogate={NAMES[1]}")
     for name in NAMES:
         before = site.runs
         ended = site.controller(f"surrogate={name}", f"surrogate_options.delta={DELTA}")

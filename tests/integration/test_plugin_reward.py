@@ -18,7 +18,7 @@ from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
 from integration import node_reward, toy_rewards
-from integration.harness import Cluster, Processes, free_ports, wait_for_line, write_config
+from integration.harness import Cluster, Processes, free_ports, write_config
 from integration.test_reward_node import within_reach
 from settings.reward import RewardTable
 
@@ -120,9 +120,8 @@ def outside(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(plugins))
         path = write_config(config, directory / "rewards.toml")
-        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
+        up = processes.serve(path, directory / "logs")
     try:
-        wait_for_line(up, "ready\n", START_TIMEOUT_S)
         yield services
     finally:
         processes.kill()

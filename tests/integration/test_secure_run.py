@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from controller.config.config import Config
-from integration.harness import Cluster, Processes, Service, free_ports, wait_for_line, write_config
+from integration.harness import Cluster, Processes, Service, free_ports, write_config
 from integration.listeners import assert_closed
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import SERVICES
@@ -103,8 +103,7 @@ def site(
     chosen = config.model_copy(update={"services": services, "run": run, "security": table})
     path, processes = write_config(chosen, directory / "secure.toml"), Processes()
     try:
-        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(up, "ready\n", START_TIMEOUT_S)
+        processes.serve(path, directory / "logs")
         yield Site(chosen, path, load_security(certificates), directory, processes)
     finally:
         processes.kill()

@@ -19,7 +19,7 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer
-from integration.harness import Processes, Service, free_ports, jagged, take_rows, wait_for_line, write_config
+from integration.harness import Processes, Service, free_ports, jagged, take_rows, write_config
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
@@ -80,8 +80,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     path = write_config(config, directory / "services.toml")
     processes = Processes()
     try:
-        launcher = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(launcher, "ready\n", 110)
+        launcher = processes.serve(path, directory / "logs")
         yield Up(config, model, processes)
         launcher.terminate()
         assert launcher.wait(40) == 0

@@ -18,7 +18,6 @@ from integration.harness import (
     Processes,
     Service,
     free_ports,
-    wait_for_line,
     wait_until,
     write_config,
 )
@@ -99,8 +98,7 @@ def site(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     frozen = cluster.config.model_copy(update={"services": {"reference": reference, "reward": reward}})
     path = write_config(frozen, directory / "frozen.toml")
     try:
-        up = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(up, "ready\n", START_TIMEOUT_S)
+        up = processes.serve(path, directory / "logs")
         yield Site(cluster, frozen)
         up.terminate()
         assert up.wait(STOP_TIMEOUT_S) == 0

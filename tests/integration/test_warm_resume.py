@@ -20,8 +20,16 @@ from controller.checkpoints.journal import read_journal
 from controller.config.config import Config
 from controller.tracking.ownership import LOCK
 from integration.harness import Cluster, Processes, Service, wait_for_line, wait_until, write_config
-from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
-from integration.test_resume_launched import launched
+from integration.resuming import (
+    RUN_TIMEOUT_S,
+    Results,
+    Resumable,
+    moments,
+    resumable,
+    sleep_until,
+    with_tables,
+)
+from integration.test_resume_launched import ENGINES, launched, launched_on
 from rlhf.v1 import worker_pb2
 
 ROLES = {role: role for role in ("actor", "critic", "reference", "reward")}
@@ -57,7 +65,7 @@ def wait_for_step(run: Resumable, process: subprocess.Popen[str], step: int) -> 
 
 def stop_after(run: Resumable, process: subprocess.Popen[str], step: int) -> int:
     """Stops a controller after a step or a later one, before the first update of the next; returns its number."""
-    for number in range(step, STEPS):
+    for number in range(step, run.config.run.steps):
         wait_for_step(run, process, number)
         os.killpg(process.pid, signal.SIGSTOP)
         held = {name: state_of(run.config, name) for name in ("actor", "critic")}
@@ -184,3 +192,35 @@ def test_a_controller_that_is_killed_twenty_times_changes_no_number_and_no_servi
     resumes = [found.groups() for out in said if (found := RESUMED.search(out))]
     warm = sum(what == "nothing was loaded" for _, what in resumes)
     print(f"seed {seed}: {len(resumes)} of 20 resumes reached a step; {warm} loaded nothing: {resumes}")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "fsdp"])
+def test_services_of_every_engine_hold_their_state_for_the_next_controller(
+    engine: str, config: Config, tmp_path: Path
+) -> None:
+    """The controller is killed three times: twice between two steps, and then at any moment, after which the services
+    may have to load."""
+    chosen = with_tables(
+        launched_on(engine, config), run={"steps": 10, "evaluate_every": 4}, algorithm=ADAPTIVE
+    )
+    said = list[str]()
+    with deployed(chosen, tmp_path / "services.toml"):
+        before = pids(chosen)
+        table = with_tables(chosen, run={"directory": tmp_path / "undisturbed"})
+        expected = Results.of(job.run(table, "ppo").directory)
+        with resumable(with_tables(chosen, checkpoint={"every": 1}), tmp_path) as run:
+            process, step = run.start(), 0
+            for _ in range(2):
+                step = stop_after(run, process, step + 1)
+                said.append(killed(process))
+                process = run.resume()
+            wait_for_step(run, process, step + 1)
+            assert sleep_until(process, moments(7, 1, 1.0)[0])
+            said += [killed(process), run.finish(run.resume())[0]]
+            assert Results.of(run.run_dir) == expected
+        assert pids(chosen) == before
+    resumes = [match.groups() for out in said if (match := RESUMED.search(out))]
+    print(f"{engine}: {resumes}")
+    assert [what for _, what in resumes[:2]] == ["nothing was loaded"] * 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import all_of, awaited, resolve_after, resolved, then
+from controller.role_groups.futures import all_of, awaited, promise, resolve_after, resolved, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Column, LocalColumn
@@ -234,13 +236,43 @@ def test_an_error_of_one_is_that_of_all() -> None:
 
 
 def test_the_order_of_calls_that_have_ended_is_forgotten() -> None:
-    """A run makes calls as long as it goes on, and each waits for the one before it."""
-    placement, queues = Placement(), [object(), object()]
-    for number in range(300):
-        device = frozenset({"gpu"})
-        place = placement.enter(device, queues[number % 2], 1.0)
-        place.was_sent()
-        place.leave()
+    """A run makes calls as long as it goes on, and each waits for the one before it. None is left to the garbage
+    collector, which a controller runs rarely."""
+    placement, queues, device = Placement(), [object(), object()], frozenset({"gpu"})
+    with uncollected():
+        for number in range(0, 300, 2):
+            first, second = (placement.enter(device, queues[n % 2], 1.0) for n in (number, number + 1))
+            second.leave()
+            first.was_sent()
+            first.leave()
+        del first, second
+        assert len(living(Place, Future)) < 10
+
+
+def test_futures_of_several_leave_nothing_to_the_garbage_collector() -> None:
+    with uncollected():
+        for _ in range(100):
+            futures: list[Future[int]] = [Future() for _ in range(3)]
+            together, ended = all_of(futures), promise()
+            resolve_after(futures, ended)
+            for future in futures:
+                future.set_result(1)
+            assert (together.result(TIMEOUT_S), ended.result(TIMEOUT_S)) == ([1, 1, 1], None)
+        del futures, future, together, ended
+        assert len(living(Future)) < 10
+
+
+def living(*types: type) -> list[object]:
+    """Returns the objects of these types that are in memory."""
+    return [each for each in gc.get_objects() if issubclass(type(each), types)]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Context manager that disables garbage collection in its block, after one collection."""
     gc.collect()
-    kept = [each for each in gc.get_objects() if isinstance(each, Place)]
-    assert len(kept) < 10
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ import pytest
 import torch
 import uvloop
 from chaos.fuzzing import Fuzzer, Results
-from chaos.shots import Service, rpcs
+from chaos.moving import moved, place_of
+from chaos.shots import Service, Shot, rpcs
 from chaos.targets import begin_session
 from chaos.valid_requests import valid_requests
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from integration import harness
 from nccl_transfer.refs.batch import Batch
+from rlhf.contract import SERVICES
+from rlhf.v1 import common_pb2, worker_pb2
 from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
@@ -176,3 +181,25 @@ def test_five_thousand_random_requests_leave_every_role_as_it_was(
     served = {rpc.path for worker in workers.values() for rpc in rpcs(worker.role)}
     assert results.requests >= REQUESTS
     assert results.paths.keys() == served
+
+
+def test_a_saved_call_is_moved_to_services_of_another_start(tmp_path: Path) -> None:
+    """Bytes that are no request stay as they are."""
+    before, now = (
+        Service("critic", "critic", (f"127.0.0.1:{port}",), epoch, tmp_path / str(epoch), {})
+        for port, epoch in ((1001, 77), (1002, 99))
+    )
+    place, dispatch = json.loads(json.dumps(place_of(before))), SERVICES["worker"]["Dispatch"]
+    save, begun = SERVICES["worker"]["SaveCheckpoint"], place["unix_ns"] - 5
+    inner = worker_pb2.SaveCheckpointRequest(
+        call=common_pb2.Call(epoch=77, session_started_unix_ns=begun), directory=f"{before.root}/x"
+    )
+    message = worker_pb2.DispatchRequest(method=save.path, request=inner.SerializeToString(), timeout_s=1)
+    sent = (message.SerializeToString(), b"\x0b")
+    shot = Shot("critic", (0,), dispatch.path, sent, streams=True, timeout_s=1.0, cancel_after_s=None)
+    again = moved(Shot.from_json(json.loads(json.dumps(shot.to_json()))), place, now)
+    assert again.messages[1] == sent[1]
+    message.ParseFromString(again.messages[0])
+    inner.ParseFromString(message.request)
+    assert (inner.call.epoch, inner.directory) == (99, f"{now.root}/x")
+    assert begun < inner.call.session_started_unix_ns <= time.time_ns()

@@ -54,6 +54,14 @@ def remote(rows: int, first: int = 0, **fields: object) -> pb.Column:
             "more than there can be",
         ),
         (
+            batch(0, pb.Column(name="x", dtype=FLOAT32, row_shape=[HUGE], inline=b"")),
+            "more than there can be",
+        ),
+        (
+            batch(1, pb.Column(name="x", dtype=FLOAT32, row_shape=[HUGE, 0], inline=b"")),
+            "more than there can be",
+        ),
+        (
             batch(1, pb.Column(name="x", dtype=FLOAT32, row_shape=[1] * 100, inline=b"....")),
             "more than there can be",
         ),

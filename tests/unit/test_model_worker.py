@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import ConfigError, InvalidRequest, Refused
+from rlhf.errors import ConfigError, InvalidRequest, OutOfStep, Refused
 from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
 from services.critic.worker import CriticWorker
 from services.engines.sharded import ShardedEngine
@@ -126,6 +126,19 @@ def test_an_update_whose_rows_were_released_leaves_no_trace(
     assert critic.policy_version == 1
     assert critic.state_id == state_id
     assert same(bits(critic), before)
+
+
+def test_a_rank_that_cannot_undo_an_update_holds_no_state_that_has_an_id_and_leaves(
+    critic: CriticWorker, monkeypatch: pytest.MonkeyPatch
+):
+    def restore(snapshot: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(critic.engine, "restore", restore)
+    said = "could not be restored .RuntimeError: no memory. after Refused: the rows have been released"
+    with pytest.raises(OutOfStep, match=said):
+        update(critic, make_rows(ReleasedRows), mini_batches=2)
+    assert critic.state_id == ""
 
 
 def test_a_single_step_without_a_snapshot_gives_the_bits_of_one_with_it(
