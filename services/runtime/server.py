@@ -207,7 +207,11 @@ class RankServer:
         for service, methods in self._services().items():
             table = {}
             for method in methods.values():
-                handler = self._in_turn(method) if method.path in in_turn else direct[method.path]
+                handler = self._in_turn(method) if method.path in in_turn else direct.get(method.path)
+                if handler is None:
+                    raise ConfigError(
+                        f"{method.path}: the source of its transport has no handler of this name"
+                    )
                 table[method.name] = boundary.rpc_handler(method, handler)
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
