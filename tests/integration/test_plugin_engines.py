@@ -153,6 +153,29 @@ def test_the_transport_passes_the_published_contract(plugins: Path, tmp_path: Pa
     pass_the_contract("plugin_transport_contract.py", plugins, tmp_path, "-k", "not gibibyte")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
+def test_the_contract_finds_faults_of_transports(tmp_path: Path) -> None:
+    tests = tmp_path / "test_faulty_transports.py"
+    tests.write_text((HERE / "faulty_transports.py").read_text())
+    chosen = [
+        f"{tests}::TestForgetful::test_rows_of_another_epoch_are_refused",
+        f"{tests}::TestPatient::test_a_peer_that_hangs_ends_the_read_at_its_deadline",
+        f"{tests}::TestLeaking::test_nothing_is_left_open_here_or_there",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *chosen],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=CONTRACT_TIMEOUT_S,
+    )
+    assert "3 failed" in ran.stdout, ran.stdout[-4000:]
+    for said in ("DID NOT RAISE", "assert (", "after Held("):
+        assert said in ran.stdout, ran.stdout[-4000:]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
 def test_a_gibibyte_arrives_by_the_transport(plugins: Path, tmp_path: Path) -> None:
